@@ -1,4 +1,7 @@
-"""Micro-batches, and what a model makes of them."""
+"""Micro-batches of token rows, and a model's logits for them.
+
+B batch (rows), S sequence, V vocabulary, D hidden.
+"""
 
 from functools import partial
 
@@ -18,7 +21,7 @@ def tokens(batch: int, sequence: int, seed: int = 0) -> np.ndarray:
 
 
 def make_batch(rows: np.ndarray, mesh, lengths: list[int] | None = None) -> dict[str, jax.Array]:
-    """A micro-batch of rows, each packed with documents of these lengths (default: one), all tokens trained."""
+    """Return a micro-batch of rows, each packed with documents of these lengths (default: one), all tokens trained."""
     batch, sequence = rows.shape
     lengths = lengths or [sequence]
     starts = np.cumsum([0, *lengths])
@@ -41,16 +44,16 @@ def make_batch(rows: np.ndarray, mesh, lengths: list[int] | None = None) -> dict
 
 
 def logits_of(model, parameters, batch, dtype=jnp.float32) -> jax.Array:
-    """Logits of a batch by the training path."""
+    """Return logits [B, S, V], computed by the training path."""
     with jax.default_matmul_precision("highest"):
         decoder, call = bind(model.graph, parameters), Call(dtype)
         hidden, _ = hidden_states(decoder, batch, call)
         head = jax.reshard(decoder.head_weight.astype(dtype), jax.P())
-        found = jnp.einsum("bsd,vd->bsv", hidden, head, out_sharding=by_token())[..., : model.spec.vocabulary]
+        logits = jnp.einsum("bsd,vd->bsv", hidden, head, out_sharding=by_token())[..., : model.spec.vocabulary]
         cap = model.spec.logit_cap
-        return found if cap is None else cap * jnp.tanh(found / cap)
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def logits(model, parameters, batch, dtype=jnp.float32) -> np.ndarray:
-    """The same, compiled, on the host."""
+    """Return `logits_of`, compiled, as a numpy array."""
     return np.asarray(jax.jit(partial(logits_of, model, dtype=dtype))(parameters, batch).astype(jnp.float32))

@@ -49,7 +49,7 @@ QUESTIONS = [
 
 
 def write_tasks(folder: Path, **texts: str) -> Path:
-    """The folder, with a YAML file of each task; `texts`: of tasks that are there besides."""
+    """Write a YAML file for each task to `folder` and return it; `texts` adds tasks by name."""
     data = folder / "questions.jsonl"
     data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     for name, rest in (OF_TASKS | texts).items():
@@ -59,7 +59,7 @@ def write_tasks(folder: Path, **texts: str) -> Path:
 
 
 def without_those_of_the_harness(patch: pytest.MonkeyPatch) -> None:
-    """Commands then know no other tasks than those of --include_path: thousands of files take seconds to read."""
+    """Let commands know only the tasks of --include_path: the harness's own are thousands of files and take seconds."""
     from jaxtune.evaluation import lm_evaluation_harness as harness
 
     patch.setattr(harness, "_Tasks", partial(harness._Tasks, include_defaults=False))

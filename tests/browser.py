@@ -1,6 +1,6 @@
-"""Opens a page in Chromium, without a window, and prints what an expression comes to there: run by `in_browser`.
+"""Open a page in Chromium without a window and print the value of an expression there; run by `in_browser`.
 
-The browser is that of PySide6-WebEngine, from the extra `test`.
+The browser comes with PySide6-WebEngine, from the extra `test`.
 """
 
 import importlib.util
@@ -19,9 +19,9 @@ WAITING = "waiting"
 def in_browser(
     page: Path, expression: str, width: int = 1200, dark: bool = False, script: Path | None = None
 ) -> tuple[Any, list[str]]:
-    """An expression's value, as JSON, in a page that is so wide, and what the page said on the console.
+    """Return an expression's value (JSON) in a page `width` pixels wide, and the messages on its console.
 
-    The value may be a promise of one. dark: what the page hears of the user's wish. script: run in the page before.
+    The value may be a promise. dark: the user prefers a dark colour scheme. script: a file to run in the page first.
     """
     if importlib.util.find_spec("PySide6") is None or importlib.util.find_spec("PySide6.QtWebEngineCore") is None:
         pytest.skip("no browser: pip install PySide6-WebEngine")
@@ -42,14 +42,14 @@ def _main(page: str, expression: str, width: str, script: str | None = None) -> 
         from PySide6.QtWebEngineCore import QWebEnginePage
         from PySide6.QtWebEngineWidgets import QWebEngineView
         from PySide6.QtWidgets import QApplication
-    except ImportError as error:  # a library of the system is missing
+    except ImportError as error:  # a system library is missing
         print(error, file=sys.stderr)
         sys.exit(77)
-    said: list[str] = []
+    messages: list[str] = []
 
     class Page(QWebEnginePage):
         def javaScriptConsoleMessage(self, level, message, line, source):
-            said.append(message)
+            messages.append(message)
 
     app = QApplication([""])
     view = QWebEngineView()
@@ -57,24 +57,24 @@ def _main(page: str, expression: str, width: str, script: str | None = None) -> 
     view.resize(int(width), 900)
     view.show()
 
-    def found(value: str) -> None:
+    def receive(value: str) -> None:
         if value == WAITING:
             QTimer.singleShot(50, look)
             return
-        print(json.dumps([json.loads(value) if value else None, said]), flush=True)
+        print(json.dumps([json.loads(value) if value else None, messages]), flush=True)
         app.quit()
 
     def look() -> None:
-        view.page().runJavaScript("window.outcome", found)
+        view.page().runJavaScript("window.outcome", receive)
 
     def ask() -> None:
         if script is not None:
             view.page().runJavaScript(Path(script).read_text(encoding="utf-8"))
-        asked = f"Promise.resolve({expression}).then(JSON.stringify).catch(error => JSON.stringify(String(error)))"
-        view.page().runJavaScript(f"window.outcome = '{WAITING}'; {asked}.then(text => (window.outcome = text))")
+        text = f"Promise.resolve({expression}).then(JSON.stringify).catch(error => JSON.stringify(String(error)))"
+        view.page().runJavaScript(f"window.outcome = '{WAITING}'; {text}.then(text => (window.outcome = text))")
         look()
 
-    # After the page has its size.
+    # The page needs its size first.
     view.loadFinished.connect(lambda _: QTimer.singleShot(300, ask))
     view.load(QUrl.fromLocalFile(str(Path(page).resolve())))
     app.exec()

@@ -1,4 +1,4 @@
-"""The step of a recipe on a model of real size, as a run compiles it, for GPUs that are not there."""
+"""The training step of a recipe on a model of real size, compiled as in a run for GPUs that this machine lacks."""
 
 import json
 import re
@@ -25,8 +25,8 @@ SIZES = {
     "235B-A22B": (4096, 94, 12_288, 64),
 }
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
-# What transformers takes where a config.json says nothing is the shape of Qwen3.5-9B, of GLM-4.5-Air, and but for
-# layers and experts of gpt-oss; that of Gemma 3 4B is in its convert_gemma3_weights.py.
+# Where config.json sets no value, the default of transformers has the shape of Qwen3.5-9B, of GLM-4.5-Air, and of
+# gpt-oss except its layers and experts; Gemma 3 4B is described in transformers' convert_gemma3_weights.py.
 OTHERS = {
     "Gemma 3 4B": {
         "model_type": "gemma3",
@@ -86,7 +86,7 @@ OTHERS = {
 
 
 def model_config(size: str) -> dict:
-    """config.json of a Qwen3; of Llama 3 for 70B; of another family by its name."""
+    """Return config.json for a Qwen3 size, for Llama 3 (70B), or for another family by name."""
     if size in OTHERS:
         return OTHERS[size]
     hidden, layers, intermediate, heads = SIZES[size]
@@ -102,7 +102,7 @@ def model_config(size: str) -> dict:
         "num_attention_heads": heads,
         "num_key_value_heads": 4 if sparse else 8,
         "head_dim": 128,
-        "max_position_embeddings": 2**22,  # no shape hangs on it
+        "max_position_embeddings": 2**22,  # no shape depends on it
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "tie_word_embeddings": size == "0.6B",
@@ -113,11 +113,11 @@ def model_config(size: str) -> dict:
 def compiled_step(
     recipe: str, size: str, remat: str = "none", cards: int = 1, rows: int = 2, gpu: str = "h100", **options: str
 ) -> aot.Compiled:
-    """The step of configs/<recipe>.py with so many rows of 2048 tokens a GPU, compiled once a process.
+    """Return the compiled step of configs/<recipe>.py with `rows` rows of 2048 tokens a GPU; compiled once a process.
 
-    options: others of the recipe's, as typed, with __ for a dot.
+    options: further options of the recipe, as typed, with __ in place of a dot.
     """
-    # functools.cache would take a default that is given for another call than one that is left out.
+    # functools.cache treats a default that is passed explicitly as another call than one that is left out.
     return _compiled_step(recipe, size, remat, cards, rows, gpu, tuple(options.items()))
 
 
@@ -138,10 +138,10 @@ def _compiled_step(
 
 
 def check_readme(cells: str, memory: aot.Memory) -> None:
-    """README.md has a row that begins with these cells and ends with a peak, in gigabytes, within 5% of memory's."""
+    """Check that README.md has a row that begins with `cells` and ends with a peak in GB within 5% of `memory.peak`."""
     peak = memory.peak / 1e9
     row = f"{cells} {memory.arguments / 1e9:.1f} | {peak:.1f} |"
     print(row)
-    found = re.search(re.escape(cells) + r" ([\d.]+) \| ([\d.]+) \|", README.read_text())
-    assert found, f"the README has no row {row}"
-    assert abs(float(found[2]) - peak) <= 0.05 * peak, (found[0], row)
+    match = re.search(re.escape(cells) + r" ([\d.]+) \| ([\d.]+) \|", README.read_text())
+    assert match, f"the README has no row {row}"
+    assert abs(float(match[2]) - peak) <= 0.05 * peak, (match[0], row)

@@ -1,4 +1,4 @@
-"""A small server that speaks as much of vLLM's protocol as jaxtune uses, with a scripted model.
+"""A small server with a scripted model that implements the part of vLLM's protocol which jaxtune uses.
 
 with CompletionServer(lambda prompt, seed: [prompt[-1] + 1, 2]) as server:
     complete(server.url, "base", ...)
@@ -17,7 +17,7 @@ Script = Callable[[list[int], int], list[int]]
 
 @dataclass
 class CompletionServer:
-    """Attributes say how it behaves, and may be changed while it runs; `requests` are those it got, in order."""
+    """Attributes set its behaviour and may change while it runs; `requests` lists the requests it got, in order."""
 
     script: Script
     failures: int = 0
@@ -73,7 +73,7 @@ class CompletionServer:
         return f"http://127.0.0.1:{self._http.server_port}"
 
     def answer(self, path: str, body: dict[str, Any], authorization: str | None) -> tuple[int, Any]:
-        """The status and what is sent: text, bytes or JSON."""
+        """Return the status and the body to send: text, bytes or JSON."""
         with self._lock:
             self.requests.append((path, body))
             if self.failures:

@@ -1,21 +1,21 @@
-"""Eight simulated CPU devices for every test; a test that wants one takes the first."""
+"""Eight simulated CPU devices for every test; a test that needs one takes the first."""
 
 import ctypes
 import gc
 import logging
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax
-import psutil
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 
 
-# They begin, so that none is left over at the end, when the other process has nothing to do.
+# Run the slowest files first, so that the two workers finish together.
 LONGEST = (
     *("test_low_precision_accuracy.py", "test_gpu_suite_smoke.py", "test_mesh_product.py"),
     *("test_whole_quickstart.py", "test_resume.py", "test_quickstart.py", "test_recipes.py", "test_qlora.py"),
@@ -25,49 +25,57 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files first, the others as they come."""
+    """Sort the slowest files first; keep the order of the others."""
     items.sort(key=lambda item: (*LONGEST, item.path.name).index(item.path.name))
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick_to_compile(request):
-    """Without LLVM's optimisations, half the time of tests that compile more than they compute.
+def compile_quickly(request):
+    """Compile without LLVM's optimisations: half the time for tests that compile more than they compute.
 
-    How arrays are sharded and what a program is made of does not depend on them. Not so the registers and the speed of
-    what is compiled for GPUs.
+    Sharding and the structure of a program do not depend on them. Registers and speed of code for GPUs do, so tests/aot
+    and tests/gpu keep the optimisations.
     """
     jax.config.update("jax_disable_most_optimizations", request.path.parent.name not in ("aot", "gpu"))
 
 
-MOST_BYTES = 2.3e9  # of a process that runs tests; with what the next one takes, it stays below 3 GB
+MAX_BYTES = 2.3e9  # of a process, before its next test; it then stays below 3 GB
 
 
 def release_programs():
-    """Free the programs that tests have compiled: kept, they take gigabytes in a process that runs all files."""
+    """Free the programs that tests have compiled: they add up to gigabytes in a process that runs all files."""
     jax.clear_caches()
     gc.collect()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps what is freed
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps freed memory
         trim(0)
+
+
+def resident_bytes():
+    """Memory of this process; 0 if the system has no /proc."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except FileNotFoundError:
+        return 0
 
 
 @pytest.fixture(autouse=True, scope="module")
 def programs_of_a_file():
-    """The programs of a file are shared by its tests and freed at its end."""
+    """The tests of a file share its programs, which are freed when it ends."""
     yield
     release_programs()
 
 
 @pytest.fixture(autouse=True)
 def bounded_memory():
-    """A file that compiles much frees its programs on the way."""
+    """A file that compiles many programs frees them between its tests."""
     yield
-    if psutil.Process().memory_info().rss > MOST_BYTES:
+    if resident_bytes() > MAX_BYTES:
         release_programs()
 
 
 @pytest.fixture(autouse=True)
-def no_mesh_left_behind():
-    """The current mesh and the rules that come with it are global: each test starts and ends without."""
+def reset_mesh():
+    """Reset the current mesh and the sharding rules, which are global, after each test."""
     from jaxtune.parallel.layout import RULES, Rules
 
     yield
@@ -76,8 +84,8 @@ def no_mesh_left_behind():
 
 
 @pytest.fixture(autouse=True)
-def no_log_left_behind():
-    """A run shows its log on the terminal, which is the test's own and closed after it."""
+def reset_log():
+    """Remove log handlers: a run logs to the terminal, which belongs to one test and is closed after it."""
     loggers = [logging.getLogger(name) for name in ("jaxtune", "pallas_kernels")]
 
     def reset():
@@ -92,7 +100,7 @@ def no_log_left_behind():
 
 @pytest.fixture
 def one_device():
-    """A mesh of one device, current."""
+    """Return a mesh of one device and make it the current mesh."""
     from jaxtune.config.schema import Mesh
     from jaxtune.parallel.mesh import make_mesh
 

@@ -1,4 +1,4 @@
-"""Mutations of real files, drawn by hypothesis, and what a user sees when they are read."""
+"""Mutations of real files, drawn by hypothesis, and the outcome a user sees when they are read."""
 
 import contextlib
 import copy
@@ -32,7 +32,7 @@ CODE = (
     f"$({_TOUCH})",
     f"!!python/object/apply:os.system ['{_TOUCH}']",
 )
-_DEEP = "DEEP_LISTS"  # in whose place a file has 5,000 lists in one another
+_DEEP = "DEEP_LISTS"  # replaced in a file by 5,000 nested lists
 VALUES = st.one_of(
     st.sampled_from([None, True, False, -1, 0, 1, 2, 3, 2**31, 2**63, 10**12, 10**400, 0.5, -0.0, 1e308, 1e-320]),
     st.sampled_from([float("nan"), float("inf"), [], {}, [[]], [None], {"a": None}, _DEEP, [0] * 10_000]),
@@ -49,12 +49,12 @@ VALUES = st.one_of(
 
 
 def written(text: str) -> bytes:
-    """A text as the bytes of a file."""
+    """Encode a text as the bytes of a file."""
     return text.replace(json.dumps(_DEEP), _DEEP).replace(_DEEP, "[" * 5000 + "]" * 5000).encode(errors="surrogatepass")
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of the values inside a JSON value; a long list has only its first and last entries."""
+    """Yield the paths of the values inside a JSON value; of a long list only the first and last entries."""
     keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
     for key in keys[:40] + keys[40:][-5:]:
         yield (*path, key)
@@ -63,14 +63,14 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 @st.composite
 def values(draw, good: Any, changes: int = 3) -> Any:
-    """A JSON value with some of its parts replaced, removed, added, or exchanged for one another."""
-    found = copy.deepcopy(good)
+    """Draw a JSON value with some parts replaced, removed, added, or exchanged."""
+    mutated = copy.deepcopy(good)
     for _ in range(draw(st.integers(1, changes))):
-        places = list(_places(found))
+        places = list(_places(mutated))
         if not places:
             return copy.deepcopy(draw(VALUES))
         *path, last = draw(st.sampled_from(places))
-        holder = found
+        holder = mutated
         for key in path:
             holder = holder[key]
         match draw(st.sampled_from(("replace", "replace", "remove", "add", "exchange"))):
@@ -83,56 +83,57 @@ def values(draw, good: Any, changes: int = 3) -> Any:
             case "add":
                 holder.insert(last, copy.deepcopy(draw(VALUES)))
             case "exchange":
-                other = found
+                value = mutated
                 for key in draw(st.sampled_from(places)):
-                    with contextlib.suppress(LookupError, TypeError):  # the places are those before the change
-                        other = other[key]
-                holder[last] = copy.deepcopy(other)
-    return found
+                    with contextlib.suppress(LookupError, TypeError):  # the paths are older than the change
+                        value = value[key]
+                holder[last] = copy.deepcopy(value)
+    return mutated
 
 
 @st.composite
 def damaged(draw, good: bytes) -> bytes:
-    """Bytes with some changed, cut off, repeated or added."""
-    found = bytearray(good)
+    """Draw bytes with some changed, cut off, repeated or added."""
+    content = bytearray(good)
     for _ in range(draw(st.integers(1, 4))):
-        first, last = sorted(draw(st.tuples(*[st.integers(0, len(found))] * 2)))
+        first, last = sorted(draw(st.tuples(*[st.integers(0, len(content))] * 2)))
         match draw(st.sampled_from(("flip", "flip", "cut", "repeat", "insert"))):
-            case "flip" if found:
-                found[min(first, len(found) - 1)] ^= 1 << draw(st.integers(0, 7))
+            case "flip" if content:
+                content[min(first, len(content) - 1)] ^= 1 << draw(st.integers(0, 7))
             case "cut":
-                del found[first:last]
+                del content[first:last]
             case "repeat":
-                found[first:first] = found[first : min(last, first + 1000)]
+                content[first:first] = content[first : min(last, first + 1000)]
             case "insert":
-                found[first:first] = draw(st.binary(max_size=16) | st.sampled_from([t.encode() for t in CODE]))
-    return bytes(found)
+                content[first:first] = draw(st.binary(max_size=16) | st.sampled_from([t.encode() for t in CODE]))
+    return bytes(content)
 
 
 def json_files(good: Any) -> st.SearchStrategy[bytes]:
-    """JSON with other values in it; one in five is damaged bytes instead."""
+    """Draw JSON with other values in it, or, one time in five, damaged bytes."""
     text = json.dumps(good).encode()
     return st.integers(0, 4).flatmap(lambda n: values(good).map(json.dumps).map(written) if n else damaged(text))
 
 
 class Outcomes:
-    """Counts of inputs of one kind: used, refused; and the slowest."""
+    """Counts of used and refused inputs of one kind, and the slowest read."""
 
     def __init__(self, kind: str):
         self.kind, self.counts, self.slowest, self.messages = kind, Counter[str](), 0.0, set[str]()
 
     def read(self, read: Callable[[], Any]) -> str | None:
-        """Reads as a command does. Returns the message if the input is refused, None if it is used.
+        """Read as a command does; return the message if the input is refused, None if it is used.
 
-        Raises AssertionError for more than one message, for a slow input, and for code that ran. Other exceptions of
-        `read` than UserError pass through, such as MemoryError.
+        Raises AssertionError for more than one message, for a slow input, and if code of the input ran. Exceptions of
+        `read`
+        other than UserError pass through, such as MemoryError.
         """
         shown, start = io.StringIO(), time.monotonic()
         with _limited(), contextlib.redirect_stderr(shown), contextlib.redirect_stdout(io.StringIO()):
             code = guarded(lambda: read() and None)
         self.slowest = max(self.slowest, seconds := time.monotonic() - start)
         assert seconds < SECONDS
-        assert not CANARY.exists(), "code of the input ran"
+        assert not CANARY.exists(), "code in the input ran"
         self.counts["refused" if code else "used"] += 1
         if not code:
             return None
@@ -149,7 +150,7 @@ class Outcomes:
 
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """No more memory than BYTES beyond what the process has; a request for more is a MemoryError."""
+    """Limit the process to BYTES more memory than it has; a larger request raises MemoryError."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (size + BYTES, before[1]))

@@ -1,4 +1,4 @@
-"""A small server that speaks as much of the Hugging Face hub's protocol as an upload uses, and keeps what arrives.
+"""A small server that implements the part of the Hugging Face hub's protocol which an upload uses; it keeps the files.
 
 with HubServer() as server:
     server.is_the_hub(monkeypatch)
@@ -17,7 +17,7 @@ import pytest
 
 @dataclass
 class HubServer:
-    """Attributes say how it behaves, and may be changed while it runs."""
+    """Attributes set its behaviour and may change while it runs."""
 
     token: str = "hf_right"
     role: str = "write"
@@ -70,15 +70,15 @@ class HubServer:
         return f"http://127.0.0.1:{self._http.server_port}"
 
     def is_the_hub(self, patch: pytest.MonkeyPatch):
-        """Makes huggingface_hub take it for the hub, where its token is in the environment."""
+        """Make huggingface_hub use this server as the hub, with its token in the environment."""
         constants = {"ENDPOINT": self.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
         for name, value in {**constants, "HF_TOKEN_PATH": "/no/token"}.items():
             patch.setattr(f"huggingface_hub.constants.{name}", value)
         patch.setenv("HF_TOKEN", self.token)
 
     def answer(self, asked: str, body: bytes, right: bool) -> tuple[int, Any]:
-        """The status and what is sent, as JSON."""
-        if stored := re.fullmatch(r"PUT /objects/(\w+)", asked):  # signed, so without a token
+        """Return the status and the JSON to send."""
+        if stored := re.fullmatch(r"PUT /objects/(\w+)", asked):  # the URL is signed: no token
             self._objects[stored[1]] = body
             return 200, {}
         if not right:

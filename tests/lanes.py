@@ -1,13 +1,14 @@
-"""Runs a lane of tests within its budget.
+"""Run a lane of tests within its budget.
 
     python tests/lanes.py unit
-    python tests/lanes.py nightly                  all but the files on record
-    python tests/lanes.py nightly --all            everything
-    python tests/lanes.py nightly random_kills     the files on record that have this in their names
-    python tests/lanes.py nightly --within=5       one file after another; none begins after 5 minutes
+    python tests/lanes.py nightly                  all files except those on record
+    python tests/lanes.py nightly --all            all files
+    python tests/lanes.py nightly random_kills     the recorded files with this in their names
+    python tests/lanes.py nightly --within=5       one file after another; none starts after 5 minutes
 
-The lanes and their minutes are in lanes.toml beside this file. Options that follow go to pytest. A file that says in
-COVERS what it covers is on record (passed.json) once it has passed, and is run again where that has changed.
+The lanes and their minutes are in lanes.toml next to this file. Options that follow are passed to pytest. A test file
+may list the paths it covers in COVERS. Once it has passed, it is on record (passed.json) and runs again only after one
+of these paths has changed.
 """
 
 import ast
@@ -28,7 +29,7 @@ PASSED = TESTS / "passed.json"
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the lane; returns the exit code: 1 if it took longer than its budget."""
+    """Run the lane; return the exit code, which is 1 if it took longer than its budget."""
     lanes = tomllib.loads((TESTS / "lanes.toml").read_text())
     if not arguments or arguments[0] not in lanes:
         print(f"{__doc__}\nLanes: {', '.join(lanes)}", file=sys.stderr)
@@ -52,7 +53,7 @@ def main(arguments: list[str]) -> int:
     command = [sys.executable, "-m", "pytest", "-q", "--durations=10", *lane["arguments"], *left_out, *options]
     code = subprocess.call(command, cwd=ROOT)
     if code == NO_TESTS and left_out:
-        print(f"{name}: nothing that it covers has changed since it last passed")
+        print(f"{name}: nothing it covers has changed since it last passed")
         return 0
     minutes = (time.monotonic() - start) / 60
     print(f"lane {name}: {minutes:.1f} of {lane['minutes']} minutes", flush=True)
@@ -60,14 +61,14 @@ def main(arguments: list[str]) -> int:
         print(f"lane {name} is over its budget; the ten slowest are above. Make them quicker, or move them to nightly")
         return 1
     if code == 0 and chosen and not options:
-        found = passed()
-        found[record] = found.get(record, {}) | {file.name: digest(file) for file in chosen}
-        PASSED.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        records = read_passed()
+        records[record] = records.get(record, {}) | {file.name: digest(file) for file in chosen}
+        PASSED.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
     return code
 
 
 def run_within(minutes: float, lane: str, files: list[Path], options: list[str]) -> int:
-    """Runs a lane file by file, as long as there is time, and names the files that there was none for."""
+    """Run a lane file by file until the time is up; print the files that were not run."""
     start, codes = time.monotonic(), []
     while files and (time.monotonic() - start) / 60 < minutes:
         codes.append(main([lane, files.pop(0).stem, *options]))
@@ -77,51 +78,51 @@ def run_within(minutes: float, lane: str, files: list[Path], options: list[str])
     return max(codes, default=0)
 
 
-NO_TESTS = 5  # pytest's exit code where it has collected none
+NO_TESTS = 5  # pytest's exit code if it collected no tests
 
 
 def recorded_files(arguments: list[str]) -> list[Path]:
-    """The files of a lane, by its arguments, that say what they cover, relative to the root."""
+    """Return the lane's files that have COVERS, relative to the root."""
     paths = [path for path in map(path_of, arguments) if path.exists()]
     files = sorted({file for path in paths for file in (path.rglob("test_*.py") if path.is_dir() else [path])})
     return [file.relative_to(ROOT) for file in files if covers(file)]
 
 
 def path_of(argument: str) -> Path:
-    """The file or folder that an argument of pytest names, if it names one."""
+    """Return the file or folder that an argument of pytest names; it may not exist."""
     return ROOT / argument.partition("::")[0]
 
 
 def files_to_run(known: list[Path], record: str, parts: list[str]) -> list[Path]:
-    """Of the files that say what they cover all, those with one of these parts in their names, or what has changed."""
+    """Return all files with COVERS, or those with one of `parts` in their names, or those that have changed."""
     if parts:
         return known if parts == ["--all"] else [file for file in known if any(part in file.name for part in parts)]
-    return [file for file in known if passed().get(record, {}).get(file.name) != digest(file)]
+    return [file for file in known if read_passed().get(record, {}).get(file.name) != digest(file)]
 
 
-def passed() -> dict[str, dict[str, str]]:
-    """By lane and jax the digest with which each file last passed."""
+def read_passed() -> dict[str, dict[str, str]]:
+    """Return the digest with which each file last passed, by lane and jax version."""
     return json.loads(PASSED.read_text()) if PASSED.exists() else {}
 
 
 def covers(test: Path) -> tuple[str, ...]:
-    """What a file of tests says that it covers, in COVERS; nothing where it does not say."""
+    """Return the COVERS of a test file; () if it has none."""
     assigned = (node for node in ast.parse((ROOT / test).read_text()).body if isinstance(node, ast.Assign))
     return next((ast.literal_eval(node.value) for node in assigned if ast.unparse(node.targets[0]) == "COVERS"), ())
 
 
 def digest(test: Path) -> str:
-    """A hash of a file of tests and of all that it covers: of the files that git knows, as they are now."""
+    """Hash a test file and the files it covers: those that git tracks, with their current content."""
     listed = subprocess.check_output(["git", "ls-files", "--", *covers(test), str(test)], cwd=ROOT, text=True)
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name in sorted(listed.splitlines()):
-        found.update(name.encode() + b"\0" + content(ROOT / name))
-    return found.hexdigest()[:16]
+        sha256.update(name.encode() + b"\0" + content(ROOT / name))
+    return sha256.hexdigest()[:16]
 
 
 @cache
 def content(file: Path) -> bytes:
-    """What counts as a change of a file: of Python all but comments and docstrings."""
+    """Return the content that counts as changed: Python without comments and docstrings, other files as they are."""
     if file.suffix != ".py":
         return file.read_bytes()
     tree = ast.parse(file.read_bytes())

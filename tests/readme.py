@@ -21,7 +21,7 @@ TRAININGS = ("jaxtune.train --config=quickstart", "jaxtune.train --config=quicks
 
 @contextlib.contextmanager
 def empty_folder(made: pytest.TempPathFactory) -> Iterator[Path]:
-    """The working directory, empty but for the model and the data that the README takes for the user's own."""
+    """Change to a folder that has only the model and data that the README assumes, with the wheel on PYTHONPATH."""
     source, wheel, folder = (made.mktemp(name) for name in ("source", "wheel", "home"))
     for name in ("jaxtune", "pallas_kernels"):
         shutil.copytree(ROOT / name, source / name)
@@ -41,27 +41,27 @@ def empty_folder(made: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(wheel))
-        patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # the `python` of the README
-        found = subprocess.check_output([sys.executable, "-c", "import jaxtune; print(jaxtune.__file__)"], text=True)
-        assert Path(found.strip()).is_relative_to(wheel)
+        patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # the README calls `python`
+        imported = subprocess.check_output([sys.executable, "-c", "import jaxtune; print(jaxtune.__file__)"], text=True)
+        assert Path(imported.strip()).is_relative_to(wheel)
         yield folder
 
 
 def run_python() -> str:
-    """What the code for Python in the README prints."""
+    """Return the output of the Python code in the README."""
     (code,) = re.findall(r"^```python\n(import jaxtune\n.*?)^```", README.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     Path("from_readme.py").write_text(code)
     return run("from_readme")
 
 
 def run_commands(*trained_with: str) -> dict[str, str]:
-    """What each command of the README prints, by its arguments; those of the quickstart are given these besides.
+    """Return the output of each command in the README, by its arguments; quickstart trainings get `trained_with` too.
 
-    They are compiled as a user's where they are run as they are written.
+    Without `trained_with`, the trainings are compiled with LLVM's optimisations, as for a user.
     """
     text = README.read_text(encoding="utf-8")
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    commands = [block for language, block in blocks if not language]  # also pip's and SLURM's, left out below
+    commands = [block for language, block in blocks if not language]  # pip's and SLURM's too, left out below
     lines = [line for block in commands for line in block.replace("\\\n", "").splitlines()]
     written = [line.partition("python -m ")[2] for line in lines if "python -m jaxtune" in line]
     written = [command for command in written if "jaxtune.plan" not in command]  # needs the extra `aot`: tests/aot

@@ -1,4 +1,4 @@
-"""Whole runs of the command line, in processes of their own or in this one, on a tiny model and a little text."""
+"""Whole runs of the command line, in separate processes or in this one, on a tiny model and a little text."""
 
 import contextlib
 import importlib
@@ -46,7 +46,7 @@ def get_config(arg=None):
 
 
 def conversations(path: Path, count: int = 60) -> Path:
-    """A jsonl of short question-and-answer conversations of different lengths."""
+    """Write a jsonl of short question-and-answer conversations of different lengths."""
     rng = random.Random(0)
     with path.open("w") as file:
         for i in range(count):
@@ -57,20 +57,20 @@ def conversations(path: Path, count: int = 60) -> Path:
 
 
 def answers(path: Path, count: int = 60, paired: bool = True) -> Path:
-    """A jsonl of prompts with a better answer, colours, and a worse one, numbers; or one of them and which it is."""
+    """Write a jsonl of prompts with a better (colours) and a worse (numbers) answer, or with one labelled answer."""
     rng = random.Random(0)
     words = {"chosen": ["red", "green", "blue"], "rejected": ["one", "two", "three", "four"]}
     with path.open("w") as file:
         for i in range(count):
-            both = {side: " ".join(rng.choices(known, k=rng.randint(1, 4))) for side, known in words.items()}
+            pair = {side: " ".join(rng.choices(known, k=rng.randint(1, 4))) for side, known in words.items()}
             side = ("chosen", "rejected")[i % 2]
-            answer = both if paired else {"completion": both[side], "label": side == "chosen"}
+            answer = pair if paired else {"completion": pair[side], "label": side == "chosen"}
             file.write(json.dumps({"prompt": f"say {i}"} | answer) + "\n")
     return path
 
 
 def recipe(folder: Path, lora: bool = False) -> Path:
-    """A recipe file, with its model and data, in `folder`."""
+    """Write a recipe file, its model and its data to `folder`."""
     model = folder / "model"
     if not model.exists():
         model_folder(model)
@@ -82,7 +82,7 @@ def recipe(folder: Path, lora: bool = False) -> Path:
 
 
 def recipe_command(home: Path, recipe: str, name: str, **options) -> list[str]:
-    """Train by a recipe of configs/ on home/model and home/chat.jsonl, small enough for two cores."""
+    """Return the command that trains a recipe of configs/ on home/model and home/chat.jsonl, fit for two cores."""
     options = {
         "data.datasets[0].path": home / "chat.jsonl",
         "data.datasets[0].type": "conversation",
@@ -101,7 +101,7 @@ def recipe_command(home: Path, recipe: str, name: str, **options) -> list[str]:
 
 
 def start(*arguments: str, devices: int = 1, environment: dict[str, str] | None = None) -> subprocess.Popen:
-    """`python -m arguments` on so many simulated CPU devices; compiled quickly, but where the environment says 0."""
+    """Start `python -m arguments` on simulated CPU devices, without LLVM's optimisations by default."""
     variables = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", *map(str, arguments)],
@@ -113,7 +113,7 @@ def start(*arguments: str, devices: int = 1, environment: dict[str, str] | None 
 
 
 def run(*arguments: str, devices: int = 1, code: int = 0, environment: dict[str, str] | None = None) -> str:
-    """What such a process prints; its exit code must be `code`."""
+    """Return the output of such a process; its exit code must be `code`."""
     process = start(*arguments, devices=devices, environment=environment)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == code, output
@@ -121,7 +121,7 @@ def run(*arguments: str, devices: int = 1, code: int = 0, environment: dict[str,
 
 
 def call(module: str, *arguments, devices: int = 1, code: int = 0) -> str:
-    """What a command prints, called in this process on so many devices; its exit code must be `code`."""
+    """Call a command in this process on `devices` devices and return its output; its exit code must be `code`."""
     command = importlib.import_module(module)
     make = lambda mesh, chosen=None, **more: meshes.make_mesh(mesh, (chosen or jax.devices())[:devices], **more)  # noqa: E731
     with contextlib.ExitStack() as stack:
@@ -136,7 +136,7 @@ def call(module: str, *arguments, devices: int = 1, code: int = 0) -> str:
 
 
 def until_step(process, folder: Path, step: int) -> None:
-    """Waits until metrics.jsonl has a row of this step, or the process ended."""
+    """Wait until metrics.jsonl has a row of this step, or the process has ended."""
     deadline = time.monotonic() + 300
     while process.poll() is None and time.monotonic() < deadline:
         file = folder / "metrics.jsonl"
@@ -146,11 +146,11 @@ def until_step(process, folder: Path, step: int) -> None:
 
 
 def metrics(folder: Path) -> list[dict]:
-    """The rows of metrics.jsonl."""
+    """Return the rows of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(folder: Path) -> list[tuple]:
-    """Every number of a run that must not depend on when it was interrupted, to the last bit."""
+    """Return the numbers of a run that must not depend on when it was interrupted, to the last bit."""
     keys = ("step", "loss", "eval_loss", "grad_norm", "learning_rate", "tokens", "target_tokens")
     return [tuple(repr(row.get(key)) for key in keys) for row in metrics(folder)]

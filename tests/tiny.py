@@ -1,4 +1,4 @@
-"""Everything tiny: tokenizers, documents, decoders, and model folders with torch or without."""
+"""Tiny tokenizers, documents, decoders, and model folders, with or without torch."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -35,7 +35,7 @@ def byte_tokenizer(
     bos: str | None = None,
     eos: str | None = "<|im_end|>",
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer of the 256 bytes and some special tokens, saved to `folder`; it starts every text with `bos`."""
+    """Save a tokenizer of the 256 bytes and some special tokens to `folder`; it starts every text with `bos`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -49,7 +49,7 @@ def byte_tokenizer(
 def with_special_tokens(
     tokenizer: Tokenizer, special: Iterable[str], bos: str | None, eos: str | None
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer with them; it starts every text with `bos`."""
+    """Return the tokenizer with special tokens added; it starts every text with `bos`."""
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     if bos is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -58,7 +58,7 @@ def with_special_tokens(
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos)
 
 
-# Options of data: orders of documents in rows that a run may be asked for.
+# Options of the section data: the packing orders that a run may use.
 ORDERS = (
     {},
     {"packing_method": "first_fit_decreasing"},
@@ -68,7 +68,7 @@ ORDERS = (
 
 
 def numbered_documents(lengths, weights=None, continuous=True, sizes=None) -> Documents:
-    """Documents whose tokens are 1, 2, 3, ..., so that each is known by its number; `sizes`: documents of each unit."""
+    """Return documents with the tokens 1, 2, 3, ..., unique over all; `sizes`: the number of documents in each unit."""
     offsets = np.cumsum([0, *lengths])
     weights = np.ones(offsets[-1], np.float16) if weights is None else np.concatenate(weights).astype(np.float16)
     part = Part(
@@ -86,7 +86,7 @@ def numbered_documents(lengths, weights=None, continuous=True, sizes=None) -> Do
     return Documents.joined([part])
 
 
-VOCABULARY = 320  # no multiple of 256: the padding is tested with everything else
+VOCABULARY = 320  # not a multiple of 256, so that every test covers the padding
 SIZES = dict(
     vocab_size=VOCABULARY,
     hidden_size=64,
@@ -116,7 +116,7 @@ DEEPSEEK_V3 = dict(
     bos_token_id=None,
     eos_token_id=None,
 )
-# Where a state holds almost nothing for a key, the norm of what is read makes rounding as large as its epsilon lets it.
+# If a delta net's state is almost zero for a key, the norm after it amplifies rounding, by up to 1 / sqrt(epsilon).
 DELTA_NET = dict(
     rms_norm_eps=1e-2,
     head_dim=16,
@@ -148,7 +148,7 @@ QWEN_VISION = dict(
     depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64, num_position_embeddings=16
 )
 TWO_KINDS = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-# name: (class of the config in transformers, fields). The embedding of a padding token would get no gradient in torch.
+# name: (config class in transformers, fields). Torch would give a padding token's embedding no gradient.
 FAMILIES = {
     "llama, llama3 rope, untied, biases": (
         "LlamaConfig",
@@ -407,14 +407,14 @@ FAMILIES = {
 
 
 def layer(window: int | None = None, intermediate: int = 32) -> Layer:
-    """A layer of `spec`."""
+    """Return a layer of `spec`."""
     return Layer(
         Heads(heads=2, kv_heads=1, head_dim=8, rope=Rope(1e4), window=window, qk_norm="head"), FeedForward(intermediate)
     )
 
 
 def spec(layers: int | tuple[Layer, ...] = 4, **changes) -> ModelSpec:
-    """A Qwen3 that compiles fast: so many plain layers, or these."""
+    """Return a Qwen3 that compiles fast, with this number of plain layers or with these layers."""
     fields = dict(
         family="qwen3",
         vocabulary=VOCABULARY,
@@ -428,7 +428,7 @@ def spec(layers: int | tuple[Layer, ...] = 4, **changes) -> ModelSpec:
 
 
 def random_values(declared: Mapping[str, Parameter], seed: int = 0) -> dict[str, jax.Array]:
-    """Float32 values of declared parameters, drawn by numpy: jax's own draws compile longer than most tests run."""
+    """Draw float32 values of declared parameters by numpy: jax's draws compile for longer than most tests run."""
     rng = np.random.default_rng(seed)
 
     def draw(name: str, parameter: Parameter) -> np.ndarray:
@@ -438,7 +438,7 @@ def random_values(declared: Mapping[str, Parameter], seed: int = 0) -> dict[str,
 
 
 def model_folder(folder: Path, kind: str = "Qwen3", **sizes) -> Path:
-    """A model of random weights with a byte tokenizer, as transformers would save it; made without torch."""
+    """Write a model of random weights with a byte tokenizer, as transformers saves it, but without torch."""
     tokenizer = byte_tokenizer(folder)
     fields = dict(
         vocab_size=len(tokenizer),
@@ -471,9 +471,9 @@ def model_folder(folder: Path, kind: str = "Qwen3", **sizes) -> Path:
 
 
 def torch_model(name: str, folder: Path, **sizes):
-    """A random float32 model of transformers with no parameter at its default, saved to `folder`.
+    """Save a random float32 transformers model to `folder`, with no parameter at its default, and return it.
 
-    A language model, or with num_labels a classifier.
+    It is a language model, or a classifier if `num_labels` is given.
     """
     torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
     transformers = pytest.importorskip("transformers")
@@ -491,7 +491,7 @@ def torch_model(name: str, folder: Path, **sizes):
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name or "bias" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-            if "A_log" in parameter_name:  # slow: where states forget at once, gradients of decays are but rounding
+            if "A_log" in parameter_name:  # slow decay: if states forget quickly, its gradients are mere rounding
                 parameter.sub_(5)
         for buffer_name, buffer in model.named_buffers():
             if "correction" in buffer_name:
@@ -501,7 +501,7 @@ def torch_model(name: str, folder: Path, **sizes):
 
 
 def read(folder: Path, mesh, dtype: str = "float32", lora: Lora = Lora(), quant: Quant = Quant(), train=False):
-    """The declared model of a folder, its values, and the config it was read by; adapters are not read."""
+    """Return a folder's declared model, its values, and the config they were read with; adapters are not read."""
     config = Config(model=Model(path=str(folder), dtype=dtype), data=Data(seq_len=64), lora=lora, quant=quant)
     model = declare_model(read_base(config), config, mesh, train=train)
     return model, read_parameters(model, model.whole), config

@@ -1,4 +1,4 @@
-"""Bad samples: an error that names file and line, or left out and counted."""
+"""A bad sample raises an error that names file and line, or is left out and counted."""
 
 import gzip
 import itertools
@@ -38,7 +38,7 @@ GOOD_CHAT = chat({"role": "user", "content": "Hi"}, {"role": "assistant", "conte
 GOOD_TOKENS = line(input_ids=[1, 2, 3], labels=[-100, 2, 3])
 USER = {"role": "user", "content": "Hi"}
 
-# name: a good line, the bad one, what the error says
+# name: a good line, a bad line, part of the error
 BAD_LINES = {
     "bad UTF-8": (GOOD_TEXT, b'{"text": "caf\xe9"}', "not UTF-8: byte 0xe9"),
     "NUL": (GOOD_TEXT, b'{"text": "a\x00b"}', "NUL"),
@@ -90,7 +90,7 @@ BAD_LINES = {
         "'labels' has 1 entries, input_ids 2",
     ),
     "shifted labels": (GOOD_TOKENS, line(input_ids=[1, 2, 3], labels=[2, 3, -100]), r"labels\[0\] = 2 is neither"),
-    # These can be read, but not trained on.
+    # Valid samples that cannot be trained on.
     "empty text": (GOOD_TEXT, line(text=""), "no token of it is a target"),
     "no answer": (GOOD_CHAT, chat(USER), "no assistant message"),
     "every label ignored": (GOOD_TOKENS, line(input_ids=[1, 2], labels=[-100, -100]), "no token of it is a target"),
@@ -105,11 +105,11 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tokenizer, tmp_path, good, b
     with pytest.raises(UserError, match=rf"(?s){file}:3: .*{message}") as raised:
         tokenize(entries, tokenizer, tmp_path / "cache")
     assert len(str(raised.value)) < 500
-    found = tokenize(entries, tokenizer, tmp_path / "cache", "skip")
-    assert len(found) == 3 and found.skipped == 1
-    assert "1 samples skipped" in found.losses[0] and f"{file}:3" in found.losses[0]
+    documents = tokenize(entries, tokenizer, tmp_path / "cache", "skip")
+    assert len(documents) == 3 and documents.skipped == 1
+    assert "1 samples skipped" in documents.losses[0] and f"{file}:3" in documents.losses[0]
     again = tokenize(entries, tokenizer, tmp_path / "cache", "skip")  # from the cache
-    assert again.skipped == 1 and again.losses == found.losses
+    assert again.skipped == 1 and again.losses == documents.losses
 
 
 LABELS = {
@@ -124,7 +124,7 @@ LABELS = {
 
 @pytest.mark.parametrize("good, bad, message", LABELS.values(), ids=LABELS)
 def test_a_label_that_is_not_one_is_named_or_skipped(tokenizer, tmp_path, good, bad, message):
-    """In validation data too, which does not say what the labels are."""
+    """`labels` come from the training data, so this covers validation data too."""
     file = tmp_path / "data.jsonl"
     file.write_bytes(b"\n".join(line(text="a", label=label) for label in (good, good, bad)))
     arguments = (Dataset(path=str(file), type="classification"),), tokenizer, tmp_path / "cache"
@@ -164,8 +164,8 @@ def test_a_sample_without_its_label_or_text_is_named(tokenizer, tmp_path):
 def test_the_first_of_the_skipped_samples_are_listed(tokenizer, tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_bytes(b"\n".join([GOOD_TEXT, *[b"{"] * 7]))
-    found = tokenize((Dataset(path=str(file)),), tokenizer, tmp_path / "cache", "skip")
-    first, *listed, last = found.losses[0].splitlines()
+    documents = tokenize((Dataset(path=str(file)),), tokenizer, tmp_path / "cache", "skip")
+    first, *listed, last = documents.losses[0].splitlines()
     assert first == "7 samples skipped:" and last == "  ..."
     assert [line.strip().partition(" ")[0] for line in listed] == [f"{file}:{number}:" for number in range(2, 7)]
 
@@ -241,7 +241,7 @@ def test_what_is_larger_in_memory_than_a_sample_may_be_is_refused(tokenizer, tmp
 
 
 def test_a_dictionary_of_arrow_is_decoded_row_by_row(tmp_path):
-    """Of 3 GB, in a file of one megabyte."""
+    """The decoded column would take 3 GB; the file has one megabyte."""
     write_arrow(tmp_path / "a.arrow", text=of_dictionary([1, 0] * 1500, "x" * 2 * 10**6, "a"), n=[*range(3000)])
     problems = []
     read = open_source(Dataset(path=str(tmp_path / "a.arrow"))).read(problems.append)
@@ -255,7 +255,7 @@ def test_a_dictionary_of_arrow_is_decoded_row_by_row(tmp_path):
 
 
 CUT_OFF_ZSTD = pyarrow.compress(b'{"text": "a"}\n', codec="zstd", asbytes=True)[:-4]
-# name: content, what the error says
+# name: content, part of the error
 BAD_FILES = {
     "empty.jsonl": (b"", "empty.jsonl: empty file"),
     "blank.jsonl": (b"\n\n", "no sample"),
@@ -327,8 +327,8 @@ def test_json_lines_that_are_named_text_are_hinted_at(tokenizer, tmp_path, caplo
     (tmp_path / "a.txt").write_bytes(GOOD_TEXT + b"\n" + GOOD_TEXT + b"\n")
     for ds_type, documents, hints in ((None, 1, 1), ("text", 1, 0), ("json", 2, 0)):
         caplog.clear()
-        found = tokenize((Dataset(path=str(tmp_path / "a.txt"), ds_type=ds_type),), tokenizer, tmp_path / "cache")
-        assert len(found) == documents and caplog.text.count("holds JSON lines; ds_type='json' reads them") == hints
+        read = tokenize((Dataset(path=str(tmp_path / "a.txt"), ds_type=ds_type),), tokenizer, tmp_path / "cache")
+        assert len(read) == documents and caplog.text.count("holds JSON lines; ds_type='json' reads them") == hints
 
 
 def test_a_folder_without_a_file_to_read_says_what_it_holds(tokenizer, tmp_path):
@@ -354,8 +354,8 @@ def test_a_bad_file_among_good_ones_is_skipped_and_counted(tokenizer, tmp_path):
     (folder / "b.py").write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match=r"b\.py: not UTF-8"):
         tokenize((Dataset(path=str(folder)),), tokenizer, tmp_path / "cache")
-    found = tokenize((Dataset(path=str(folder)),), tokenizer, tmp_path / "cache", "skip")
-    assert len(found) == 2 and found.skipped == 1
+    documents = tokenize((Dataset(path=str(folder)),), tokenizer, tmp_path / "cache", "skip")
+    assert len(documents) == 2 and documents.skipped == 1
 
 
 def test_bad_rows_of_a_table_are_named_by_row(tokenizer, tmp_path):
@@ -392,7 +392,7 @@ def test_an_entry_that_cannot_be_followed_says_why(tokenizer, tmp_path, options,
 
 
 def test_mutated_files_end_in_typed_errors(tokenizer, tmp_path):
-    """Any byte of a data file may be wrong: the outcome is documents or a UserError, nothing else."""
+    """Any byte of a data file may be wrong: the outcome is documents or a UserError."""
     rng = np.random.default_rng(0)
     whole = b"\n".join([GOOD_TEXT, line(text="été"), GOOD_TEXT]) + b"\n"
     file = tmp_path / "data.jsonl"

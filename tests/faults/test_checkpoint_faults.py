@@ -1,4 +1,4 @@
-"""Kills, damage and full disks: the newest good checkpoint is always found, and the rest is said."""
+"""Kills, damage and full disks: the newest good checkpoint is always found, and a message names the bad ones."""
 
 import logging
 import os
@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint_is_replaced_and_never_counted(tmp_path):
 
 def test_a_half_removed_checkpoint_is_none(tmp_path, monkeypatch):
     manager = save_steps(tmp_path, 1)
-    monkeypatch.setattr(shutil, "rmtree", lambda *arguments, **options: None)  # as if killed before it
+    monkeypatch.setattr(shutil, "rmtree", lambda *arguments, **options: None)  # as if killed before it is removed
     manager.save(2, state_of(2), {"row": 20})
     manager.wait(final=True)
     assert (tmp_path / "1").is_dir() and manager.steps() == [2]
@@ -157,7 +157,7 @@ def test_a_half_removed_checkpoint_is_none(tmp_path, monkeypatch):
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path, caplog):
     manager = save_steps(tmp_path, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, hard))  # bytes a file may have; the system error is as for a disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, hard))  # bytes a file may have; the error is as for a full disk
     try:
         manager.save(2, state_of(2), {"row": 20})
         manager.wait()
@@ -172,7 +172,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path, caplog):
     assert manager.steps() == [1]
     manager.save(3, state_of(3), {"row": 30})
     manager.wait(final=True)
-    # A write that was still under way may have left a file after the failed save was removed: the next save removes it.
+    # A write still under way may leave a file after the failed save was removed: the next save removes it.
     assert [path.name for path in tmp_path.iterdir()] == ["3"]
     assert_is(restore(CheckpointManager(tmp_path)), 3)
 
@@ -202,7 +202,7 @@ def kill_and_restore(folder: Path, kills: int, rng: random.Random) -> None:
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout.readline() == "ready\n"
             time.sleep(rng.uniform(0.1, 0.6))
-            while number == kills - 1 and not any(folder.glob("*/manifest.json")):  # no save was ever finished so far
+            while number == kills - 1 and not any(folder.glob("*/manifest.json")):  # no save has finished yet
                 time.sleep(0.05)
             child.send_signal(signal.SIGKILL)
         restored = restore(CheckpointManager(folder, keep_last=2))
@@ -225,7 +225,7 @@ def test_kill_during_saves(tmp_path, caplog):
 
 
 def test_what_still_writes_after_a_save_has_failed_says_nothing_more(capsys):
-    """On a full disk tensorstore's threads raise one such error for each array; any other error is shown."""
+    """On a full disk each array raises such an error in a tensorstore thread; any other error is shown."""
     for text in ("Event loop is closed", "another"):
         manager._not_tensorstore_noise(RuntimeError, RuntimeError(text), None)
     assert capsys.readouterr().err == "RuntimeError: another\n"

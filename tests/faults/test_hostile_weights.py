@@ -1,4 +1,4 @@
-"""Damaged and hostile weight folders give a message that names the file, and never lead out of the folder."""
+"""Damaged and hostile weight folders give a message that names the file; no path leads out of the folder."""
 
 import json
 import random

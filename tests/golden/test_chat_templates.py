@@ -1,6 +1,6 @@
-"""What each named chat template makes of a conversation: its tokens, whose they are, and their weights.
+"""Each named chat template on a set of conversations: the tokens, the role each belongs to, and their weights.
 
-The tables in `chat` are the record, one file a family; `pytest --regenerate` writes them anew.
+The tables in `chat` are the record, one file a family; `pytest --regenerate` writes them again.
 """
 
 import difflib
@@ -30,7 +30,7 @@ _BRACKETED += ("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/T
 _CALLS = tuple(
     f"<{BAR}tool▁{name}▁{end}{BAR}>" for name in ("calls", "call", "outputs", "output") for end in ("begin", "end")
 )
-# name: the other special tokens of the family's tokenizer, its bos and its eos
+# name: other special tokens of the family's tokenizer, its bos and its eos
 TOKENIZERS = {
     "chatml": (("<|endoftext|>",), None, "<|endoftext|>"),
     "qwen3": (("<|endoftext|>",), None, "<|im_end|>"),
@@ -80,7 +80,7 @@ CASES = {
         LAST | {"reasoning_content": "A question."},
     ],
 }
-TEXT = "tools as text"  # for templates that know none
+TEXT = "tools as text"  # for templates that do not support tools
 CASES[TEXT] = CASES["tools"]
 KNOW_TOOLS = ("qwen3", "qwen3_nothinking", "mistral_v3", "mistral_v7", "deepseek", "gpt_oss", "glm4")
 
@@ -90,7 +90,7 @@ def cases(name: str) -> list[str]:
 
 
 def tokenizer_of(name: str, words: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """A tokenizer with the special tokens of a family and these words."""
+    """Return a tokenizer with the special tokens of a family and these words."""
     more, bos, eos = TOKENIZERS[name]
     special = dict.fromkeys((*NAMED[name], *more, *filter(None, (bos, eos))))
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate((*words, "<unk>"))}, unk_token="<unk>"))
@@ -101,15 +101,15 @@ def tokenizer_of(name: str, words: tuple[str, ...] = ()) -> PreTrainedTokenizerF
     return fast
 
 
-def rendered(name: str, case: str, tokenizer: PreTrainedTokenizerFast, say=lambda line: None):
+def render(name: str, case: str, tokenizer: PreTrainedTokenizerFast, say=lambda line: None):
     tools = check_tools([{"type": "function", "function": LOOK_UP}]) if case in ("tools", TEXT) else None
     chat = Chat(agent_template="hermes" if case == TEXT else None)
     return ChatTemplate(tokenizer, say, chat).render(check_messages(CASES[case]), tools)
 
 
-def encoded(name: str, case: str, say=lambda line: None):
-    """The conversation as text and as tokens, of a tokenizer that knows its words."""
-    document = rendered(name, case, tokenizer_of(name), say)
+def encode(name: str, case: str, say=lambda line: None):
+    """Return the conversation as text and as tokens, by a tokenizer that knows its words."""
+    document = render(name, case, tokenizer_of(name), say)
     split = tokenizer_of(name).backend_tokenizer.pre_tokenizer.pre_tokenize_str
     specials = "|".join(map(re.escape, tokenizer_of(name).get_added_vocab()))
     texts = [text for text in re.split(f"(?:{specials})", document.text) if text]
@@ -118,25 +118,27 @@ def encoded(name: str, case: str, say=lambda line: None):
 
 
 def owners(document: Rendered, messages: list[Message]) -> list[str]:
-    """For each character, the role of the first message that ends after it; results as text are the user's."""
+    """Return for each character the role of the first message that ends after it; tool results as text are the
+    user's.
+    """
     roles, spans = [], iter(document.spans or ())
     for message in messages:
         if message["role"] == "assistant":
             end = next(spans)[1]
         else:
             content = message["content"] if message["content"] in document.text else json.dumps(message["content"])
-            found = re.compile(re.escape(content) + ENDS).search(document.text, len(roles))
-            assert found is not None
-            end = found.end()
+            match = re.compile(re.escape(content) + ENDS).search(document.text, len(roles))
+            assert match is not None
+            end = match.end()
         roles += [message["role"]] * (end - len(roles))
     return roles + [messages[-1]["role"]] * (len(document.text) - len(roles))
 
 
 def table(name: str, case: str) -> str:
-    """A line for each token: its weight, the role of the message that it is of, the token."""
+    """Return a line for each token: its weight, its message's role, and its text."""
     lines = []
     try:
-        document, tokenizer, tokens = encoded(name, case, lines.append)
+        document, tokenizer, tokens = encode(name, case, lines.append)
     except (Refused, UserError) as error:
         return f"== {case}\n{type(error).__name__}: {error}\n"
     roles = owners(document, check_messages(CASES[case]))
@@ -160,7 +162,7 @@ def test_tokens_roles_and_weights_are_those_on_record(name, request):
 @pytest.mark.parametrize("name", NAMED)
 def test_a_text_begins_with_one_bos_and_every_turn_ends_with_a_trained_stop_token(name):
     for case in ("single", "multi-turn", "thinking"):
-        _, tokenizer, tokens = encoded(name, case)
+        _, tokenizer, tokens = encode(name, case)
         if tokenizer.bos_token_id is not None:
             assert tokens.tokens[0] == tokenizer.bos_token_id
             assert np.count_nonzero(tokens.tokens == tokenizer.bos_token_id) == 1
@@ -175,12 +177,12 @@ undated = partial(re.sub, r"Current date: [\d-]+", "")
 
 @pytest.mark.parametrize("name", NAMED)
 def test_the_text_is_that_of_transformers(name):
-    """Who uses the exported template elsewhere gets the same prompt."""
+    """Users of the exported template in other programs get the same prompt."""
     tokenizer = tokenizer_of(name)
     for case in CASES.keys() - {TEXT}:
         tools: Any = [{"type": "function", "function": LOOK_UP}] if case == "tools" else None
         try:
-            text = rendered(name, case, tokenizer).text
+            text = render(name, case, tokenizer).text
         except UserError:
             continue
         theirs = tokenizer.apply_chat_template(check_messages(CASES[case]), tools=tools, tokenize=False)
@@ -194,7 +196,7 @@ def test_marks_and_differences_of_renderings_agree(name):
     unmarked.chat_template = without
     for case in cases(name):
         try:
-            expected = rendered(name, case, marked)
+            expected = render(name, case, marked)
         except UserError:
             continue
-        assert rendered(name, case, unmarked) == expected, case
+        assert render(name, case, unmarked) == expected, case

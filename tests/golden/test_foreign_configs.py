@@ -1,6 +1,6 @@
-"""What becomes of each system's example config, option by option, and the options that differ from ours by default.
+"""The translation of each system's example config, option by option, and the options whose defaults differ from ours.
 
-After a change that is meant: `pytest tests/golden --regenerate`, then read the diff of tests/golden/foreign/.
+After an intended change: `pytest tests/golden --regenerate`, then read the diff of tests/golden/foreign/.
 """
 
 import json
@@ -17,7 +17,7 @@ EXAMPLES = HERE / "foreign"
 
 
 def record(path: pathlib.Path) -> str:
-    """The log's lines about a config, and its changed options as text."""
+    """Return the log lines about a config, and its changed options, as text."""
     config = read_recipe(path.name).resolve()
     changed = [
         f"{key} = {json.dumps(value)}"
@@ -58,18 +58,18 @@ def test_every_row_of_a_table_leads_somewhere(dialect):
         ways = [bool(row.key or row.values), row.convert, row.entries, row.reason, row.later]
         assert sum(map(bool, ways)) == 1, name
         several = [key for value in row.values.values() if isinstance(value, dict) for key in value]
-        own = [f"{prefix}{key}" for key in row.keys if key]
-        assert {*own, *several} <= set(keys.options()), name
+        keys_here = [f"{prefix}{key}" for key in row.keys if key]
+        assert {*keys_here, *several} <= set(keys.options()), name
 
 
 @pytest.mark.parametrize("dialect", foreign.DIALECTS)
 def test_any_value_of_an_option_is_translated_or_answered(dialect):
-    """Without a traceback, whatever a file says: a word, a list, a section, a number, a switch or nothing."""
+    """No traceback, whatever the value: a word, a list, a section, a number, a switch or nothing."""
     for name, _, prefix in rows(foreign.table(dialect)):
         for value in ("x", [1], ["a"], {"a": 1}, True, -5, 1.5, 0, None, [], {}):
-            said = {name: value}
+            options = {name: value}
             if prefix:
                 of = next(outer for outer, one in foreign.table(dialect).items() if name in one.of)
-                said = {of: [{"path": "a", "type": "instruction", name: value}]}
-            translation = foreign.translate(Written(said, {}), dialect)
+                options = {of: [{"path": "a", "type": "instruction", name: value}]}
+            translation = foreign.translate(Written(options, {}), dialect)
             assert any(line.option.endswith(name) for line in translation.lines), (name, value)

@@ -1,6 +1,6 @@
-"""Every option of the tables, with every value that they name, becomes what its row promises.
+"""Every option of the tables, with every value in its row, is translated as the row says.
 
-An option stands in a small file of its system, beside what it needs to have an effect there, and the file is resolved.
+Each option is written to a small file of its system, with the options it needs to have an effect there, and resolved.
 """
 
 import json
@@ -18,7 +18,7 @@ from jaxtune.config.option_rules import inside
 from jaxtune.config.schema import Config
 from jaxtune.config.yaml_file import Written
 
-# The least that a file of each system says.
+# The minimal file of each system.
 LEAST: dict[str, dict[str, Any]] = {
     "surogate": {"model": "my/model", "datasets": [{"path": "a.jsonl", "type": "conversation"}], "sequence_len": 512},
     "xorl": {
@@ -48,7 +48,7 @@ EARLY = {
     "callbacks.early_stopping.early_stopping_patience": 5,
     "callbacks.early_stopping.early_stopping_threshold": 0.25,
 }
-# What options need beside them to have an effect, by their names, or by the first parts of their keys here.
+# Options that others need to have an effect, by their names or by the first parts of their keys here.
 BESIDE: dict[str, dict[str, Any]] = {
     "surogate": {
         "adamw_": {"optimizer": "adamw"},
@@ -113,9 +113,9 @@ BESIDE: dict[str, dict[str, Any]] = {
         "training.metric_for_best_model": EARLY,
     },
 }
-# Lists of datasets that stand for another way to name data, which a file of LEAST has.
+# Dataset lists that replace another way to name data, which LEAST uses.
 INSTEAD = {("trl", "datasets"): "dataset_name", ("axolotl", "pretraining_dataset"): "datasets"}
-# The same within the entry of a list.
+# Likewise within the entry of a list.
 IN_ENTRY: dict[str, dict[str, Any]] = {
     "text_field": {"type": "text"},
     "instruction_field": {"type": "instruction"},
@@ -136,11 +136,11 @@ VALUES: dict[str, Any] = {
     "optim.start_lr": 1e-6,
     "lora.layers_to_transform": [0, 2],
 }
-# Options that are read together with others: what a file says, and what that becomes.
+# Options that are read together with others: the lines of the file, and their translation.
 ALPACA = "### Instruction:\n{instruction}\n\n### Response:\n"
 OFF = {"recompute_block": False, "recompute_att": False, "recompute_ffn": False, "recompute_qkv": False}
 DPO = {"stage": "DPO"}
-# What their files cannot say, and these options need.
+# Options that are needed here and that their files cannot set.
 TYPED = {
     "offset_alpha": [(f"data.datasets[0].{side}_score_field", side) for side in ("chosen", "rejected")],
     "init_projections_to_zero": [("model.from_scratch", "true")],
@@ -690,7 +690,7 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 
 
 def options(dialect: str) -> Iterator[tuple[str, str, Option]]:
-    """(the list whose entries have the option, its name, its row)."""
+    """Yield (list whose entries have the option, its name, its row)."""
     for name, row in foreign.table(dialect).items():
         yield "", name, row
         yield from ((name, inner, of) for inner, of in row.of.items())
@@ -704,19 +704,19 @@ ALONE = [
 ]
 
 
-def promised(row: Option, key: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Values of an option, and what each becomes here."""
-    for text, here in row.values.items():
+def promises(row: Option, key: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield values of an option, and the translation of each."""
+    for text, ours in row.values.items():
         value = {"true": True, "false": False}.get(str(text).lower(), text)
         value = int(value) if str(value).lstrip("-").isdigit() else value
-        yield value, dict(here) if isinstance(here, Mapping) else {} if here is None else dict.fromkeys(row.keys, here)
+        yield value, dict(ours) if isinstance(ours, Mapping) else {} if ours is None else dict.fromkeys(row.keys, ours)
     if key and (row.others or not row.values):
         value = another(key, row.default)
         yield value, dict.fromkeys(row.keys, tuple(value) if isinstance(value, list) else value)
 
 
 def another(key: str, default: Any) -> Any:
-    """A value that an option may have, other than its default here and that of the other system."""
+    """Return a valid value of an option, other than its default here and in the other system."""
     option = keys.lookup(key)
     assert option is not None
     members = typing.get_args(option.annotation)
@@ -742,16 +742,16 @@ def another(key: str, default: Any) -> Any:
 
 
 def value_of(config: Config, key: str) -> Any:
-    found: Any = config
+    value: Any = config
     for part in re.sub(r"\[(\d)\]", r".\1", key.replace("[i]", "[0]")).split("."):
-        found = found[int(part)] if part.isdigit() else getattr(found, part)
-    return found
+        value = value[int(part)] if part.isdigit() else getattr(value, part)
+    return value
 
 
-def becomes(dialect: str, said: Mapping[str, Any], expected: Mapping[str, Any], folder: pathlib.Path) -> None:
+def becomes(dialect: str, source: Mapping[str, Any], expected: Mapping[str, Any], folder: pathlib.Path) -> None:
     file = folder / "its.yaml"
-    file.write_text(json.dumps(said))
-    overrides = [override for option in said for override in TYPED.get(option, ())]
+    file.write_text(json.dumps(source))
+    overrides = [override for option in source for override in TYPED.get(option, ())]
     config = read_recipe(str(file), dialect=dialect).resolve(overrides)
     assert {key: value_of(config, key) for key in expected} == expected
 
@@ -760,19 +760,21 @@ def becomes(dialect: str, said: Mapping[str, Any], expected: Mapping[str, Any], 
 def test_an_option_becomes_what_its_row_promises(dialect, entries, name, row, tmp_path):
     of = foreign.table(dialect)[entries].entries if entries else ""
     key = f"{of}[i].{row.keys[0]}" if of else row.keys[0]
-    for value, settings in promised(row, key):
-        said: dict[str, Any] = dict(LEAST[dialect])
-        for other, more in BESIDE[dialect].items():
-            if name.startswith(other) or key.startswith(other):
-                said |= more
+    for value, settings in promises(row, key):
+        source: dict[str, Any] = dict(LEAST[dialect])
+        for prefix, more in BESIDE[dialect].items():
+            if name.startswith(prefix) or key.startswith(prefix):
+                source |= more
         if entries:
             instead = INSTEAD.get((dialect, entries))
-            first = said.pop(instead) if instead else next(value for value in said.values() if isinstance(value, list))
+            first = (
+                source.pop(instead) if instead else next(value for value in source.values() if isinstance(value, list))
+            )
             first = first[0] if isinstance(first, list) and not instead else {"path": "a/b"}
-            said[entries] = [{**first, **IN_ENTRY.get(name, {}), name: value}]
+            source[entries] = [{**first, **IN_ENTRY.get(name, {}), name: value}]
         else:
-            said[name] = value
-        becomes(dialect, said, {f"{of}[0].{key}" if of else key: here for key, here in settings.items()}, tmp_path)
+            source[name] = value
+        becomes(dialect, source, {f"{of}[0].{key}" if of else key: here for key, here in settings.items()}, tmp_path)
 
 
 def read_together(dialect: str) -> set[str]:
@@ -788,8 +790,8 @@ def test_each_option_that_is_read_with_others_is_here(dialect):
     ("dialect", "option"), [(dialect, option) for dialect in TOGETHER for option in TOGETHER[dialect]]
 )
 def test_options_that_are_read_together_become_this(dialect, option, tmp_path):
-    said, expected = TOGETHER[dialect][option]
-    becomes(dialect, {**LEAST[dialect], **said}, expected, tmp_path)
+    source, expected = TOGETHER[dialect][option]
+    becomes(dialect, {**LEAST[dialect], **source}, expected, tmp_path)
 
 
 @pytest.mark.parametrize("dialect", foreign.DIALECTS)
@@ -798,10 +800,10 @@ def test_an_option_without_a_meaning_here_is_answered_by_its_reason(dialect):
         if not row.reason:
             continue
         for value in (row.sample, True, "x"):
-            said = {**LEAST[dialect], name: value}
+            source = {**LEAST[dialect], name: value}
             if entries:
-                said = {**LEAST[dialect], entries: [{"path": "a", "type": "text", name: value}]}
-            lines = {line.option: line for line in foreign.translate(Written(said, {}), dialect).lines}
+                source = {**LEAST[dialect], entries: [{"path": "a", "type": "text", name: value}]}
+            lines = {line.option: line for line in foreign.translate(Written(source, {}), dialect).lines}
             line = lines[f"{entries}[0].{name}" if entries else name]
             fits = value is row.sample or not line.wrong
             assert (line.text == row.reason and not line.settings) if fits else "expected a value" in line.text, name

@@ -1,4 +1,4 @@
-"""A run that commit fd87697 stopped after step 4 of 8 goes on here: checkpoints outlive the code that wrote them."""
+"""A run that commit fd87697 stopped after step 4 of 8 is continued here: later code reads earlier checkpoints."""
 
 import hashlib
 import json
@@ -33,9 +33,9 @@ def test_its_state_is_restored_bit_for_bit_and_training_goes_on(tmp_path, monkey
 
     output = call("jaxtune.train", "--config=tiny_lora.py", "--config.train.run_name=stopped")
     assert "resumed from step 4" in output
-    found = metrics(folder.path)
-    assert len(found) == len(EXPECTED["rows"]) == 9
-    for row, expected in zip(found, EXPECTED["rows"]):
+    rows = metrics(folder.path)
+    assert len(rows) == len(EXPECTED["rows"]) == 9
+    for row, expected in zip(rows, EXPECTED["rows"]):
         for name, value in expected.items():
-            # Another processor or another jax rounds otherwise: benchmarks/same_losses.py compares bits on one machine.
+            # Another processor or jax rounds differently: benchmarks/same_losses.py compares bits on one machine.
             assert abs(row[name] - value) <= 1e-5 * abs(value), (name, row, expected)

@@ -1,7 +1,7 @@
-"""Every recipe resolves, and to exactly the committed options: a change of a default or a recipe is seen in review.
+"""Every recipe resolves to exactly the committed options, so that a changed default or recipe shows in review.
 
 `defaults.json` has every option. The file of a recipe has only the options that differ, so a new option is one line.
-After a change that is meant: `pytest tests/golden --regenerate`, then read the diff of tests/golden/recipes/.
+After an intended change: `pytest tests/golden --regenerate`, then read the diff of tests/golden/recipes/.
 """
 
 import json
@@ -16,7 +16,7 @@ from jaxtune.config.loading import plain
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 GOLDEN = pathlib.Path(__file__).parent / "recipes"
 RECIPES = sorted(CONFIGS.glob("[!_]*.py"))
-LISTS = ("data.datasets", "data.eval_datasets")  # whose entries have options of their own
+LISTS = ("data.datasets", "data.eval_datasets")  # lists whose entries have options
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
-"""Each option of the toolkits whose users come here has a key here, or a reason, and a test that shows its effect.
+"""Each option of the toolkits that users come from has a key here, or a reason, and a test that shows its effect.
 
-The table, seed_coverage.csv, has a row for each option, rule and example that their documents name. Its column
-`jaxtune` lists keys, or key=value where a value is meant.
+The table, seed_coverage.csv, has a row for each option, rule and example named in their documents. Its column `jaxtune`
+lists keys, or key=value if a value is meant.
 """
 
 import ast
@@ -19,7 +19,7 @@ from jaxtune.config import foreign, from_json, keys
 ROOT = pathlib.Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "golden" / "seed_coverage.csv"
 COLUMNS = ["seed", "section", "option", "category", "jaxtune", "note", "test"]
-# Rows by document; surogate_modes: Surogate's page of training modes. The digest is that of all their names, in order.
+# Rows by document, and a digest of their names in order; surogate_modes: Surogate's page of training modes.
 DOCUMENTS = {"surogate": 153, "surogate_modes": 17, "xorl": 150, "erniekit": 116, "qefficient": 110}
 DIGEST = "07edfea340fcf888"
 READ = list(csv.DictReader(TABLE.open(encoding="utf-8")))
@@ -28,7 +28,7 @@ ROWS = [pytest.param(row, id=f"{row['seed']} {row['section']}: {row['option']}")
 
 @functools.cache
 def functions(file: str) -> set[str]:
-    """Test functions of a file."""
+    """Return the test functions of a file."""
     return {node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
@@ -67,7 +67,7 @@ def test_a_test_shows_the_effect(row):
 
 @pytest.mark.parametrize("dialect", [name for name in foreign.DIALECTS if name in DOCUMENTS])
 def test_rows_are_options_of_the_table_of_their_system(dialect):
-    """All but rules, examples, command lines, and the names of recipes that a page compares."""
+    """All rows except rules, examples, command lines, and recipe names that a page compares."""
     known = {part for name, row in foreign.table(dialect).items() for part in (*name.split("."), *row.of)}
     named = [row["option"] for row in READ if row["seed"] == dialect and row["section"] != "Recipe Comparison"]
     named = [option.split(".")[-1] for option in named if " " not in option]

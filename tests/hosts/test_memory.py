@@ -1,4 +1,4 @@
-"""Two processes load, save and export a model together, and neither ever holds all of it."""
+"""Two processes load, save and export a model together; neither ever holds the whole model."""
 
 import os
 import pathlib
@@ -8,7 +8,7 @@ import sys
 from tiny import byte_tokenizer, model_folder
 
 ROOT = pathlib.Path(__file__).parents[2]
-# 67 million weights; the largest matrix is a sixteenth of them.
+# 67 million weights; the largest matrix has a sixteenth.
 SIZES = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=4, head_dim=128)
 TOGETHER = """
 import math, pathlib, re, sys
@@ -56,12 +56,12 @@ print("RESULT", *(round(size / whole, 2) for size in (load, saved, exported)))
 
 
 def test_no_process_holds_a_whole_model(tmp_path):
-    """To load its half and a stack of layers; to save a copy of its half; to export a matrix at a time."""
+    """Loading holds its half and a stack of layers; saving, a copy of its half; exporting, one matrix at a time."""
     model_folder(tmp_path / "model", **SIZES)
     byte_tokenizer(tmp_path / "model")
     command = [sys.executable, "-m", "jaxtune.launch", "--processes=2", "--devices-per-process=1"]
     command += [f"--log-dir={tmp_path}", "--", sys.executable, "-c", TOGETHER, str(tmp_path)]
-    # What is freed goes back to the system at once, so that it does not count.
+    # Freed memory returns to the system immediately, so that it does not count.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

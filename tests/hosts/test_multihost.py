@@ -1,4 +1,4 @@
-"""Processes find each other, compute together, and agree when one is asked to stop and on what they are to do."""
+"""Processes find each other, compute together, and agree on stop requests and on their configuration."""
 
 import os
 import pathlib
@@ -81,9 +81,9 @@ def test_two_processes_compute_stop_and_compare_themselves(tmp_path):
         (differ,) = [line for line in lines if line.startswith("DIFFER")]
         assert "  train.seed: 0 in process 0; 00 in process 1" in eval(differ.partition(" ")[2]).splitlines()
         by_main = [line for line in lines if line.startswith(("DONE", "REFUSED"))]
-        others = ["REFUSED process 0 failed, and says why"]
-        assert by_main == (others if index else ["DONE", "REFUSED refused by 0"])
-    answers = ["NOTHING"] * 3 + ["STOP"] * 3  # a step after the signal, in both
+        by_others = ["REFUSED process 0 failed, and says why"]
+        assert by_main == (by_others if index else ["DONE", "REFUSED refused by 0"])
+    answers = ["NOTHING"] * 3 + ["STOP"] * 3  # both stop one step after the signal
     assert results == [f"RESULT 2 4 True 6.0 False {answers}", f"RESULT 2 4 False 6.0 True {answers}"]
 
 
@@ -108,7 +108,7 @@ raise SystemExit(command.guarded(train))
 
 
 def test_a_process_that_fails_alone_ends_and_so_do_the_others(tmp_path):
-    """It would wait at exit for process 0, which waits for it."""
+    """Otherwise it would wait for process 0 at exit, while process 0 waits for it."""
     command = [sys.executable, "-m", "jaxtune.launch", "--processes=2", "--devices-per-process=1", "--grace=0"]
     command += [f"--log-dir={tmp_path}", "--", sys.executable, "-c", ALONE]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -132,7 +132,7 @@ def test_nothing_is_joined_where_there_is_one_process(monkeypatch):
         if name.startswith(("JAXTUNE_", "SLURM_", "OMPI_")):
             monkeypatch.delenv(name)
     multihost.initialize()
-    # A batch script's own shell, or a single task, in a job that has many.
+    # A batch script's own shell, or a single task, in a job of many tasks.
     assert init_arguments({"SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}, 8) is None
     assert init_arguments(SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, 8) is None
     assert init_arguments({"JAXTUNE_NUM_PROCESSES": "1"}, 8) is None
@@ -154,7 +154,7 @@ def test_kubeflow_says_it_by_names_of_its_own():
     trainjob = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
     assert init_arguments(trainjob, 8) == init_arguments(EXPLICIT, 8)
     assert init_arguments(trainjob | {"JAXTUNE_PROCESS_ID": "2"}, 8)["process_id"] == 2
-    assert init_arguments({"JAX_COORDINATOR_ADDRESS": "host:1"}, 8) is None, "jax's own variable, alone"
+    assert init_arguments({"JAX_COORDINATOR_ADDRESS": "host:1"}, 8) is None, "only jax's own variable"
 
 
 @pytest.mark.parametrize("missing", list(EXPLICIT))
@@ -184,7 +184,7 @@ def test_wrong_values_are_named(wrong, message):
         (SRUN, 16, [2, 3]),
         (SRUN | {"SLURM_GPUS_PER_TASK": "1"}, 1, [0]),
         (SRUN | {"SLURM_GPUS_PER_TASK": "h100:2"}, 2, [0, 1]),
-        (SRUN | {"SLURM_GPUS_PER_TASK": "1"}, 8, [1]),  # --gpu-bind=none: each task sees all
+        (SRUN | {"SLURM_GPUS_PER_TASK": "1"}, 8, [1]),  # --gpu-bind=none: each task sees all GPUs
         (ONE_A_HOST, 8, list(range(8))),
     ],
 )

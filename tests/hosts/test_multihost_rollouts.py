@@ -1,4 +1,4 @@
-"""Two processes make the completions of a step together: those of one process, rewarded once."""
+"""Two processes sample the completions of a step together: the same as one process, and rewarded once."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ def test_two_processes_learn_as_one(tmp_path):
     calls = (tmp_path / "calls.txt").read_text()
     launch = [sys.executable, "-m", "jaxtune.launch", "--processes=2", "--devices-per-process=2", "--"]
     subprocess.run([*launch, sys.executable, "-m", *command("two", 2)], check=True, timeout=300)
-    assert (tmp_path / "calls.txt").read_text() == 2 * calls, "one process alone calls the functions"
+    assert (tmp_path / "calls.txt").read_text() == 2 * calls, "only one process calls the functions"
     one, two = (metrics(tmp_path / "runs" / name) for name in ("one", "two"))
     for key in ("reward", "eval_reward", "completions/mean_length"):
         assert [row[key] for row in one if key in row] == [row[key] for row in two if key in row]

@@ -1,4 +1,4 @@
-"""Two processes train, one is killed, both go on, one hangs, one goes on alone: the losses are those of one process."""
+"""Two processes train; one is killed, one hangs, one continues by itself. The losses equal a single process's."""
 
 import os
 import shutil
@@ -26,41 +26,41 @@ def wait_for(file: Path, text: str, process: subprocess.Popen) -> None:
 
 def workers(launcher: subprocess.Popen) -> list[int]:
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
-    both = [int(child) for child in children.split()]
-    assert len(both) == 2
-    return both
+    processes = [int(child) for child in children.split()]
+    assert len(processes) == 2
+    return processes
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Has the recipe, and its run on one device, undisturbed: `one`."""
+    """Return a folder with the recipe and its undisturbed run on one device, `one`."""
     return undisturbed(tmp_path_factory.mktemp("home"))
 
 
 def undisturbed(home: Path) -> Path:
-    """The folder, with the run on one device that others must equal."""
+    """Return the folder, with the run on one device that others must equal."""
     call(*training(home, "one", rows=12))
     return home
 
 
 def training(home: Path, name: str, rows: int, *options: str) -> list[str]:
-    """The command of a run with so many rows on a device; a step has 12."""
+    """Return the command of a run with `rows` rows on a device; a step has 12 rows."""
     settings = (f"train.run_name={name}", f"train.micro_batch_size={rows}", *options)
     return ["jaxtune.train", f"--config={recipe(home)}", *(f"--config.{setting}" for setting in settings)]
 
 
 def losses_are_those_of_one(home: Path, name: str) -> None:
-    expected, found = (
+    expected, losses = (
         {row["step"]: row["loss"] for row in metrics(home / "runs" / run) if "loss" in row} for run in ("one", name)
     )
-    assert found.keys() == expected.keys()
-    difference = {step: abs(loss / expected[step] - 1) for step, loss in found.items()}
+    assert losses.keys() == expected.keys()
+    difference = {step: abs(loss / expected[step] - 1) for step, loss in losses.items()}
     assert max(difference[step] for step in range(1, 21)) <= 1e-6, difference
     assert max(difference.values()) <= 1e-4, difference
 
 
 def test_two_processes_one_killed_then_hanging_and_resumed_as_one(home, tmp_path):
-    """With a device in each that the run does not take; each of the two that it takes has three rows."""
+    """Each process has a device that the run does not use; each of the two used devices has three rows."""
     together = training(home, "two", 3, "train.hang_seconds=8")
     launcher = subprocess.Popen(
         [*LAUNCH, "--processes=2", "--devices-per-process=3", "--restarts=1", "--grace=1"]
@@ -77,9 +77,9 @@ def test_two_processes_one_killed_then_hanging_and_resumed_as_one(home, tmp_path
     _, stopped = workers(launcher)
     os.kill(stopped, signal.SIGSTOP)  # process 0 waits for it
     assert launcher.wait(timeout=60) == 1
-    assert not Path(f"/proc/{stopped}").exists(), "a stopped process is ended too"
+    assert not Path(f"/proc/{stopped}").exists(), "a stopped process is killed too"
     logs = [log.read_text() for log in sorted((tmp_path / "logs").iterdir())]
-    assert "Traceback" not in logs[0], "a process that has lost the other says so in a line"
+    assert "Traceback" not in logs[0], "a process that has lost the other reports it in one line"
     assert "step 1/24" in logs[0] and "step 1/24" not in logs[1], "only process 0 reports"
     stacks = folder / "stacks-0.txt"
     assert "process 0 hangs in 'step': nothing has ended for 8 s" in logs[0] and f"are in {stacks}\n" in logs[0]
@@ -91,7 +91,7 @@ def test_two_processes_one_killed_then_hanging_and_resumed_as_one(home, tmp_path
 
 
 def test_hosts_may_change_in_number_between_starts(home):
-    """Four, then two, then three, as simulated devices; each start goes back to a checkpoint of the one before."""
+    """Four, then two, then three simulated devices; each start continues from a checkpoint of the previous one."""
     data = ("mesh.fsdp=1", "mesh.data=-1", "ckpt.keep_last=9")
     call(*training(home, "elastic", 3, *data), devices=4)
     call(*training(home, "elastic", 6, *data, "ckpt.resume=8"), devices=2)
@@ -100,7 +100,7 @@ def test_hosts_may_change_in_number_between_starts(home):
 
 
 def test_two_processes_read_one_stream_and_one_goes_on_with_it(home, tmp_path):
-    """Each packs all rows and trains its own; windows end within steps and between them. The one has their mirror."""
+    """Each process packs all rows and trains its share; windows end within and between steps; a mirror passes it on."""
     options = ("data.streaming=yes", "data.window_rows=10", "ckpt.save_steps=3", "optim.schedule=constant")
 
     def stream(name: str, rows: int, steps: int) -> list[str]:
@@ -120,7 +120,7 @@ def test_two_processes_read_one_stream_and_one_goes_on_with_it(home, tmp_path):
 
 
 def test_two_processes_score_a_teacher_as_one(home, tmp_path):
-    """Each writes what it kept, and reads it again; the other finds the file that was written last."""
+    """Each process writes its own part and reads it again; the single process reads the newest file."""
     model_folder(home / "teacher", hidden_size=64)
     options = (
         f"distill.teacher={home / 'teacher'}",
@@ -133,11 +133,11 @@ def test_two_processes_score_a_teacher_as_one(home, tmp_path):
     launch = [*LAUNCH, "--processes=2", "--devices-per-process=2", "--log-dir", tmp_path / "logs", "--"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     subprocess.run([*launch, sys.executable, "-m", *together], env=environment, check=True, timeout=300)
-    expected, found = (
+    expected, losses = (
         [row["loss"] for row in metrics(home / "runs" / name) if "loss" in row] for name in ("student", "students")
     )
-    # Of models that know nothing yet: 0.004 nats between distributions whose logarithms are rounded at 5.6.
-    assert len(found) == 3 and max(abs(a - b) for a, b in zip(expected, found)) <= 2e-7
+    # Untrained models: 0.004 nats between distributions whose log-probabilities, about 5.6, are rounded.
+    assert len(losses) == 3 and max(abs(a - b) for a, b in zip(expected, losses)) <= 2e-7
     one, two = (np.load(next((tmp_path / name).glob("teacher-*.npy"))) for name in ("one", "two"))
     assert not [*(tmp_path / "two").glob("*.tmp")]
     np.testing.assert_allclose(one["teacher_log_probs"], two["teacher_log_probs"], atol=1e-4)

@@ -1,16 +1,16 @@
-"""One folder of models and data for the journeys of a file, and one cache of compiled programs for all of them."""
+"""One folder of models and data for the journeys of a file, and one cache of compiled programs for all journeys."""
 
 import jax
 import pytest
 from runs import conversations, model_folder
 
-# Whole blocks of 16, and matrices whose 8-bit moments have some.
+# Dimensions that are whole blocks of 16, and matrices large enough for 8-bit moments.
 SIZES = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def compiled_once(tmp_path_factory):
-    """A program that a journey has compiled, every later one finds: those in processes of their own, too."""
+def share_compilation_cache(tmp_path_factory):
+    """Share one compilation cache between all journeys, including those that run in separate processes."""
     folder = str(tmp_path_factory.mktemp("xla"))
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -23,7 +23,7 @@ def compiled_once(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def home(request, tmp_path_factory):
-    """A folder with a tiny Qwen3 (of the file's SIZES, if it has some), some conversations and a folder of text."""
+    """Return a folder with a tiny Qwen3 (with the file's SIZES, if any), some conversations and a folder of text."""
     folder = tmp_path_factory.mktemp("home")
     model_folder(folder / "model", **getattr(request.module, "SIZES", SIZES))
     conversations(folder / "chat.jsonl")

@@ -1,7 +1,7 @@
-"""What a user does with a recipe, as one harness: train, be interrupted, resume, evaluate, export, load elsewhere.
+"""A user's work with a recipe: train, be interrupted, resume, evaluate, export, load elsewhere.
 
-A few are trained by processes that are killed by SIGKILL and resumed. Other recipes are a row: the same commands called
-in this process, interrupted by taking the newest checkpoint away.
+`journey` trains in processes that are killed by SIGKILL and resumed. For other recipes `row` calls the same commands in
+this process and interrupts the run by removing its newest checkpoint.
 """
 
 import shutil
@@ -16,7 +16,7 @@ STEPS, KILLED_AT, SAVED = 8, 5, 6
 
 
 def journey(home: Path, recipe: str, **options) -> Path:
-    """A process that is killed and one that resumes have the numbers of a run in this one. Returns their folder."""
+    """Kill and resume a run, compare its numbers with an uninterrupted run in this process, and return its folder."""
     stem = recipe.removesuffix(".py")
     call(*recipe_command(home, recipe, f"{stem}-whole", **options))
     command = recipe_command(home, recipe, f"{stem}-killed", **options)
@@ -27,14 +27,14 @@ def journey(home: Path, recipe: str, **options) -> Path:
     process.communicate()
     assert "resumed from step" in run(*command)
     assert losses(folder) == losses(home / "runs" / f"{stem}-whole")
-    found = [row["loss"] for row in metrics(folder) if "loss" in row]
-    assert len(found) == STEPS and found[-1] < found[0]
+    trained = [row["loss"] for row in metrics(folder) if "loss" in row]
+    assert len(trained) == STEPS and trained[-1] < trained[0]
     evaluates_to_its_last_loss(command, folder)
     return folder
 
 
 def row(home: Path, recipe: str, name: str, **options) -> tuple[Path, str]:
-    """In this process: resumed from the checkpoint before its last, a run ends in equal bits. (folder, output)."""
+    """Train in this process, resume from the checkpoint before the last, expect equal bits; return (folder, output)."""
     command = recipe_command(home, recipe, name, **{"ckpt.save_steps": SAVED, **options})
     folder = home / "runs" / name
     output = call(*command)
@@ -43,21 +43,21 @@ def row(home: Path, recipe: str, name: str, **options) -> tuple[Path, str]:
     shutil.rmtree(folder / "export")
     assert f"resumed from step {SAVED}" in call(*command)
     assert losses(folder) == whole
-    found = [row["loss"] for row in metrics(folder) if "loss" in row]
-    assert len(found) == STEPS and found[-1] < found[0]
+    trained = [row["loss"] for row in metrics(folder) if "loss" in row]
+    assert len(trained) == STEPS and trained[-1] < trained[0]
     evaluates_to_its_last_loss(command, folder)
     return folder, output
 
 
 def evaluates_to_its_last_loss(command: list[str], folder: Path) -> None:
-    """`evaluate` finds the eval_loss that training ended with."""
+    """Check that `evaluate` finds the eval_loss that training ended with."""
     expected = [row["eval_loss"] for row in metrics(folder) if "eval_loss" in row][-1]
     evaluated = call("jaxtune.evaluate", f"--run={folder}", *command[1:])
     assert abs(float(evaluated.split("eval_loss ")[1].split()[0]) - expected) <= 1e-5
 
 
 def loads_in_transformers(exported: Path, base: Path | None = None, adapter: Path | None = None, within: float = 0.0):
-    """A model of transformers, whose logits are finite and, to `within` of the largest, those of peft's adapter."""
+    """Load a model in transformers; its logits are finite and equal peft's to `within` times the largest."""
     torch = pytest.importorskip("torch", reason="loading the results needs torch (Python 3.11 here)")
     import peft
     import transformers

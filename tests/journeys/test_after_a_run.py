@@ -1,4 +1,4 @@
-"""What is done with a finished run, and what a run that cannot be right leaves behind."""
+"""Commands on a finished run, and the traces of a run that cannot be right."""
 
 import json
 import re
@@ -31,65 +31,65 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def adapter(home):
-    """The folder of a run that trained an adapter in two steps, evaluated before and after, the second one traced."""
+    """Train an adapter for two steps, evaluate before and after, trace step 2; return the run folder."""
     profile = {"prof.enabled": True, "prof.start_step": 2}
     call(*recipe_command(home, "qwen_lora.py", "adapter", **OPTIONS, **profile))
     return home / "runs" / "adapter"
 
 
 def test_a_profile_says_where_the_time_of_a_step_went(adapter):
-    found = StepTime.read(adapter / "profile" / "step_time.json")
-    assert found.steps == 1 and {"attention", "feed-forward", "adapters", "optimizer"} <= set(found.parts)
-    assert found.text() in (adapter / "run.log").read_text()
+    step_time = StepTime.read(adapter / "profile" / "step_time.json")
+    assert step_time.steps == 1 and {"attention", "feed-forward", "adapters", "optimizer"} <= set(step_time.parts)
+    assert step_time.text() in (adapter / "run.log").read_text()
     call("jaxtune.report", adapter)
-    assert found.said() in (adapter / "report.html").read_text()
+    assert step_time.said() in (adapter / "report.html").read_text()
 
 
 def test_the_adapter_that_training_has_just_printed_generates_on_its_base(adapter):
-    asked = ("--prompt=say", "--max_new_tokens=4", "--temperature=0")
-    exported = call("jaxtune.generate", f"--model={adapter / 'export'}", *asked)
-    assert exported == call("jaxtune.generate", f"--model={adapter}", *asked)
+    flags = ("--prompt=say", "--max_new_tokens=4", "--temperature=0")
+    exported = call("jaxtune.generate", f"--model={adapter / 'export'}", *flags)
+    assert exported == call("jaxtune.generate", f"--model={adapter}", *flags)
 
 
 def test_an_adapter_answers_by_the_chat_template_that_it_was_trained_with(home, adapter):
-    """Which its folder has, and its base may lack."""
+    """The template is in the adapter's folder; the base may have none."""
     copy = home / "with-its-own-template"
     shutil.copytree(adapter / "export", copy)
     (copy / "chat_template.jinja").write_text("{{ raise_exception('of the adapter') }}")
-    asked = ("--prompt=say", "--max_new_tokens=4", "--temperature=0", "--chat")
-    call("jaxtune.generate", f"--model={adapter / 'export'}", *asked)
-    assert "of the adapter" in call("jaxtune.generate", f"--model={copy}", *asked, code=2)
+    flags = ("--prompt=say", "--max_new_tokens=4", "--temperature=0", "--chat")
+    call("jaxtune.generate", f"--model={adapter / 'export'}", *flags)
+    assert "of the adapter" in call("jaxtune.generate", f"--model={copy}", *flags, code=2)
 
 
 def test_a_file_of_prompts_is_answered_line_by_line(home, adapter):
-    """As one by one, in the order of the file, by a base with its adapter beside it; other columns stay."""
+    """Answers equal those to single prompts and keep the file's order and its other columns."""
     asked = [{"prompt": "say", "id": 7}, {"prompt": "say more", "id": 8}]
     asked.append({"messages": [{"role": "user", "content": "say 3"}, {"role": "assistant", "content": "left out"}]})
     (home / "prompts.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in asked))
     greedy = ("--max_new_tokens=4", "--temperature=0")
-    own = (f"--model={home / 'model'}", f"--adapter={adapter / 'export'}", *greedy)
-    said = call(
+    model = (f"--model={home / 'model'}", f"--adapter={adapter / 'export'}", *greedy)
+    output = call(
         "jaxtune.generate",
-        *own,
+        *model,
         f"--input={home / 'prompts.jsonl'}",
         f"--output={home / 'answers.jsonl'}",
         "--batch_size=2",
     )
-    assert f"3 answers in {home / 'answers.jsonl'}" in said
-    found = [json.loads(line) for line in (home / "answers.jsonl").read_text().splitlines()]
-    assert [{name: line[name] for name in sample} for sample, line in zip(asked, found, strict=True)] == asked
-    assert {line["finish_reason"] for line in found} <= {"stop", "length"}
+    assert f"3 answers in {home / 'answers.jsonl'}" in output
+    answers = [json.loads(line) for line in (home / "answers.jsonl").read_text().splitlines()]
+    assert [{name: line[name] for name in sample} for sample, line in zip(asked, answers, strict=True)] == asked
+    assert {line["finish_reason"] for line in answers} <= {"stop", "length"}
     alone = [
-        call("jaxtune.generate", *own, "--prompt=say more"),
-        call("jaxtune.generate", *own, "--prompt=say 3", "--chat"),
+        call("jaxtune.generate", *model, "--prompt=say more"),
+        call("jaxtune.generate", *model, "--prompt=say 3", "--chat"),
     ]
-    assert alone == [line["completion"] + "\n" for line in found[1:]]
-    end = found[1]["completion"][-1]
-    stopped = call("jaxtune.generate", *own, "--prompt=say more", f"--stop={end}")
-    assert stopped == found[1]["completion"].partition(end)[0] + "\n"
-    assert call("jaxtune.generate", *own, "--prompt=say", "--quant=nf4")
+    assert alone == [line["completion"] + "\n" for line in answers[1:]]
+    end = answers[1]["completion"][-1]
+    stopped = call("jaxtune.generate", *model, "--prompt=say more", f"--stop={end}")
+    assert stopped == answers[1]["completion"].partition(end)[0] + "\n"
+    assert call("jaxtune.generate", *model, "--prompt=say", "--quant=nf4")
     wide = ("--mesh=data=2,fsdp=2,tensor=2", "--prompt=say more")
-    assert call("jaxtune.generate", *own, *wide, devices=8) == alone[0]
+    assert call("jaxtune.generate", *model, *wide, devices=8) == alone[0]
     for flags, complaint in (
         (("--prompt=a", "--input=b"), "one of them"),
         (("--prompt=a", "--mesh=stage=2"), "is not AXIS=DEVICES"),
@@ -97,34 +97,34 @@ def test_a_file_of_prompts_is_answered_line_by_line(home, adapter):
         (("--prompt=a", "--output=b"), "--output is of --input"),
         (("--prompt=a", "--stop="), "--stop= is empty"),
     ):
-        assert complaint in call("jaxtune.generate", *own, *flags, code=2)
+        assert complaint in call("jaxtune.generate", *model, *flags, code=2)
     (home / "prompts.jsonl").write_text(json.dumps({"text": "no prompt"}) + "\n")
-    said = call("jaxtune.generate", *own, f"--input={home / 'prompts.jsonl'}", code=2)
-    assert "prompts.jsonl:1: it has no prompt" in said
-    kept = (home / "answers.jsonl").read_text()
+    output = call("jaxtune.generate", *model, f"--input={home / 'prompts.jsonl'}", code=2)
+    assert "prompts.jsonl:1: it has no prompt" in output
+    earlier = (home / "answers.jsonl").read_text()
     for sample, complaint in (
         ({"prompt": "a", "completion": "gold"}, "prompts.jsonl:1: it has a column 'completion'"),
         ({"prompt": "a" * 5000}, "prompts.jsonl:1: 5000 tokens of prompt"),
     ):
         (home / "prompts.jsonl").write_text(json.dumps(sample) + "\n")
         asked = (f"--input={home / 'prompts.jsonl'}", f"--output={home / 'answers.jsonl'}")
-        assert complaint in call("jaxtune.generate", *own, *asked, code=2)
-    assert (home / "answers.jsonl").read_text() == kept and kept, "an error leaves the earlier file as it is"
+        assert complaint in call("jaxtune.generate", *model, *asked, code=2)
+    assert (home / "answers.jsonl").read_text() == earlier and earlier, "an error leaves the earlier file as it is"
 
 
 def test_an_adapter_as_the_model_to_train_is_told_from_a_model(home, adapter):
     command = recipe_command(home, "qwen_lora.py", "on-an-adapter", **{"model.path": adapter / "export"})
-    said = call(*command, code=2)
-    assert "is an adapter" in said and "lora.path" in said
+    output = call(*command, code=2)
+    assert "is an adapter" in output and "lora.path" in output
 
 
 def test_a_run_is_evaluated_by_its_own_recipe(adapter):
-    said = call("jaxtune.evaluate", f"--run={adapter}")
-    assert abs(float(said.split("eval_loss ")[1].split()[0]) - metrics(adapter)[-1]["eval_loss"]) <= 1e-5
+    output = call("jaxtune.evaluate", f"--run={adapter}")
+    assert abs(float(output.split("eval_loss ")[1].split()[0]) - metrics(adapter)[-1]["eval_loss"]) <= 1e-5
 
 
 def test_any_model_is_evaluated_by_a_recipe(home, adapter):
-    """The base as the recipe starts, by name, and the adapter on its base: what the run found before and after."""
+    """`evaluate` finds for the base as the recipe starts, and for the adapter, what the run found before and after."""
     before, after = (row["eval_loss"] for row in metrics(adapter) if "eval_loss" in row)
     assert [row["step"] for row in metrics(adapter) if "eval_loss" in row] == [0, 2]
     recipe = recipe_command(home, "qwen_lora.py", "adapter", **OPTIONS)[1:]
@@ -133,29 +133,29 @@ def test_any_model_is_evaluated_by_a_recipe(home, adapter):
         ([f"--model={home / 'model'}"], before),
         ([f"--model={adapter / 'export'}"], after),
     ):
-        said = call("jaxtune.evaluate", *recipe, *named)
-        assert abs(float(said.split("eval_loss ")[1].split()[0]) - expected) <= 1e-5, named
+        output = call("jaxtune.evaluate", *recipe, *named)
+        assert abs(float(output.split("eval_loss ")[1].split()[0]) - expected) <= 1e-5, named
 
 
 def test_benchmark_tasks_are_asked_of_a_run_and_of_any_model(home, adapter, monkeypatch):
-    """By the command and from Python; the adapter as it was exported gives what its run does."""
+    """By the command and from Python; the exported adapter gets the scores of its run."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
     without_those_of_the_harness(monkeypatch)
     (home / "tasks").mkdir()
-    own = (f"--include_path={write_tasks(home / 'tasks')}", "--limit=2", "--num_fewshot=1", "--apply_chat_template")
-    printed = call("jaxtune.evaluate", f"--run={adapter}", "--tasks=tiny_*", *own)
+    flags = (f"--include_path={write_tasks(home / 'tasks')}", "--limit=2", "--num_fewshot=1", "--apply_chat_template")
+    printed = call("jaxtune.evaluate", f"--run={adapter}", "--tasks=tiny_*", *flags)
     assert all(f"|{name}" in printed for name in OF_TASKS)
     (written,) = (adapter / "lm_eval").glob("2-*.json")
     of_run = json.loads(written.read_text())
     assert of_run["config"]["model_args"] == {"run": "adapter", "step": 2}
     assert {row["sample_len"] for row in of_run["results"].values()} == {2}
     output = home / "tasks.json"
-    call("jaxtune.evaluate", f"--model={adapter / 'export'}", "--tasks=tiny_text", *own, f"--output={output}")
+    call("jaxtune.evaluate", f"--model={adapter / 'export'}", "--tasks=tiny_text", *flags, f"--output={output}")
     of_model = json.loads(output.read_text())["results"]["tiny_text"]["bits_per_byte,none"]
-    assert abs(of_model - of_run["results"]["tiny_text"]["bits_per_byte,none"]) < 1e-2  # which is in bfloat16
-    found = Run(adapter, True).evaluate(tasks=["tiny_text"], include_path=home / "tasks", limit=2)
+    assert abs(of_model - of_run["results"]["tiny_text"]["bits_per_byte,none"]) < 1e-2  # the export is in bfloat16
+    scores = Run(adapter, True).evaluate(tasks=["tiny_text"], include_path=home / "tasks", limit=2)
     expected = of_run["results"]["tiny_text"]["bits_per_byte,none"]
-    assert found["tiny_text/bits_per_byte"] == pytest.approx(expected, rel=1e-4)  # on eight devices
+    assert scores["tiny_text/bits_per_byte"] == pytest.approx(expected, rel=1e-4)  # on eight devices
 
 
 @pytest.mark.parametrize(
@@ -204,70 +204,70 @@ def test_an_export_never_mixes_with_other_things(home, adapter):
     assert [file.read_text() for file in output.iterdir()] == ["my own notes"]
     (output / "README.md").unlink()
     call(*export)
-    call(*export)  # of the same kind again
+    call(*export)  # another export of the same kind
     before = sorted(output.iterdir())
     assert "holds other things" in call(*export, "--merge", code=2)
     assert sorted(output.iterdir()) == before
-    both = ("jaxtune.export", f"--run={adapter}", f"--output={home / 'both'}", "--format=peft,hf")
-    assert "add --merge for a whole model" in call(*both, code=2)
+    two_formats = ("jaxtune.export", f"--run={adapter}", f"--output={home / 'both'}", "--format=peft,hf")
+    assert "add --merge for a whole model" in call(*two_formats, code=2)
     assert not (home / "both").exists()
 
 
 def test_a_merged_model_is_written_quantized_with_the_losses_before_and_after(home, adapter):
-    """Which are those of `evaluate`."""
+    """`evaluate` finds both losses."""
     export = ("jaxtune.export", f"--run={adapter}", f"--output={home / 'quantized'}")
     assert "--quantize=nf4: an adapter is not quantized" in call(*export, "--quantize=nf4", code=2)
     assert not (home / "quantized").exists()
-    said = call(*export, "--merge", "--quantize=nf4")
-    printed = re.search(r"validation loss (\S+) as trained, (\S+) as written in nf4", said).groups()
+    output = call(*export, "--merge", "--quantize=nf4")
+    printed = re.search(r"validation loss (\S+) as trained, (\S+) as written in nf4", output).groups()
     recipe = recipe_command(home, "qwen_lora.py", "adapter", **OPTIONS)[1:]
     for model, loss in zip((f"--run={adapter}", f"--model={home / 'quantized'}"), map(float, printed)):
-        found = call("jaxtune.evaluate", *recipe, model) if "--model" in model else call("jaxtune.evaluate", model)
-        assert abs(float(found.split("eval_loss ")[1].split()[0]) - loss) <= 6e-5
+        evaluated = call("jaxtune.evaluate", *recipe, model) if "--model" in model else call("jaxtune.evaluate", model)
+        assert abs(float(evaluated.split("eval_loss ")[1].split()[0]) - loss) <= 6e-5
     assert printed[0] != printed[1]
     assert "| weights | linear layers in nf4 |" in (home / "quantized" / "README.md").read_text()
 
 
 def test_a_run_that_ends_in_nan_fails_and_exports_nothing(home):
-    """Fewer bad steps than train.max_bad_steps, but nothing else."""
+    """All steps are bad, though fewer than train.max_bad_steps."""
     folder = model_folder(home / "nan")
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] = np.full_like(weights["model.norm.weight"], np.nan)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     options = {"model.path": folder, "train.max_steps": 3, "eval.steps": 0, "optim.learning_rate": 1e6}
-    said = call(*recipe_command(home, "qwen_full.py", "ends-in-nan", **options), code=2)
-    assert "a learning rate of 1e+06 moves every weight by about as much" in said
-    assert "the last 3 steps were not finite and changed no parameter, so nothing is exported" in said
+    output = call(*recipe_command(home, "qwen_full.py", "ends-in-nan", **options), code=2)
+    assert "a learning rate of 1e+06 moves every weight by about as much" in output
+    assert "the last 3 steps were not finite and changed no parameter, so nothing is exported" in output
     assert not (home / "runs" / "ends-in-nan" / "export").exists()
 
 
 def test_a_run_is_started_again_in_place(home, adapter):
-    """Other options are refused with the ways on; one of them is to remove what is there."""
+    """Other options are refused, and the error lists what to do; one way is to remove the run."""
     options = {**OPTIONS, "lora.rank": 2}
-    said = call(*recipe_command(home, "qwen_lora.py", "adapter", **options), code=2)
-    assert "lora.rank: 4 then, 2 now" in said
-    assert f"(from these weights with --config.lora.path={adapter / 'export'})" in said
+    output = call(*recipe_command(home, "qwen_lora.py", "adapter", **options), code=2)
+    assert "lora.rank: 4 then, 2 now" in output
+    assert f"(from these weights with --config.lora.path={adapter / 'export'})" in output
     for refused, why in (
         ({"lora.path": adapter / "export"}, f"is in {adapter}, which ckpt.resume='overwrite' removes"),
         ({"data.datasets[0].path": home / "no.jsonl"}, "no.jsonl"),
     ):
-        asked = {**options, **refused, "ckpt.resume": "overwrite"}
-        assert why in call(*recipe_command(home, "qwen_lora.py", "adapter", **asked), code=2)
+        settings = {**options, **refused, "ckpt.resume": "overwrite"}
+        assert why in call(*recipe_command(home, "qwen_lora.py", "adapter", **settings), code=2)
         assert list((adapter / "checkpoints").iterdir()) and (adapter / "export" / "adapter_config.json").exists()
-    said = call(*recipe_command(home, "qwen_lora.py", "adapter", **options, **{"ckpt.resume": "overwrite"}))
-    assert f"removing {adapter / 'checkpoints'}, as ckpt.resume='overwrite' says" in said
+    output = call(*recipe_command(home, "qwen_lora.py", "adapter", **options, **{"ckpt.resume": "overwrite"}))
+    assert f"removing {adapter / 'checkpoints'}, as ckpt.resume='overwrite' says" in output
     assert [row["step"] for row in metrics(adapter) if "loss" in row] == [1, 2]
-    again = [line.split(" -m ")[1] for line in said.splitlines() if line.startswith("resume: ")]
+    again = [line.split(" -m ")[1] for line in output.splitlines() if line.startswith("resume: ")]
     assert again == [f"jaxtune.train --config={adapter / 'config.json'}"]
     assert "this run is finished: 2 of 2 steps" in call(*again[0].split())
-    (adapter / "export" / "README.md").unlink()  # as where a run is killed while it exports
+    (adapter / "export" / "README.md").unlink()  # as after a kill during the export
     with HubServer() as hub, pytest.MonkeyPatch.context() as patch:
         hub.is_the_hub(patch)
-        said = call(*again[0].split(), "--config.export.push_to_hub=ada/trained")
-        assert "this run is finished" not in said and f"uploaded: {hub.url}/ada/trained" in said
+        output = call(*again[0].split(), "--config.export.push_to_hub=ada/trained")
+        assert "this run is finished" not in output and f"uploaded: {hub.url}/ada/trained" in output
         assert hub.repos == {"ada/trained": contents(adapter / "export")}
     assert (adapter / "export" / "README.md").exists()
-    assert "--prompt=Once --chat" in said
+    assert "--prompt=Once --chat" in output
 
 
 def test_an_export_is_uploaded_once_it_is_known_that_it_can_be(home, adapter, monkeypatch):
@@ -284,7 +284,7 @@ def test_an_export_is_uploaded_once_it_is_known_that_it_can_be(home, adapter, mo
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     assert '"ada/mine"' in code
     pytest.importorskip("torch", reason="loading the results needs torch (Python 3.11 here)")
-    monkeypatch.chdir(home)  # where the base and the adapter are by their last parts
+    monkeypatch.chdir(home)  # this folder has the base and the adapter under the last parts of their paths
     loaded = {}
     exec(code.replace('"ada/mine"', '"pushed"'), loaded)
     assert loaded["model"].peft_config and loaded["tokenizer"]("say").input_ids

@@ -1,4 +1,4 @@
-"""A small model learns from a larger one, whose likeliest tokens are kept from before the first step."""
+"""A small model learns from a larger one, whose likeliest tokens are scored once, before the first step."""
 
 import shutil
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ OPTIONS = {"model.dtype": "float32", "precision.recipe": "fp32", "distill.top_k"
 
 @pytest.fixture(scope="module")
 def teacher(home):
-    """A wider model with the student's tokens, and embeddings of more, that has learned the conversations."""
+    """Train a wider model with the student's tokens and more embeddings on the conversations; return its export."""
     sizes = dict(hidden_size=128, intermediate_size=128, head_dim=32, vocab_size=300)
     model_folder(home / "large", **sizes)
     options = {
@@ -35,9 +35,9 @@ def test_a_student_nears_its_teacher_and_resumes_exactly(home, teacher):
     assert last["cross_entropy"] < first["cross_entropy"]
     assert all("eval_perplexity" in row for row in metrics(folder) if "eval_loss" in row)
     loads_in_transformers(folder / "export")
-    # What was scored is kept: also for other losses of the same tokens.
-    other = {"distill.divergence": "js", "distill.weight": 0.5, "train.max_steps": 8}
-    again = call(*recipe_command(home, "qwen_distill.py", "distilled-js", **options, **other))
+    # The teacher's scores are cached, also for other losses on the same tokens.
+    other_loss = {"distill.divergence": "js", "distill.weight": 0.5, "train.max_steps": 8}
+    again = call(*recipe_command(home, "qwen_distill.py", "distilled-js", **options, **other_loss))
     assert "distill.teacher: scoring" not in again
     rows = [row for row in metrics(home / "runs" / "distilled-js") if "loss" in row]
     for row_ in rows:
@@ -56,12 +56,12 @@ def test_adapters_of_a_student_learn_from_a_teacher_with_adapters(home):
 
 
 def test_a_teacher_of_other_tokens_is_refused(home, teacher):
-    other = home / "other"
-    shutil.copytree(teacher, other)
-    byte_tokenizer(other, special=("<|endoftext|>", "<|im_end|>", "<|im_start|>"))
-    command = recipe_command(home, "qwen_distill.py", "refused", **OPTIONS, **{"distill.teacher": other})
+    larger = home / "other"
+    shutil.copytree(teacher, larger)
+    byte_tokenizer(larger, special=("<|endoftext|>", "<|im_end|>", "<|im_start|>"))
+    command = recipe_command(home, "qwen_distill.py", "refused", **OPTIONS, **{"distill.teacher": larger})
     output = call(*command, code=2)
-    assert f"distill.teacher='{other}' has another tokenizer than model.path='{home / 'model'}': 2 of" in output
+    assert f"distill.teacher='{larger}' has another tokenizer than model.path='{home / 'model'}': 2 of" in output
     assert "'<|im_start|>', which is token 257 and token 258 of the teacher" in output
 
 

@@ -1,4 +1,4 @@
-"""Evaluations and checkpoints as a run's options ask for them."""
+"""Evaluations and checkpoints happen as a run's options say."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def home(tmp_path_factory) -> Path:
 
 
 def train(home: Path, name: str, kind: str = "tiny", code: int = 0, **options) -> tuple[Path, str]:
-    """(folder of the run, what it prints)."""
+    """Train in this process and return (folder of the run, output)."""
     options = {"train.max_steps": 8, "train.run_name": name, "ckpt.save_steps": 0, "eval.steps": 0, **options}
     settings = [f"--config.{key.replace('__', '.')}={value}" for key, value in options.items()]
     return home / "runs" / name, call("jaxtune.train", f"--config={home / kind}.py", *settings, code=code)
@@ -39,18 +39,18 @@ def steps(folder: Path) -> list[int]:
 def test_named_sets_have_a_loss_each(home):
     options = {"eval.micro_batch_size": 2, "eval.steps": 4, "eval.packing": False}
     folder, _ = train(home, "apart", "named", **options)
-    found = evaluations(folder)
-    assert sorted(found) == [4, 8]
-    row = found[8]
+    evaluated = evaluations(folder)
+    assert sorted(evaluated) == [4, 8]
+    row = evaluated[8]
     for metric in ("loss", "perplexity", "token_accuracy"):
         assert {f"eval_{metric}", f"eval_one_{metric}", f"eval_other_{metric}"} <= row.keys()
     low, high = sorted((row["eval_one_loss"], row["eval_other_loss"]))
     assert low < row["eval_loss"] < high
     assert 0 < row["eval_token_accuracy"] < 1
-    # Packing and batches change nothing but how rounding adds up.
+    # Packing and batch size change only the order of sums, that is, rounding.
     packed, _ = train(home, "packed", "named")
     assert abs(evaluations(packed)[8]["eval_loss"] - row["eval_loss"]) < 1e-5
-    # But of a few rows, which they are; two documents fit into a longer one.
+    # Except with max_batches: the first batch then has other rows; two documents fit into a longer row.
     few = []
     for rows, packing in ((1, False), (2, False), (1, True)):
         options = ("max_batches=1", f"micro_batch_size={rows}", f"packing={packing}")
@@ -62,20 +62,20 @@ def test_named_sets_have_a_loss_each(home):
 
 
 def test_the_best_is_kept_and_exported_and_the_run_ends(home):
-    # A rate at which the loss soon rises: the run ends by itself, and what it exports is what was best.
+    # At this rate the loss soon rises: the run ends by itself and exports its best checkpoint.
     options = {"optim.learning_rate": 0.5, "train.max_steps": 20, "eval.steps": 1, "optim.warmup_steps": 0}
     options |= {"ckpt.keep_best": True, "ckpt.keep_last": 1, "eval.patience": 2, "export.best": True}
     folder, output = train(home, "best", **options)
-    found = evaluations(folder)
-    best = min(found, key=lambda step: found[step]["eval_loss"])
-    last = max(found)
+    evaluated = evaluations(folder)
+    best = min(evaluated, key=lambda step: evaluated[step]["eval_loss"])
+    last = max(evaluated)
     assert last == best + 2 < 20 and f"ended at step {last} of 20: 2 evaluations" in output
     assert steps(folder) == [best, last]
     assert f"is best at step {best}" in output
     whole = losses(folder)
     assert "this run is finished" in train(home, "best", **options)[1] and losses(folder) == whole
     printed = call("jaxtune.evaluate", f"--config={home / 'tiny.py'}", f"--model={folder / 'export'}")
-    assert abs(float(re.findall(r"eval_loss (\S+)", printed)[0]) - found[best]["eval_loss"]) < 1e-4
+    assert abs(float(re.findall(r"eval_loss (\S+)", printed)[0]) - evaluated[best]["eval_loss"]) < 1e-4
 
 
 def test_a_metric_that_no_evaluation_has_is_refused_before_the_run_begins(home):
@@ -99,7 +99,7 @@ def test_nothing_is_saved_where_nothing_is_to_be(home):
     options = {"ckpt.at_end": False, "eval.at_end": False, "train.max_steps": 2}
     folder, output = train(home, "nothing", "tiny_lora", **options)
     assert not (folder / "checkpoints").exists() and not evaluations(folder)
-    # What is said at the end leads somewhere.
+    # The commands that are printed at the end can be run.
     assert "resume:" not in output and f"generate: python -m jaxtune.generate --model={folder / 'export'}" in output
     assert call("jaxtune.generate", f"--model={folder / 'export'}", "--prompt=say", "--max_new_tokens=2")
     assert "nothing of the model is kept" in train(home, "gone", **options, **{"export.at_end": False})[1]

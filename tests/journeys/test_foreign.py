@@ -1,4 +1,4 @@
-"""Configs of other systems train, and one of them as the recipe that says the same, to the last bit."""
+"""Configs of other systems train; one of them equals the same recipe to the last bit."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ import pytest
 from runs import call, losses, metrics
 
 EXAMPLES = Path(__file__).parents[1] / "golden" / "foreign"
-# As those of the other journeys, of longer rows and as many layers as stages.
+# The sizes of the other journeys, with longer rows and as many layers as stages.
 SIZES = dict(
     hidden_size=64,
     intermediate_size=128,
@@ -53,7 +53,7 @@ def get_config():
 
 @pytest.fixture(autouse=True)
 def compiled_quickly_in_its_folder(home, monkeypatch):
-    """Not for speed, as in processes of `runs.start`; and some of these systems write beside the config."""
+    """Compile without optimisations, as `runs.start` does, in `home`: some systems write next to the config."""
     monkeypatch.chdir(home)
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -78,7 +78,7 @@ def test_surogates_example_and_the_same_recipe_have_bit_equal_losses(home):
 ALPACA = {"instruction": "say it", "input": "", "output": "red"}
 CHAT = {"messages": [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "red"}]}
 SHAREGPT = [{"from": "human", "value": "say it"}, {"from": "gpt", "value": "red"}]
-# system, rows of its data, the lists of data, how many devices its config asks for
+# system, rows of its data, the lists of data, devices its config needs
 OTHERS = {
     "xorl": ({"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}, ["datasets[0]"], 4),
     "erniekit": ({"src": ["say it"], "tgt": ["red"]}, ["datasets[0]", "datasets[1]", "eval_datasets[0]"], 8),
@@ -90,7 +90,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("system", OTHERS)
 def test_examples_of_other_systems_train(home, system):
-    """With other paths and sizes alone: XORL's has four stages of a pipeline, ERNIEKit's eight shards."""
+    """Only paths and sizes differ from the example: XORL's has four pipeline stages, ERNIEKit's eight shards."""
     row, lists, devices = OTHERS[system]
     data = home / f"{system}.jsonl"
     data.write_text(f"{json.dumps(row)}\n" * 40 * devices)
@@ -103,7 +103,7 @@ def test_examples_of_other_systems_train(home, system):
 
 
 def sizes(home: Path, seq_len: int) -> dict[str, object]:
-    """Paths and sizes."""
+    """Return options for paths and sizes."""
     return {
         "model.path": home / "model",
         "data.seq_len": seq_len,
@@ -125,7 +125,7 @@ DATA = {
 
 @pytest.mark.parametrize("example", DATA)
 def test_examples_of_data_train(home, example):
-    """With other paths and sizes alone. QEfficient's validation data are the split of a name, a list of their own."""
+    """Only paths and sizes differ. QEfficient's validation data are the split of that name, in a list of their own."""
     lists = ["datasets[0]", "eval_datasets[0]"] if example in ("qefficient_alpaca", "qefficient_gsm8k") else []
     lists = lists or [f"datasets[{i}]" for i in range(len(DATA[example]))]
     options = sizes(home, seq_len=64 if "surogate" in example else 256)

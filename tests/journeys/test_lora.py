@@ -1,4 +1,4 @@
-"""LoRA trained by processes, killed, resumed; exported, merged; what it writes loads in transformers and peft."""
+"""LoRA trained by processes, killed, resumed, exported and merged; the results load in transformers and peft."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ def test_qwen_lora_trains_is_killed_resumes_exports_and_loads(home):
     folder = journey(home, "qwen_lora.py")
     call("jaxtune.export", f"--run={folder}", f"--output={home / 'merged'}", "--merge")
     call("jaxtune.generate", f"--model={home / 'merged'}", "--prompt=say 3", "--chat", "--max_new_tokens=8")
-    run("jaxtune.export", f"--run={folder}", f"--output={home / 'five'}", devices=5)  # of which it takes four
+    run("jaxtune.export", f"--run={folder}", f"--output={home / 'five'}", devices=5)  # the export uses four of the five
 
     torch = pytest.importorskip("torch", reason="loading the results needs torch (Python 3.11 here)")
     import peft

@@ -14,7 +14,7 @@ from jaxtune.config.schema import Quant
 from jaxtune.exports.write import export_full
 
 SIZES = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts_per_tok=2)
-# Experts that are modules in the files, and experts in one tensor.
+# Families whose files have a module for each expert, and families with all experts in one tensor.
 MIXTURES = {
     "Qwen3Moe": dict(moe_intermediate_size=64, num_experts=4, norm_topk_prob=True),
     "GptOss": dict(intermediate_size=64, num_local_experts=4, sliding_window=16, layer_types=["full_attention"] * 2),
@@ -22,12 +22,12 @@ MIXTURES = {
 QUANTIZED = {"Qwen3Moe": "qwen_qlora_nf4", "GptOss": "gpt_oss_20b_lora"}
 KILLED = (("Qwen3Moe", "qwen_lora"), ("GptOss", "gpt_oss_20b_lora"))  # the others only lose their newest checkpoint
 OPTIONS = {"lora.rank": 4, "lora.target_modules": "all-linear", "model.dtype": "float32", "precision.recipe": "fp32"}
-TOKENS = np.arange(40)[None]  # those of `loads_in_transformers`
+TOKENS = np.arange(40)[None]  # the tokens of `loads_in_transformers`
 
 
 @pytest.fixture(scope="module", params=MIXTURES)
 def home(request, tmp_path_factory):
-    """A folder, by the mixture's name, with a tiny one and some conversations."""
+    """Return a folder, by the mixture's name, with a tiny mixture and some conversations."""
     folder = tmp_path_factory.mktemp("home") / request.param
     folder.mkdir()
     model_folder(folder / "model", request.param, **SIZES, **MIXTURES[request.param])
@@ -49,7 +49,7 @@ def test_resumes_exactly_exports_and_loads(home, one_device, quantized):
             float(output.split(part)[1].split()[0].rstrip(",")) for part in ("largest is ", "differ by ")
         )
         assert difference <= 1e-5 * largest
-        base = dequantized(home, one_device, resolve(load_recipe(recipe), recipe).quant)
+        base = dequantize_base(home, one_device, resolve(load_recipe(recipe), recipe).quant)
     model, parameters, _ = read(merged, one_device)
     ours = logits(model, parameters, make_batch(TOKENS, one_device))
 
@@ -59,8 +59,8 @@ def test_resumes_exactly_exports_and_loads(home, one_device, quantized):
         assert np.abs(theirs(torch.tensor(TOKENS)).logits.numpy() - ours).max() <= 1e-5 * np.abs(ours).max()
 
 
-def dequantized(home: Path, mesh, quant: Quant) -> Path:
-    """The base of a run on a quantized base, as transformers loads it."""
+def dequantize_base(home: Path, mesh, quant: Quant) -> Path:
+    """Write the base of a quantized run, dequantized, for transformers; return its folder."""
     model, parameters, config = read(home / "model", mesh, quant=quant)
     export_full(model, parameters, config, home / "dequantized")
     return home / "dequantized"

@@ -1,4 +1,4 @@
-"""The files of docs/plugins.md as they are, all of them in one run, which resumes with what they keep."""
+"""The files of docs/plugins.md, unchanged, all in one run, which resumes with the state that they saved."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Learning from preferences: recipes as rows, whole models with a reference that is kept, a reward model."""
+"""Learning from preferences: adapters, full training with a copy of the reference, a reward model."""
 
 import math
 
@@ -12,14 +12,14 @@ WHOLE = {"lora.enabled": False, "model.dtype": "float32", "precision.recipe": "f
 
 @pytest.fixture(scope="module")
 def data(home):
-    """{form: options}: pairs, and answers that are wanted or not."""
+    """Return {form: options}: pairs, and single answers labelled as wanted or not."""
     files = {form: answers(home / f"{form}.jsonl", paired=form == "pairs") for form in ("pairs", "answers")}
-    own = {"data.datasets[0].type": "auto", "data.seq_len": 128}
-    return {form: {"data.datasets[0].path": file, **own} for form, file in files.items()}
+    options = {"data.datasets[0].type": "auto", "data.seq_len": 128}
+    return {form: {"data.datasets[0].path": file, **options} for form, file in files.items()}
 
 
 def test_adapters_learn_which_answer_is_better(home, data):
-    """DPO: nothing is preferred at the first step, whose loss is ln 2; then the answers that were chosen."""
+    """At the first step DPO prefers neither answer, and its loss is ln 2; later it prefers the chosen answers."""
     folder, _ = row(home, "qwen_dpo.py", "dpo", **ADAPTER, **data["pairs"])
     first, *_, last = [row for row in metrics(folder) if "loss" in row]
     assert abs(first["loss"] - math.log(2)) <= 1e-6 and first["rewards/margins"] == 0 and first["pairs"] > 0
@@ -40,7 +40,7 @@ def test_recipes_train_and_resume_exactly(home, data, recipe, form):
 
 
 def test_all_weights_keep_what_they_started_from(home, data):
-    """The reference goes with the checkpoints; and becomes the model of the last update."""
+    """Checkpoints hold the reference, and reference_update_steps replaces it by the current model."""
     folder, _ = row(home, "qwen_dpo.py", "dpo-whole", **WHOLE, **data["pairs"])
     first, *_, last = [row for row in metrics(folder) if "loss" in row]
     assert abs(first["loss"] - math.log(2)) <= 1e-6 and last["rewards/margins"] > 0.1
@@ -53,7 +53,7 @@ def test_all_weights_keep_what_they_started_from(home, data):
 
 
 def test_the_reference_may_be_another_model(home, data):
-    """That of the run before, so that what it learned is no gain; and, of adapters, another adapter."""
+    """Gains that the reference has learned too do not count; the reference may be a model or an adapter."""
     short = {"train.max_steps": 2, "export.at_end": False, "data.validation_split": 0}
     trained = home / "runs" / "dpo-whole" / "export"
     options = {**WHOLE, **data["pairs"], **short, "preference.reference": trained}
@@ -65,7 +65,7 @@ def test_the_reference_may_be_another_model(home, data):
         "from": {"lora.path": adapter},
         "against": {"preference.reference": adapter},
         "scored-against": {"preference.reference": adapter, "preference.precompute_reference": True},
-        # Its A is that of the file, whatever the seed would draw; the reference is there in evaluations too.
+        # A is read from the file, not drawn by the seed; evaluations use the reference too.
         "half-from": {"lora.path": adapter, "lora.freeze_a": True, "train.seed": 3, "data.validation_split": 0.1},
         "scored-dora": {"lora.use_dora": True, "lora.init": "pissa", "preference.precompute_reference": True},
     }.items():
@@ -78,14 +78,14 @@ def test_the_reference_may_be_another_model(home, data):
 
 
 def test_a_reference_may_be_computed_once(home, data):
-    """To the losses of a run that computes it in each step; what it scored is kept, also for `evaluate`."""
+    """The losses are the same as if each step computes the reference; its scores are cached, also for `evaluate`."""
     options = {**WHOLE, **data["pairs"], "preference.precompute_reference": True}
     folder, output = row(home, "qwen_dpo.py", "dpo-precomputed", **options)
     assert output.count("scoring") == 2  # training and validation documents
-    expected, found = (
+    expected, losses = (
         [row["loss"] for row in metrics(home / "runs" / name) if "loss" in row] for name in ("dpo-whole", folder.name)
     )
-    assert max(abs(a / b - 1) for a, b in zip(expected, found)) <= 1e-5
+    assert max(abs(a / b - 1) for a, b in zip(expected, losses)) <= 1e-5
     assert "scoring" not in call("jaxtune.evaluate", f"--run={folder}")
     alone = ("jaxtune.evaluate", f"--config={folder / 'config.json'}", f"--model={folder / 'export'}")
     assert "compares with a reference: give --run" in call(*alone, code=2)

@@ -1,4 +1,4 @@
-"""QLoRA in each format, a row each: evaluated, generated from, merged, loaded elsewhere."""
+"""QLoRA in each format: evaluated, generated from, merged, loaded elsewhere."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from safetensors import safe_open
 from jaxtune.config.schema import Quant
 from jaxtune.quant import format_of
 
-# Whole blocks of every format.
+# Dimensions that are whole blocks in every format.
 SIZES = dict(hidden_size=128, intermediate_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
 RANK = {"lora.rank": 4}
 
@@ -26,14 +26,14 @@ def test_resumes_exactly_exports_and_loads(home, one_device, format):
 
 
 def leads_to_an_adapter_and_a_merged_model(home: Path, folder: Path, format: str) -> None:
-    """Checkpoints hold no base; the run evaluates as itself alone, generates, and merges onto its dequantized base."""
+    """Checkpoints hold no base; a run evaluates in its own format only, generates, merges onto a dequantized base."""
     checkpoint = sum(file.stat().st_size for file in (folder / "checkpoints" / "8").rglob("*") if file.is_file())
     assert checkpoint < 0.5 * (home / "model" / "model.safetensors").stat().st_size  # adapters, no base
-    other = "int8" if format != "int8" else "nf4"
-    command = recipe_command(home, f"qwen_qlora_{other}.py", "other", **RANK)
+    other_format = "int8" if format != "int8" else "nf4"
+    command = recipe_command(home, f"qwen_qlora_{other_format}.py", "other", **RANK)
     refused = call("jaxtune.evaluate", f"--run={folder}", *command[1:], code=2)
-    assert f"quant.format: '{format}' then, '{other}' now" in refused
-    # A device too many for whole blocks is left out.
+    assert f"quant.format: '{format}' then, '{other_format}' now" in refused
+    # Devices that would split a block are left out.
     call("jaxtune.export", f"--run={folder}", f"--output={home / format}-four", "--merge", devices=4)
     call("jaxtune.generate", f"--model={folder}", "--prompt=say 3", "--chat", "--max_new_tokens=4")
     merged = home / f"{format}-merged"
@@ -48,7 +48,7 @@ def leads_to_an_adapter_and_a_merged_model(home: Path, folder: Path, format: str
         assert set(file.keys()) == set(base.keys())
         up = "model.layers.0.mlp.up_proj.weight"
         change = np.abs(file.get_tensor(up).astype(np.float32) - base.get_tensor(up)).max()
-        assert 0 < change < 0.1  # of values of about 0.02: a quantization and an adapter
+        assert 0 < change < 0.1  # of values around 0.02: quantization error and adapter
     assert "quantization_config" not in json.loads((merged / "config.json").read_text())
 
     torch = pytest.importorskip("torch", reason="loading the results needs torch (Python 3.11 here)")
@@ -66,7 +66,7 @@ def leads_to_an_adapter_and_a_merged_model(home: Path, folder: Path, format: str
     ours = merged.state_dict()
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():
-        # The merged model is in bfloat16, as the recipe stores it: at most a rounding apart.
+        # The merged model is in bfloat16, as the recipe stores it: they differ by at most one rounding.
         assert torch.isclose(weight, theirs[name], rtol=2**-7, atol=1e-6).all(), name
 
 

@@ -1,6 +1,6 @@
 """The commands of the README, in order, in an empty folder with the wheel installed, and their results.
 
-The trainings are cut to a few steps here; tests/nightly/test_whole_quickstart.py runs them as they are written.
+The trainings are cut to a few steps here; tests/nightly/test_whole_quickstart.py runs them unchanged.
 """
 
 import json
@@ -39,8 +39,8 @@ def test_the_quickstart_learns_and_says_what_to_do_next(home, printed):
 def test_adapters_evaluate_as_they_did(home, printed):
     lora = [row["eval_loss"] for row in metrics(home / "runs/quickstart_lora") if "eval_loss" in row]
     evaluated = call("jaxtune.evaluate", "--run=runs/quickstart_lora")
-    said = next(line for line in evaluated.splitlines() if line.startswith("eval_loss "))
-    assert float(said.split()[1]) == pytest.approx(lora[-1], abs=1e-5)
+    line_of_loss = next(line for line in evaluated.splitlines() if line.startswith("eval_loss "))
+    assert float(line_of_loss.split()[1]) == pytest.approx(lora[-1], abs=1e-5)
 
 
 def test_every_other_command_of_the_readme_ran(home, printed):

@@ -1,4 +1,4 @@
-"""The other recipes, a row each: trained, resumed to equal bits, evaluated, exported, loaded."""
+"""The other recipes: trained, resumed to equal bits, evaluated, exported, loaded."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ TEXT = {
     "data.datasets[0].subset": None,
     "optim.cooldown_steps": 2,
 }
-# Of a stream no part is held out; a step has four rows, so that windows end within steps and between them.
+# A stream has no validation split; a step has four rows, so that windows end within steps and between them.
 STREAM = {
     "data.validation_split": 0.0,
     "data.window_rows": 6,
@@ -26,7 +26,7 @@ STREAM = {
     "data.eval_datasets[0].split": "train",
     "train.micro_batch_size": 2,
 }
-TOKENS = ",".join(f"<|tool {number}|>" for number in range(80))  # more than the model has rows left for
+TOKENS = ",".join(f"<|tool {number}|>" for number in range(80))  # more tokens than the model has rows left for
 ADAPTER = {"lora.rank": 4, "model.dtype": "float32"}
 RECIPES = {
     "qwen_full.py": {"optim.learning_rate": 1e-3, "data.special_tokens": TOKENS},
@@ -51,7 +51,7 @@ def test_trains_resumes_exactly_exports_and_loads(home, recipe):
         assert "is emulated on cpu" in output
     exported = home / f"{folder.name}-exported"
     call("jaxtune.export", f"--run={folder}", f"--output={exported}", *(["--merge"] if adapter else []))
-    # Merged onto the weights of the file, not onto those that were rounded to multiply.
+    # Merging uses the weights of the file, not the weights rounded for low-precision products.
     loads_in_transformers(exported, home / "model", folder / "export" if adapter else None, within=1e-4)
 
 
@@ -65,13 +65,13 @@ def test_a_decoder_inside_a_model_that_sees_trains_resumes_exactly_exports_and_l
     call("jaxtune.export", f"--run={folder}", f"--output={exported}", "--merge")
     loads_in_transformers(exported, model, folder / "export", within=1e-4)
     before, after = (load_file(folder / "model.safetensors") for folder in (model, exported))
-    others = [name for name in before if "vision" in name]
-    assert others and before.keys() == after.keys()
-    assert all(np.array_equal(before[name], after[name]) for name in others)
+    vision = [name for name in before if "vision" in name]
+    assert vision and before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in vision)
 
 
 def test_the_average_of_weights_is_evaluated_and_exported(home):
-    """With noise on embeddings, which is only of training: `evaluate` finds what the run found."""
+    """Noise on embeddings is for training only: `evaluate` finds the run's own metrics."""
     options = {"optim.ema_decay": 0.5, "train.neftune_alpha": 5, "optim.learning_rate": 1e-3}
     folder, _ = row(home, "qwen_full.py", "averaged", **options)
     exported = home / "averaged-exported"
@@ -83,7 +83,7 @@ def test_the_average_of_weights_is_evaluated_and_exported(home):
 
 
 def test_a_classifier_trains_resumes_exactly_is_evaluated_and_exported(home):
-    """Of texts whose labels are names, which go with the model; it is not a model to generate with."""
+    """The labels are names and are exported with the model; `generate` refuses a classifier."""
     file, rng = home / "labels.jsonl", random.Random(0)
     words = {"fruit": ["apple", "pear", "plum"], "animal": ["ox", "hen", "fox"], "metal": ["tin", "zinc", "gold"]}
     samples = [{"text": " ".join(rng.choices(words[kind], k=4)), "label": kind} for kind in [*words] * 20]
@@ -92,12 +92,12 @@ def test_a_classifier_trains_resumes_exactly_is_evaluated_and_exported(home):
     folder, _ = row(home, "qwen_lora.py", "classifier", **ADAPTER, **options)
     rows = metrics(folder)
     assert all(row["documents"] > 0 and 0 <= row["accuracy"] <= 1 for row in rows if "loss" in row)
-    said = call("jaxtune.evaluate", f"--run={folder}")
-    assert f"eval_accuracy {rows[-1]['eval_accuracy']:.6f}" in said and "perplexity" not in said
+    output = call("jaxtune.evaluate", f"--run={folder}")
+    assert f"eval_accuracy {rows[-1]['eval_accuracy']:.6f}" in output and "perplexity" not in output
     exported = home / "classifier-exported"
     call("jaxtune.export", f"--run={folder}", f"--output={exported}", "--merge")
-    said = call("jaxtune.evaluate", f"--config={folder / 'config.json'}", f"--model={exported}")
-    assert f"eval_accuracy {rows[-1]['eval_accuracy']:.6f}" in said
+    output = call("jaxtune.evaluate", f"--config={folder / 'config.json'}", f"--model={exported}")
+    assert f"eval_accuracy {rows[-1]['eval_accuracy']:.6f}" in output
     for model in (folder, exported, folder / "export"):
         assert "is a classifier" in call("jaxtune.generate", f"--model={model}", "--prompt=a", code=2)
     transformers = pytest.importorskip("transformers")
@@ -107,7 +107,7 @@ def test_a_classifier_trains_resumes_exactly_is_evaluated_and_exported(home):
 
 
 def test_float16_scales_its_loss_and_says_what_it_skips(home):
-    """A scale that is far too large is halved, step by step, and no such step counts as bad.
+    """A scale that is far too large is halved, step by step; such a step does not count as bad.
 
     Some linear layers are in float32.
     """
@@ -126,6 +126,6 @@ def test_float16_scales_its_loss_and_says_what_it_skips(home):
     scales = [row["loss_scale"] for row in rows]
     assert scales[0] == 2.0**40 and scales[1] == 2.0**39
     assert any(after == 2 * before for before, after in itertools.pairwise(scales))
-    # Each row has the scale that its step used, and counts its step.
+    # Each row logs the scale that its step used, and its step counts.
     assert rows[-2]["skipped_steps"] == sum(after < before for before, after in itertools.pairwise(scales))
     assert rows[-1]["loss"] < rows[0]["loss"]

@@ -1,4 +1,4 @@
-"""What is not possible is said by name, before data or weights are read, and destroys nothing."""
+"""An impossible config is refused by name before data or weights are read, and nothing is destroyed."""
 
 import re
 
@@ -7,7 +7,7 @@ from runs import CONFIGS, call, model_folder, recipe_command
 
 
 def test_what_a_run_is_made_of_is_neither_overwritten_nor_exchanged(home):
-    """Exports onto the base model or the run are refused, and so is a base that is no longer the one trained on."""
+    """An export onto the base model or the run is refused, and so is a base that has changed since training."""
     call(*recipe_command(home, "qwen_lora.py", "guarded", **{"train.max_steps": 2, "eval.steps": 0}))
     adapter, weights = home / "runs" / "guarded", home / "model" / "model.safetensors"
     before = weights.read_bytes()
@@ -30,7 +30,7 @@ def test_another_optimizer_on_resume_is_refused_by_name(home):
     assert "optim.name: 'adamw' then, 'lion' now" in output
 
 
-# recipe, options, parts of what is said
+# recipe, options, parts of the message
 REFUSED = {
     "a decay that ends before warm-up": (
         "qwen_lora.py",
@@ -63,7 +63,7 @@ def test_a_pattern_that_matches_nothing_is_refused_before_data_is_read(home):
     assert "optim.lr_multipliers" in output and "lm_haed" in output and "absent.jsonl" not in output
 
 
-# recipe, width of the model that is not made for it, patterns of what is said
+# recipe, width of a model that does not fit it, patterns of the message
 MISFITS = {
     "a matrix without whole blocks of 16": ("qwen_fp8.py", 40, [r"precision\.recipe='fp8_hybrid'", "q_proj"]),
     "a matrix without whole blocks of 64": (
@@ -97,7 +97,7 @@ def test_prepare_shows_what_is_trained(home):
 
 
 def test_a_recipes_own_eval_steps_are_left_out_where_there_is_nothing_to_evaluate(home):
-    """What the recipe says and an override made moot is a line of notice."""
+    """A setting of the recipe that an override makes ineffective gives a notice of one line."""
     options = {"data.validation_split": 0, "train.max_steps": 2}
     output = call(*recipe_command(home, "qwen_lora.py", "no-validation", **options))
     notes = [line for line in output.splitlines() if line.startswith("left out: ")]

@@ -1,4 +1,4 @@
-"""A run that is killed, stopped or damaged goes on exactly where it was."""
+"""A run that is killed, stopped or damaged continues exactly where it was."""
 
 import json
 import shutil
@@ -13,15 +13,15 @@ from jaxtune.terminal import STOPPED
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """(folder of everything, recipe, numbers of a run that nothing disturbed)."""
+    """Return (folder of everything, recipe, numbers of an undisturbed run)."""
     folder = tmp_path_factory.mktemp("resume")
     path = recipe(folder, lora=True)
     call("jaxtune.train", f"--config={path}", "--config.train.run_name=whole")
     return folder, path, losses(folder / "runs" / "whole")
 
 
-def interrupted(folder, path, name, steps: list[int], how: int, *more: str):
-    """A run that is sent a signal at each of these steps, then left to end."""
+def run_interrupted(folder, path, name, steps: list[int], how: int, *more: str):
+    """Send a run a signal at each step of `steps`, then let it end."""
     for step in steps:
         process = start("jaxtune.train", f"--config={path}", f"--config.train.run_name={name}", *more)
         until_step(process, folder / "runs" / name, step)
@@ -35,47 +35,45 @@ def interrupted(folder, path, name, steps: list[int], how: int, *more: str):
 
 def test_twice_killed_equals_uninterrupted(uninterrupted):
     folder, path, expected = uninterrupted
-    interrupted(folder, path, "killed", [6, 13], signal.SIGKILL)
+    run_interrupted(folder, path, "killed", [6, 13], signal.SIGKILL)
     assert losses(folder / "runs" / "killed") == expected
 
 
 def test_sigterm_saves_and_loses_no_step(uninterrupted):
-    """Also where the step after which it stops was to be evaluated: with every step evaluated, it always was."""
+    """The step it stops after has an evaluation, as every step here; the evaluation is not lost."""
     folder, path, _ = uninterrupted
     often = ("--config.eval.steps=1", "--config.ckpt.save_steps=0")
     call("jaxtune.train", f"--config={path}", "--config.train.run_name=evaluated", *often)
     expected = losses(folder / "runs" / "evaluated")
-    output = interrupted(folder, path, "stopped", [6], signal.SIGTERM, *often)
+    output = run_interrupted(folder, path, "stopped", [6], signal.SIGTERM, *often)
     resumed_at = int(output.split("resumed from step ")[1].split()[0])
     assert resumed_at >= 6
     assert losses(folder / "runs" / "stopped") == expected
 
 
 def test_on_another_machine_a_run_goes_on_from_its_mirror(uninterrupted):
-    """Which is what its folder is: what is copied there while it trains; the same command then goes on."""
+    """The mirror holds what the run folder held, copied while it trained; the same command continues from there."""
     folder, path, expected = uninterrupted
     (mirror := folder / "mirror").mkdir()
     command = ("jaxtune.train", f"--config={path}", "--config.train.run_name=moved")
-    there, here = ("--config.ckpt.mirror=file://" + str(mirror),), folder / "runs" / "moved"
-    assert f"mirror:   file://{mirror}/moved" in call(*command, *there)
+    flags, run_folder = ("--config.ckpt.mirror=file://" + str(mirror),), folder / "runs" / "moved"
+    assert f"mirror:   file://{mirror}/moved" in call(*command, *flags)
     assert {step.name for step in (mirror / "moved" / "checkpoints").iterdir()} == {"20", "24"}
-    refused = call(*command, *there, "--config.train.seed=5", "--config.train.output_dir=" + str(folder / "b"), code=2)
+    refused = call(*command, *flags, "--config.train.seed=5", "--config.train.output_dir=" + str(folder / "b"), code=2)
     assert "moved holds another run, with other values of train.seed" in refused
-    (
-        mirror / "moved" / "checkpoints" / "24" / "manifest.json"
-    ).unlink()  # as where the machine went while it was copied
-    shutil.rmtree(here)
-    said = call(*command, *there)
-    assert f"fetching checkpoint 20 from file://{mirror}/moved" in said and "resumed from step 20" in said
-    assert losses(here) == expected
-    contents = {file.name: file.read_bytes() for file in (here / "export").iterdir() if file.name != "README.md"}
-    shutil.rmtree(here)
+    (mirror / "moved" / "checkpoints" / "24" / "manifest.json").unlink()  # as if the machine failed during the copy
+    shutil.rmtree(run_folder)
+    output = call(*command, *flags)
+    assert f"fetching checkpoint 20 from file://{mirror}/moved" in output and "resumed from step 20" in output
+    assert losses(run_folder) == expected
+    contents = {file.name: file.read_bytes() for file in (run_folder / "export").iterdir() if file.name != "README.md"}
+    shutil.rmtree(run_folder)
     call("jaxtune.export", f"--run={mirror / 'moved'}", f"--output=file://{folder}/exported")
     exported = {file.name: file.read_bytes() for file in (folder / "exported").iterdir() if file.name != "README.md"}
     assert exported == {name: content for name, content in contents.items() if name != "loss.png"}
     refused = call("jaxtune.export", f"--run={mirror / 'moved'}", f"--output=file://{mirror}", code=2)
     assert f"--output=file://{mirror} holds other things (moved)" in refused
-    assert "holds a run and ckpt.resume is 'never'" in call(*command, *there, "--config.ckpt.resume=never", code=2)
+    assert "holds a run and ckpt.resume is 'never'" in call(*command, *flags, "--config.ckpt.resume=never", code=2)
     nowhere = "--config.ckpt.mirror=file:///proc/nowhere"
     assert "ckpt.mirror=file:///proc/nowhere/moved: nothing can be written there" in call(*command, nowhere, code=2)
 
@@ -85,7 +83,7 @@ def test_a_second_start_is_refused_while_a_run_lasts(uninterrupted):
     flags = ("jaxtune.train", f"--config={path}", "--config.train.run_name=twice")
     process = start(*flags)
     until_step(process, folder / "runs" / "twice", 1)
-    process.send_signal(signal.SIGSTOP)  # it would end before the second one has imported jax
+    process.send_signal(signal.SIGSTOP)  # otherwise it would end before the second one has imported jax
     output = run(*flags, code=2)
     process.send_signal(signal.SIGCONT)
     assert f"runs/twice is in use: process {process.pid} host " in output and "Traceback" not in output
@@ -95,7 +93,7 @@ def test_a_second_start_is_refused_while_a_run_lasts(uninterrupted):
 
 @pytest.mark.parametrize("seconds", [0.4, 1.5, 4.0, 7.0])
 def test_ctrl_c_while_a_run_starts_is_one_line(uninterrupted, seconds):
-    """While it imports, reads, compiles."""
+    """While it imports, reads or compiles."""
     _, path, _ = uninterrupted
     long = ("--config.train.max_steps=100_000", "--config.ckpt.save_steps=0")
     process = start("jaxtune.train", f"--config={path}", f"--config.train.run_name=early-{seconds}", *long)
@@ -105,7 +103,7 @@ def test_ctrl_c_while_a_run_starts_is_one_line(uninterrupted, seconds):
     assert "Traceback" not in output
     assert (process.returncode, output.splitlines()[-1:]) in [
         (130, ["jaxtune: interrupted"]),
-        (STOPPED, output.splitlines()[-1:]),  # on a quick machine its steps have begun
+        (STOPPED, output.splitlines()[-1:]),  # on a fast machine its steps have begun
     ]
 
 
@@ -163,7 +161,7 @@ def test_steps_that_are_not_finite_are_shown_skipped_and_end_the_run(uninterrupt
     folder, path, _ = uninterrupted
     flags = ("--config.train.run_name=nan", "--config.optim.learning_rate=1e30", "--config.optim.max_grad_norm=0")
     output = call("jaxtune.train", f"--config={path}", *flags, "--config.train.max_bad_steps=3", code=2)
-    assert "3 steps in a row were not finite" in output and "weights may hold NaN" not in output  # the first one was
+    assert "3 steps in a row were not finite" in output and "weights may hold NaN" not in output  # step 1 was finite
     rows = metrics(folder / "runs" / "nan")
     assert [row["bad_steps"] for row in rows][-3:] == [1, 2, 3]
     assert "NaN" in (folder / "runs" / "nan" / "metrics.jsonl").read_text()
@@ -171,19 +169,19 @@ def test_steps_that_are_not_finite_are_shown_skipped_and_end_the_run(uninterrupt
 
 
 def test_a_spike_takes_the_run_back_and_a_resumed_run_does_the_same(uninterrupted):
-    """Many steps are spikes by these options; what is kept of them is in checkpoints."""
+    """By these options many steps are spikes; the statistics of gradient norms are in checkpoints."""
     folder, path, plain = uninterrupted
     options = {"action": "roll_back", "norm_factor": "1.2", "window": "3"}
     flags = [f"--config.guard.{name}={value}" for name, value in options.items()]
     command = (f"--config={path}", "--config.train.run_name=spikes", "--config.train.max_bad_steps=24", *flags)
     output = call("jaxtune.train", *command)
     assert "is a spike, and changed nothing" in output and "back to the weights of step" in output
-    found = losses(folder / "runs" / "spikes")
+    spiky = losses(folder / "runs" / "spikes")
     spikes = [row["step"] for row in metrics(folder / "runs" / "spikes") if row.get("spike")]
-    assert 0 < len(spikes) < 20 and found != plain
+    assert 0 < len(spikes) < 20 and spiky != plain
     shutil.rmtree(folder / "runs" / "spikes" / "checkpoints" / "24")
     assert "resumed from step 20" in call("jaxtune.train", *command)
-    assert losses(folder / "runs" / "spikes") == found
+    assert losses(folder / "runs" / "spikes") == spiky
     more = ("--config.train.run_name=ended", "--config.train.max_bad_steps=1")
     refused = call("jaxtune.train", *command[:1], *more, *flags, code=2)
     assert "1 steps in a row were spikes (train.max_bad_steps)" in refused

@@ -30,7 +30,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def data(home):
-    """Options of prompts with a column for the rewards, and their functions."""
+    """Write prompts with a column for the rewards, and reward functions; return the options that name them."""
     (home / "rewards.py").write_text(REWARDS)
     rows = [{"prompt": f"say {i}", "wanted": 3 + i % 3} for i in range(30)]
     (home / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -55,11 +55,11 @@ def test_a_rewarded_pattern_is_learned(home, data):
     rewards = [row["reward"] for row in rows]
     assert rewards == [row["rewards/letters/mean"] for row in rows]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.4
-    found = [row for row in metrics(home / "runs" / "pattern") if "eval_reward" in row]
-    assert [row["step"] for row in found] == [0, 10, 20] and found[-1]["eval_reward"] > found[0]["eval_reward"] + 0.4
+    evals = [row for row in metrics(home / "runs" / "pattern") if "eval_reward" in row]
+    assert [row["step"] for row in evals] == [0, 10, 20] and evals[-1]["eval_reward"] > evals[0]["eval_reward"] + 0.4
     run = home / "runs" / "pattern"
-    said = call("jaxtune.evaluate", f"--run={run}", f"--config={run / 'config.json'}")
-    assert f"eval_reward {found[-1]['eval_reward']:.6f}" in said
+    output = call("jaxtune.evaluate", f"--run={run}", f"--config={run / 'config.json'}")
+    assert f"eval_reward {evals[-1]['eval_reward']:.6f}" in output
     lines = [json.loads(line) for line in (home / "runs" / "pattern" / "completions.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [step for step in range(1, 21) for _ in range(4)]
     assert lines[0]["prompt"].startswith("say") and lines[0]["reward"] <= 1
@@ -68,9 +68,9 @@ def test_a_rewarded_pattern_is_learned(home, data):
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_run_goes_on_in_equal_bits(home, data, whole):
-    """Adapters that begin as a part of the weights, or all weights with a copy of what they were.
+    """With PiSSA adapters, or with all weights and a copy of the initial weights as reference.
 
-    Two updates a step, of which the second is clipped.
+    A step has two updates, and clipping applies to the second.
     """
     name = f"resumed-{whole}"
     options = {"lora.enabled": not whole, "grpo.iterations": 2, "grpo.beta": 0.1, "grpo.clip_low": 0.01}
@@ -81,8 +81,8 @@ def test_a_run_goes_on_in_equal_bits(home, data, whole):
         "rollout.reward_weights": "('short=-0.5',)",
     }
     options |= {} if whole else {"lora.init": "pissa"}
-    both = data["rollout.rewards"].replace(",)", f", '{home / 'rewards.py'}:short')")
-    command = recipe_command(home, "qwen_grpo.py", name, **OPTIONS, **data | {"rollout.rewards": both}, **options)
+    pair = data["rollout.rewards"].replace(",)", f", '{home / 'rewards.py'}:short')")
+    command = recipe_command(home, "qwen_grpo.py", name, **OPTIONS, **data | {"rollout.rewards": pair}, **options)
     call(*command)
     rows = rows_of(home, name)
     assert rows[0]["kl"] >= 0 and rows[-1]["kl"] > 1e-4
@@ -101,7 +101,7 @@ def test_a_run_goes_on_in_equal_bits(home, data, whole):
 
 
 def test_devices_share_the_completions_of_a_step(home, data):
-    """Which are those of one device, as random numbers are of a completion."""
+    """One device samples the same, because random numbers depend on the completion, not on the device."""
     options = OPTIONS | data | {"train.max_steps": 1, "export.at_end": False}
     call(*recipe_command(home, "qwen_grpo.py", "one", **options))
     options |= {"train.micro_batch_size": 2, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
@@ -132,12 +132,12 @@ def test_what_cannot_be_rewarded_is_refused(home, data):
 
 
 def test_prompts_are_shown_before_they_are_used(home, data):
-    said = call("jaxtune.prepare", *recipe_command(home, "qwen_grpo.py", "shown", **OPTIONS, **data)[1:])
-    assert "prompts: 30, " in said and r"prompt 0: <|im_start|>user\nsay 0<|im_end|>" in said
+    output = call("jaxtune.prepare", *recipe_command(home, "qwen_grpo.py", "shown", **OPTIONS, **data)[1:])
+    assert "prompts: 30, " in output and r"prompt 0: <|im_start|>user\nsay 0<|im_end|>" in output
 
 
 def test_a_server_makes_the_completions(home, data):
-    """It gets the adapter of each step, and each completion of a prompt a seed of its own."""
+    """The server gets the adapter of each step; each completion of a prompt has a seed of its own."""
 
     def script(prompt, seed):
         return [seed % 200, seed % 150, 67, 68]
@@ -145,10 +145,10 @@ def test_a_server_makes_the_completions(home, data):
     with CompletionServer(script) as server:
         options = OPTIONS | data | {"rollout.server": server.url, "train.max_steps": 2}
         call(*recipe_command(home, "qwen_grpo.py", "served", **options))
-        asked = [body for path, body in server.requests if path.endswith("/completions")]
+        requests = [body for path, body in server.requests if path.endswith("/completions")]
         loaded = [body for path, body in server.requests if path.endswith("/load_lora_adapter")]
-    assert len(asked) == 32 and len({(tuple(body["prompt"][0]), body["seed"]) for body in asked}) == 32
-    assert [len({body["model"] for body in part}) for part in (asked[:16], asked[16:])] == [1, 1]
+    assert len(requests) == 32 and len({(tuple(body["prompt"][0]), body["seed"]) for body in requests}) == 32
+    assert [len({body["model"] for body in part}) for part in (requests[:16], requests[16:])] == [1, 1]
     assert len({body["lora_name"] for body in loaded}) == 2  # another adapter after a step
-    assert all(body["max_tokens"] == 12 and body["temperature"] == 1.0 for body in asked)
+    assert all(body["max_tokens"] == 12 and body["temperature"] == 1.0 for body in requests)
     assert [row["completions/mean_length"] for row in rows_of(home, "served")] == [4, 4]

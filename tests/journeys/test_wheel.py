@@ -1,4 +1,4 @@
-"""What a user has who installs the wheel in a fresh virtual environment, and nothing of the repository."""
+"""The wheel in a fresh virtual environment, without the repository, as a user has it."""
 
 import json
 import os
@@ -45,9 +45,9 @@ import json; print(json.dumps(found))""",
 
 
 def execute(*command: str, code: int = 0) -> str:
-    """What a command prints, in the environment of a user, who has nothing of this project's in it."""
-    own = ("PYTHONPATH", "VIRTUAL_ENV", "JUPYTER_PATH", "JUPYTER_CONFIG_DIR")
-    variables = {name: value for name, value in os.environ.items() if name not in own}
+    """Run a command in a user's environment, without variables of this project, and return its output."""
+    ours = ("PYTHONPATH", "VIRTUAL_ENV", "JUPYTER_PATH", "JUPYTER_CONFIG_DIR")
+    variables = {name: value for name, value in os.environ.items() if name not in ours}
     variables |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     done = subprocess.run(
         command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600
@@ -58,7 +58,7 @@ def execute(*command: str, code: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def bin(tmp_path_factory):
-    """Where the programs of the fresh environment are; the working directory is empty but for a model and data."""
+    """Build the wheel and install it in a fresh environment; yield its `bin`, in a folder with a model and data."""
     source, wheels, fresh, home = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "fresh", "home"))
     for name in ("jaxtune", "pallas_kernels"):
         shutil.copytree(ROOT / name, source / name)
@@ -124,12 +124,12 @@ def test_a_notebook_trains_asks_and_evaluates_and_shows_progress_in_place(bin):
     (line,) = ("".join(each["data"]["text/plain"]) for each in first if each["output_type"] == "display_data")
     assert line.startswith("6/6  ") and " loss " in line
     printed = "".join("".join(each["text"]) for each in second if each["output_type"] == "stream")
-    found = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
-    assert found["equal"] == [True, True] and found["steps"] == [1, 2, 3, 4, 5, 6]
-    assert max(map(abs, found["evaluated"])) <= 1e-5, "of a checkpoint, and of what was exported without any"
-    saved, exported = found["made"]
+    results = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
+    assert results["equal"] == [True, True] and results["steps"] == [1, 2, 3, 4, 5, 6]
+    assert max(map(abs, results["evaluated"])) <= 1e-5, "once from a checkpoint, once from an export"
+    saved, exported = results["made"]
     assert saved == exported and [type(text) for text in saved] == [str, str]
-    assert found["folder"] == [str(Path("runs/qwen_lora").absolute()), str(Path("runs/qwen_lora/export").absolute())]
+    assert results["folder"] == [str(Path("runs/qwen_lora").absolute()), str(Path("runs/qwen_lora/export").absolute())]
     (error,) = (each for each in third if each["output_type"] == "error")
     assert error["ename"] == "UserError" and len(error["traceback"]) == 1
     assert "optim.lr = 0.0001: no such option; nearest: optim.learning_rate" in error["traceback"][0]

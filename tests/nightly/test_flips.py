@@ -1,4 +1,4 @@
-"""Two hundred damaged files of each kind that jaxtune writes: each is found and named, or changes nothing.
+"""Two hundred damaged files of each kind that jaxtune writes: damage is found and named, or changes nothing.
 
 CAMPAIGN_SEED, a number, damages other places.
 """
@@ -38,7 +38,7 @@ SEED, DAMAGES = int(os.environ.get("CAMPAIGN_SEED", "0")), 200
 
 
 def damage(content: bytes, rng: random.Random) -> bytes:
-    """A flipped bit, mostly; or a part that is zero, lacks, is repeated, or is cut off."""
+    """Flip a bit, usually; or zero, remove, repeat or cut off a part."""
     first, length = rng.randrange(len(content)), rng.choice((1, 8, 512, 4096))
     before, part, after = content[:first], content[first : first + length], content[first + length :]
     match rng.choice(("flip", "flip", "flip", "zero", "lack", "repeat", "cut")):
@@ -55,7 +55,7 @@ def damage(content: bytes, rng: random.Random) -> bytes:
 
 @pytest.fixture
 def damaged(request, capsys, caplog):
-    """Damages a file of a folder and reads it: the result is the same as without damage, or a message names it."""
+    """Damage a file of a folder and read it: the result is the same as without damage, or a message names the file."""
 
     def campaign(good: Path, is_as_without: Callable[[Path], bool], inside: str = ".", only: str = "*") -> None:
         rng, outcomes = random.Random(SEED), Counter[str]()
@@ -92,7 +92,7 @@ def test_checkpoints(tmp_path, damaged):
 
 
 def test_token_caches(tmp_path, damaged):
-    """They are made again from their source."""
+    """Damaged caches are made again from their source."""
     tokenizer = byte_tokenizer(tmp_path / "tokenizer")
     entries = (Dataset(path=str(conversations(tmp_path / "chat.jsonl"))),)
 
@@ -127,7 +127,7 @@ def test_scores_of_teachers_and_references(tmp_path, damaged):
 
 
 def test_exports(tmp_path, damaged, one_device):
-    """Weights are those that were written, or are refused."""
+    """The weights are those that were written, or they are refused."""
     model_folder(tmp_path / "base")
     model, values, config = read_model(tmp_path / "base", one_device)
     export_full(model, values, config, tmp_path / "good")

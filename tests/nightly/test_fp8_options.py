@@ -1,4 +1,4 @@
-"""FP8 training with options that meet nowhere else: a quantized base, two stacks, scales made while it trains."""
+"""FP8 training with options that no other test combines: a quantized base, two stacks, delayed scales."""
 
 import pytest
 from runs import call, conversations, metrics, model_folder, recipe_command

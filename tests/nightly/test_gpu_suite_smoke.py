@@ -1,4 +1,4 @@
-"""The GPU suite runs from end to end on a CPU, so that the day a GPU is there it does too."""
+"""The GPU suite runs from end to end on a CPU, so that it will run when a GPU is available."""
 
 import importlib.util
 import json
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-# Folders whose changes this test is about.
+# Folders whose changes this test covers.
 COVERS = ("benchmarks", "jaxtune/plan", "jaxtune/training/assembly.py", "pallas_kernels")
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.xdist_group("suite")  # which runs once for all tests
+pytestmark = pytest.mark.xdist_group("suite")  # so that one worker runs the suite, once for all tests
 
 
 @pytest.fixture(scope="module")

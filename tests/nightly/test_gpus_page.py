@@ -1,4 +1,4 @@
-"""docs/gpus.md: its commands run as they stand, here on tiny models under the names that it gives."""
+"""The commands of docs/gpus.md run unchanged, on tiny models under the names that the page uses."""
 
 import json
 import re
@@ -16,7 +16,7 @@ COMMANDS = [block.replace("\\\n", "") for block in re.findall(r"```\n(.*?)```", 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder that has the model of the page, and rows of instructions."""
+    """Return a folder with the model of the page and rows of instructions."""
     folder = tmp_path_factory.mktemp("home")
     sizes = dict(hidden_size=64, intermediate_size=128, head_dim=32, max_position_embeddings=2048)
     model_folder(folder / "Qwen" / "Qwen3-8B", **sizes)

@@ -1,6 +1,6 @@
-"""Hostile files and answers: each is used or refused by one message, in bounded time and memory, and none runs code.
+"""Hostile files and answers are used, or refused by one message, in bounded time and memory; their code never runs.
 
-Inputs are mutations of real files. CAMPAIGN_SEED, a number, draws others; CAMPAIGN_INPUTS, more or fewer of each kind.
+Inputs are mutations of real files. CAMPAIGN_SEED, a number, draws others; CAMPAIGN_INPUTS sets the number of each kind.
 """
 
 import json
@@ -55,7 +55,7 @@ TEMPLATES = Path(hf.__file__).with_name("templates")
 
 
 def campaign(test):
-    """INPUTS inputs from SEED; hypothesis shows the smallest one that fails, with how to repeat it."""
+    """Draw INPUTS inputs from SEED; hypothesis shows the smallest one that fails, and how to repeat it."""
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     phases = [Phase.generate, Phase.shrink]
     options = dict(max_examples=INPUTS, deadline=None, print_blob=True, database=None)
@@ -91,7 +91,7 @@ OTHER_TYPES = (True, "text", [1], {"a": 1})
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_a_value_of_another_type_is_never_taken_for_a_number_or_a_text(kind):
-    """Either it is refused, or the model is the same as without the value or with the good value (nobody reads it)."""
+    """It is refused, or the model is the same as without the value or with the good value (nobody reads it)."""
     good = FORMS[kind] | {"model_type": kind}
     spec, refused = read_spec(good), 0
     for (*path, key), holder in _entries(good):
@@ -131,7 +131,7 @@ def _spec_or_none(form):
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    """The files of a tokenizer of bytes, and of one as SentencePiece has them."""
+    """Write the files of a byte tokenizer, and of one in SentencePiece's form."""
     folder = tmp_path_factory.mktemp("bytes")
     byte_tokenizer(folder)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -185,7 +185,7 @@ def test_index(outcomes, weights, data):
 
 
 def _whole(folder: Path) -> None:
-    """Reads the weights; they must have their shapes."""
+    """Read the weights and check their shapes."""
     assert {name: array.shape for name, array in read_weights(folder).items()} == SHAPES
 
 
@@ -219,7 +219,7 @@ BOMBS = [
 
 
 def _lines(good: list[str]) -> st.SearchStrategy[bytes]:
-    """Lines in another order, some hostile, doubled or left out."""
+    """Draw lines in another order, some hostile, doubled or left out."""
     line = st.sampled_from([*good, *BOMBS, *(f"model: {code}" for code in CODE)])
     return st.lists(line, min_size=1, max_size=30).map(lambda lines: "\n".join(lines).encode())
 
@@ -356,7 +356,7 @@ def _cast(column: pyarrow.ChunkedArray, to: pyarrow.DataType | None) -> pyarrow.
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    """Writes a file and tokenises it as conversations."""
+    """Write a file and tokenise it as conversations."""
     tokenizer = byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
     def read(file: Path, content: bytes, outcomes: Outcomes) -> None:
@@ -371,7 +371,7 @@ def chats(tmp_path_factory):
 @campaign
 @given(data=st.data())
 def test_files_of_a_run(outcomes, tmp_path_factory, run, data):
-    """That `report` reads: metrics.jsonl, samples, counts, config.json, the times of a profile."""
+    """The files that `report` reads: metrics.jsonl, samples, counts, config.json, a profile's times."""
     name = data.draw(st.sampled_from(sorted(run)))
     lines = run[name].decode().splitlines() if name.endswith(".jsonl") else [run[name].decode()]
     at = data.draw(st.integers(0, len(lines) - 1))

@@ -1,4 +1,4 @@
-"""Low precision trains almost as well as bfloat16: the rows of the README, measured anew."""
+"""Low precision trains almost as well as bfloat16: the rows of the README, measured again."""
 
 import re
 import shutil
@@ -18,7 +18,7 @@ COVERS = (
     "jaxtune/training/step.py",
 )
 STEPS, LAST, SEEDS = 200, 50, 3
-# Of the loss in bfloat16, at most.
+# Upper limits of the loss, relative to bfloat16.
 WORSE = {"fp8_hybrid": 1.01, "nvfp4": 1.04}
 
 

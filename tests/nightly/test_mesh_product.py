@@ -1,4 +1,4 @@
-"""Twenty steps of a model of two stacks on meshes; tests/mesh has three, of every pair of mesh, storage, optimizer."""
+"""Twenty steps of a model of two stacks on meshes; tests/mesh runs three on every mesh, storage and optimizer."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import read_base
 from jaxtune.weights.values import frozen_parameters
 
-# Paths whose change makes CI run this file, which otherwise waits for the night.
+# If these paths change, CI runs this file; otherwise it runs only at night.
 COVERS = (
     "jaxtune/parallel",
     "jaxtune/models",
@@ -53,12 +53,12 @@ def test_adapters_on_every_storage_equal_one_device(storage):
 
 @pytest.fixture(scope="module")
 def square(tmp_path_factory):
-    """A model whose matrices all have whole blocks on every axis."""
+    """Write a model whose matrices divide into whole blocks on every axis."""
     return model_folder(tmp_path_factory.mktemp("square"), **{**SIZES, "intermediate_size": 256})
 
 
 def gradients(path: Path, storage: str, mesh: Mesh, devices: int):
-    """(quantized base, loss, adapter gradients), fetched."""
+    """Return (quantized base, loss, adapter gradients), on the host."""
     made = make_mesh(mesh, jax.devices()[:devices])
     config = Config(
         model=Model(path=str(path), dtype="float32"),
@@ -71,7 +71,7 @@ def gradients(path: Path, storage: str, mesh: Mesh, devices: int):
     program = assemble(read_base(config), config, made)
     frozen = frozen_parameters(program.model, config)
     trained = randomize(program.model.trained, seed=1)
-    trained = {name: value + 0.01 for name, value in trained.items()}  # B is not zero
+    trained = {name: value + 0.01 for name, value in trained.items()}  # so that B is not zero
     rows = np.random.default_rng(0).integers(0, 256, (4, 32))
     batch = jax.tree.map(lambda x: x[None], make_batch(rows, made, [20, 12]))
     with jax.default_matmul_precision("highest"):
@@ -87,7 +87,7 @@ def test_gradients_of_adapters_on_a_quantized_base_equal_one_device(square, stor
     for name in codes:
         np.testing.assert_allclose(sharded_codes[name], codes[name], rtol=1e-6, err_msg=name)
     for name, gradient in found.items():
-        # Adapters that differ in their last bit, on one device, have gradients that differ by up to 1.7e-5.
+        # On one device, adapters that differ in their last bit have gradients that differ by up to 1.7e-5.
         assert np.abs(gradient - expected[name]).max() <= 3e-5 * np.abs(expected[name]).max(), name
 
 

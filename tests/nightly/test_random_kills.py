@@ -1,6 +1,6 @@
-"""A hundred kills at random moments, from the first import to the end of an export: nothing is lost but steps.
+"""A hundred kills at random moments, from the first import to the end of an export, lose only steps.
 
-CAMPAIGN_SEED, a number, has other moments.
+CAMPAIGN_SEED, a number, chooses other moments.
 """
 
 import os
@@ -38,7 +38,7 @@ def rng(request, capsys):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """The folder of a recipe and of its undisturbed run `whole`, and the seconds that the run took."""
+    """Return the folder of a recipe and of its undisturbed run `whole`, and the seconds that the run took."""
     folder = tmp_path_factory.mktemp("home")
     begin = time.monotonic()
     run("jaxtune.train", f"--config={recipe(folder, lora=True)}", "--config.train.run_name=whole")
@@ -46,12 +46,12 @@ def home(tmp_path_factory):
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """The files of an export but its card and the picture in it, which name the run."""
+    """Return the files of an export except its card and its picture, which name the run."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix not in (".md", ".png")}
 
 
 def kill_at_random(command: list[str], seconds: float, rng: random.Random) -> bool:
-    """Whether the command was killed within `seconds`; otherwise it has ended without an error."""
+    """Return whether the command was killed within `seconds`; otherwise it has ended without an error."""
     process = start(*command)
     time.sleep(rng.uniform(0, seconds))
     process.kill()
@@ -83,7 +83,7 @@ def test_twenty_kills_during_saves(tmp_path, caplog, rng):
 
 
 def test_ten_kills_during_exports(home, tmp_path, rng):
-    """All into one folder; the export that follows is the same as into an empty one."""
+    """All exports go to one folder; the export that follows is the same as one to an empty folder."""
     folder = home[0]
     command = ["jaxtune.export", f"--run={folder / 'runs' / 'whole'}", "--merge"]
     begin = time.monotonic()
@@ -99,7 +99,7 @@ def test_ten_kills_during_exports(home, tmp_path, rng):
 
 @pytest.mark.timeout(3600)
 def test_ten_kills_of_one_of_two_processes(home, tmp_path, rng):
-    """After their first step. The other ends by itself, and both continue from a checkpoint."""
+    """One is killed after the first step. The other ends by itself, and both continue from a checkpoint."""
     folder = home[0]
 
     def launch(name: str) -> tuple[subprocess.Popen, Path]:

@@ -1,4 +1,4 @@
-"""Ray trains with two workers on this machine, one is killed: the losses are those of an undisturbed run."""
+"""Ray trains with two workers on this machine, one is killed: the losses equal an undisturbed run's."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The README's trainings as they are written: what they learn, and that the results are used by its other commands."""
+"""The README's trainings, unchanged: what the models learn, and that the README's other commands can use them."""
 
 import pytest
 from readme import TRAININGS, empty_folder, run_commands

@@ -1,1 +1,1 @@
-"""Packages, so that two rooms may each have a test_matmul.py; elsewhere names of test files have to be unique."""
+"""A package, so that two folders may each have a test_matmul.py; outside it names of test files must be unique."""

@@ -1,4 +1,4 @@
-"""What runs on a bare GPU machine imports nothing that is not there."""
+"""Modules that run on a bare GPU machine import only packages that it has."""
 
 import ast
 import subprocess
@@ -19,7 +19,7 @@ ROOMS = (
     *("models", "quant", "lora", "precision", "optim", "objectives", "parallel"),
     *("columns.py", "training/state.py", "training/step.py", "training/guard.py"),
 )
-# The rest is on the road after them, or needs more than a bare GPU machine has.
+# Other modules are layers above, or need more packages than a bare GPU machine has.
 MAY_USE = {"errors", "config.schema", "config.schemes", *(room.removesuffix(".py").replace("/", ".") for room in ROOMS)}
 NO_COMMANDS = {"__init__", "__main__", "columns", "command", "command_flags", "errors", "hlo", "json_file"}
 NO_COMMANDS |= {"interrupt", "python", "terminal"}
@@ -47,21 +47,21 @@ FLOORS = (
 )
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DEPENDENCIES = [Requirement(text) for text in PROJECT["dependencies"]]
-# New minor versions of these have broken programs, of transformers major ones.
+# Packages whose new minor versions have broken programs; for transformers only major ones have.
 BREAK = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "transformers")
 
 
 def imports(path: Path) -> set[str]:
-    """Modules that a file imports when it runs; those under TYPE_CHECKING are for the reader."""
-    found = set()
+    """Return the modules that a file imports when it runs, without those under TYPE_CHECKING."""
+    modules = set()
     for node in ast.parse(path.read_text()).body:
         for inner in [node] if not isinstance(node, ast.If) else []:
             for part in ast.walk(inner):
                 if isinstance(part, ast.Import):
-                    found |= {alias.name for alias in part.names}
+                    modules |= {alias.name for alias in part.names}
                 elif isinstance(part, ast.ImportFrom):
-                    found.add(part.module or "")
-    return found
+                    modules.add(part.module or "")
+    return modules
 
 
 def files(*places: str) -> list[Path]:
@@ -82,7 +82,7 @@ def test_the_computation_needs_jax_alone(file):
 
 @pytest.mark.parametrize("file", files("jaxtune"), ids=lambda file: str(file.relative_to(ROOT)))
 def test_nothing_imports_a_command(file):
-    """`from jaxtune import x` is checked by its names."""
+    """For `from jaxtune import x` the imported names are checked."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jaxtune":
             names = {alias.name for alias in node.names} if node.module == "jaxtune" else {node.module.split(".")[1]}
@@ -152,17 +152,17 @@ def test_kernels_know_nothing_of_jaxtune(file):
 
 @pytest.mark.parametrize("requirement", DEPENDENCIES, ids=lambda requirement: requirement.name)
 def test_a_dependency_is_bounded_where_it_breaks_and_the_tests_run_within_its_bounds(requirement):
-    """So the newest version that is allowed and released is one that they have passed on: CI installs that one."""
+    """CI installs the newest allowed version, so the tests have passed on it."""
     assert version(requirement.name) in requirement.specifier
     bounds = {part.operator for part in requirement.specifier}
     assert requirement.name not in BREAK or "<" in bounds, f"{requirement} has no upper bound"
 
 
 def test_what_is_off_by_default_is_an_extra_and_imported_where_it_is_used():
-    """One of them, wandb, brings 20 packages."""
+    """For example, wandb brings 20 packages."""
     optional = {"wandb", "aim", "tensorboardX", "lm_eval", "pynvml", "ray", "s3fs", "gcsfs"}
     assert not optional & {requirement.name for requirement in DEPENDENCIES}
     importing = {str(file.relative_to(ROOT)): imports(file) for file in files("jaxtune")}
     named = [file for file, modules in importing.items() if optional & {module.split(".")[0] for module in modules}]
-    assert named == ["jaxtune/evaluation/lm_evaluation_harness.py"]  # which is imported where it is used
+    assert named == ["jaxtune/evaluation/lm_evaluation_harness.py"]  # this module is imported only where it is used
     assert "wandb" in PROJECT["optional-dependencies"]["test"]

@@ -13,16 +13,16 @@ TESTS = Path(__file__).parents[1]
 
 def test_every_test_is_in_a_lane():
     declared = tomllib.loads((TESTS / "lanes.toml").read_text())
-    # What is marked is a part of a folder.
+    # Lanes with markers run only a part of a folder.
     run = {argument for lane in declared.values() if "-m" not in lane["arguments"] for argument in lane["arguments"]}
-    found = [file.relative_to(TESTS.parent) for file in TESTS.rglob("test_*.py")]
+    files = [file.relative_to(TESTS.parent) for file in TESTS.rglob("test_*.py")]
     needs_a_gpu = Path("tests/gpu")
-    left_out = [str(file) for file in found if not run & {str(file), *map(str, file.parents)}]
-    assert left_out == [str(file) for file in found if needs_a_gpu in file.parents]
+    left_out = [str(file) for file in files if not run & {str(file), *map(str, file.parents)}]
+    assert left_out == [str(file) for file in files if needs_a_gpu in file.parents]
 
 
 def test_no_two_files_of_tests_are_one_module():
-    """pytest would end before the first test: a file without an __init__.py next to it is a module by its name."""
+    """pytest would fail at collection: without an __init__.py next to it, a file is a module by its name only."""
 
     def module_of(file: Path) -> str:
         parts = [file.stem]
@@ -38,7 +38,7 @@ def test_no_two_files_of_tests_are_one_module():
 
 @pytest.mark.parametrize(("lane", "least"), [("nightly", 5), ("aot", 5)])
 def test_a_lane_leaves_out_what_has_passed_as_it_is(tmp_path, monkeypatch, lane, least):
-    """Not what is not on record, nor what has changed since. Another lane, or another jax, has a record of its own."""
+    """Files without a record or with changes are run. Another lane, or another jax, has a separate record."""
     monkeypatch.setattr(lanes, "PASSED", tmp_path / "passed.json")
     files = lanes.recorded_files(tomllib.loads((TESTS / "lanes.toml").read_text())[lane]["arguments"])
     assert len(files) >= least

@@ -1,4 +1,4 @@
-"""What the suite's piece `assumptions` makes of times: values of rates, errors in percent, and a calibration."""
+"""The suite's piece `assumptions` turns measured times into rates, errors in percent, and a calibration."""
 
 import sys
 from pathlib import Path
@@ -35,13 +35,13 @@ def fusion(moved, count=1):
 def test_the_fraction_of_the_table_from_milliseconds():
     flops = 2 * 4096**3
     value, _ = assumptions.solve("sustained", flops / 700e12, CENTRAL, read(product(4096, 4096, 4096)).seconds)
-    assert value == pytest.approx(700 / 780, rel=1e-5)  # which the table has for this product
+    assert value == pytest.approx(700 / 780, rel=1e-5)  # the sustained fraction that the table has for this product
 
 
 def test_the_fraction_of_the_bandwidth_of_a_narrow_product():
     moved = 2 * (4096 * 4096 + 2 * 16 * 4096)
     value, _ = assumptions.solve("narrow", 20e-6, CENTRAL, read(product(4096, 16, 4096)).seconds)
-    assert value == pytest.approx(moved / 18e-6 / BANDWIDTH, rel=1e-5)  # 2 us are the model's for such a product
+    assert value == pytest.approx(moved / 18e-6 / BANDWIDTH, rel=1e-5)  # the model adds 2 us to such a product
 
 
 def test_the_fraction_of_the_bandwidth_of_a_pass_without_its_launch():
@@ -60,7 +60,7 @@ def test_the_fraction_of_the_peak_of_a_kernel():
     [
         ("sustained", product(4096, 4096, 4096), 1e-5, "sustained from 0.3 to 1.25 predicts 587.3 to 141.0 us"),
         ("sustained", product(4096, 4096, 4096), 1.0, "and 1000000.0 us were measured"),
-        ("sustained", fusion(1e6), 1.65e-6, "sustained from 0.3 to 1.25 predicts 1.7 to 1.7 us"),  # has none
+        ("sustained", fusion(1e6), 1.65e-6, "sustained from 0.3 to 1.25 predicts 1.7 to 1.7 us"),  # has no such rate
     ],
 )
 def test_no_plausible_value_is_none_with_the_reason(rate, one, seconds, said):
@@ -85,7 +85,7 @@ def test_prediction_beside_measurement():
     seconds = 2 * 4096**3 / 700e12
     row = predicted.beside(read(product(4096, 4096, 4096)), seconds, {"sustained": 700 / 780})
     assert row["predicted_microseconds"] == pytest.approx(2 * 4096**3 / (0.92 * 780e12) * 1e6)
-    assert row["error_percent"] == pytest.approx(100 * (700 / (0.92 * 780) - 1))  # -2.5: too fast
+    assert row["error_percent"] == pytest.approx(100 * (700 / (0.92 * 780) - 1))  # -2.5: the prediction is too fast
     fast, slow = row["range_microseconds"]
     assert fast < row["predicted_microseconds"] < slow
     assert row["calibrated_error_percent"] == pytest.approx(0)
@@ -93,8 +93,8 @@ def test_prediction_beside_measurement():
 
 
 @pytest.fixture
-def timed(monkeypatch):
-    """`measure` with these programs, and these times in microseconds, in the order in which it makes them."""
+def measure_in(monkeypatch):
+    """Return `measure` with fixed programs, and with these times in microseconds in the order it measures them."""
 
     def measure(contender, times, smoke=False):
         programs = {
@@ -106,40 +106,40 @@ def timed(monkeypatch):
             ),
         }
         order = iter([*assumptions.BEFORE.get(contender, ()), contender])
-        found = dict(zip([*assumptions.BEFORE.get(contender, ()), contender], times))
+        times_by_name = dict(zip([*assumptions.BEFORE.get(contender, ()), contender], times))
         made = assumptions.Made(lambda x: x, (np.ones(4, np.float32),))
         patched = {rate: (lambda case, smoke: made, ("one",)) for rate in assumptions.PROGRAMS}
         monkeypatch.setattr(assumptions, "PROGRAMS", patched)
         monkeypatch.setattr(assumptions, "compile_and_read", lambda *_, **__: (lambda *x: x, programs[next(order)]))
         monkeypatch.setattr(
-            assumptions, "seconds_per_call", lambda calls, *_: {name: 1e-6 * found[name] for name in calls}
+            assumptions, "seconds_per_call", lambda calls, *_: {name: 1e-6 * times_by_name[name] for name in calls}
         )
         return assumptions.measure(contender, "one", smoke)
 
     return measure
 
 
-def test_a_rate_is_found_after_those_that_it_is_seen_beside(timed):
+def test_a_rate_is_found_after_those_that_it_is_seen_beside(measure_in):
     tiny = 8192 / (0.85 * BANDWIDTH) * 1e6
     launch = 256 * (tiny + 3.0) + 2.5  # launches of 3 us
     cold = 2e9 / (0.9 * BANDWIDTH) * 1e6 + 3.0
     mega = 1e6 * 16e6 / (0.9 * BANDWIDTH)  # us
-    hot = 2 * mega + (mega / 2 + mega) + 2 * 3.0  # what the first wrote is read twice as fast
-    row = timed("l2", [launch, cold, hot])
+    hot = 2 * mega + (mega / 2 + mega) + 2 * 3.0  # what the first launch wrote is read twice as fast
+    row = measure_in("l2", [launch, cold, hot])
     assert row["value"] == pytest.approx(2.0, rel=1e-4) and row["assumed"] == 1.5
     assert row["launches"] == {"fusion": 2} and "error" not in row
 
 
-def test_an_implausible_time_is_an_error_and_no_value(timed):
-    row = timed("bandwidth", [1.0])
+def test_an_implausible_time_is_an_error_and_no_value(measure_in):
+    row = measure_in("bandwidth", [1.0])
     assert row["error"].startswith("wrong: bandwidth from 0.4 to 1 predicts") and "value" not in row
     launch = 256 * 4.0
-    row = timed("l2", [launch, 1.0, 1.0])  # it stops at the bandwidth, and l2 has no value
+    row = measure_in("l2", [launch, 1.0, 1.0])  # the bandwidth has an error, so l2 has no value
     assert "bandwidth" in row["error"] and "value" not in row
 
 
-def test_in_a_smoke_run_nothing_is_an_error(timed):
-    row = timed("bandwidth", [1.0], smoke=True)
+def test_in_a_smoke_run_nothing_is_an_error(measure_in):
+    row = measure_in("bandwidth", [1.0], smoke=True)
     assert "implausible" in row and not set(workers.REASONS) & set(row)
 
 
@@ -156,22 +156,22 @@ def test_every_rate_but_those_of_other_kernels_has_a_program_and_those_before_it
 
 
 def test_the_step_is_given_the_rates_that_were_found(monkeypatch):
-    given = []
+    passed = []
 
     def measure_step(config, shape, steps, measured):
-        given.append(measured)
+        passed.append(measured)
         return {"seconds": 2.0}
 
     monkeypatch.setattr(assumptions.train_step, "measure_step", measure_step)
     row = assumptions.measure("step", "0.6B", False, {"sustained/one": {"value": 0.8}})
-    assert given == [{"sustained": 0.8}] == [row["calibrated_with"]] and row["microseconds"] == 2e6
+    assert passed == [{"sustained": 0.8}] == [row["calibrated_with"]] and row["microseconds"] == 2e6
 
 
 @pytest.mark.parametrize(("differs", "said"), [(None, None), (1, "between two runs"), (2, assumptions.ZERO_INIT)])
 def test_one_bit_that_differs_is_an_error(monkeypatch, differs, said):
-    """Of the three results, in order: with zeros, the same again, and without."""
+    """`differs` is the index of the run that differs: with zeros, the same again, without zeros."""
     assert assumptions._differing([np.zeros(3), np.ones(2)], [np.zeros(3), np.nextafter(np.ones(2), 2)]) == 1
-    assert assumptions._differing([np.zeros(3)], [-np.zeros(3)]) == 1  # equal, but not the same bits
+    assert assumptions._differing([np.zeros(3)], [-np.zeros(3)]) == 1  # equal, but with other bits
     calls = iter(range(100))
 
     class Compiled:

@@ -1,4 +1,4 @@
-"""What the GPU suite and the tuner make of what they measure, and what they refuse. nightly/ runs them whole."""
+"""The GPU suite's and the tuner's conclusions and refusals. tests/nightly runs them whole."""
 
 import sys
 from pathlib import Path
@@ -25,14 +25,14 @@ from gpu import (  # noqa: E402
 
 
 @pytest.fixture
-def refused(monkeypatch, capsys):
-    """What a program says when it refuses these arguments, and its exit status."""
+def refusal_of(monkeypatch, capsys):
+    """Return a function that gives a program's message and exit status when it refuses its arguments."""
 
     def say(main, *arguments: str) -> tuple[str, int]:
         monkeypatch.setattr(sys, "argv", ["program", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
-        code = ended.value.code  # a text is printed by the interpreter, with status 1
+        code = ended.value.code  # the interpreter prints a text code and exits with status 1
         return (code, 1) if isinstance(code, str) else (capsys.readouterr().err, code)
 
     return say
@@ -49,9 +49,9 @@ def test_a_wrong_result_is_an_error_and_no_time(monkeypatch):
 
 
 def test_the_crossover_is_where_the_fused_kernel_stops_to_win():
-    fused, other = {1: 0.4, 64: 0.9, 256: 1.2, 512: 1.0}, {1: 1.5, 64: 1.1, 256: 1.1, 512: 1.3, 2048: 1.0}
+    fused, unfused = {1: 0.4, 64: 0.9, 256: 1.2, 512: 1.0}, {1: 1.5, 64: 1.1, 256: 1.1, 512: 1.3, 2048: 1.0}
     rows = {f"fused/nf4-{count}": {"forward_over_peer": ratio} for count, ratio in fused.items()}
-    rows |= {f"dequantize/nf4-{count}": {"forward_over_peer": ratio} for count, ratio in other.items()}
+    rows |= {f"dequantize/nf4-{count}": {"forward_over_peer": ratio} for count, ratio in unfused.items()}
     assert quant_matmul.crossovers(rows) == {"nf4 forward: rows up to which fused wins": 64}
     assert quant_matmul.crossovers({}) == {}
 
@@ -109,14 +109,14 @@ def test_what_others_published_stands_beside_what_is_measured(monkeypatch):
 
 
 @pytest.mark.parametrize(("main", "arguments"), [(gpu_suite.main, []), (tune.main, ["flash_attention"])])
-def test_without_a_gpu_nothing_is_measured(refused, main, arguments):
-    said, status = refused(main, *arguments)
-    assert status == 1 and "GPU" in said
+def test_without_a_gpu_nothing_is_measured(refusal_of, main, arguments):
+    message, status = refusal_of(main, *arguments)
+    assert status == 1 and "GPU" in message
 
 
-def test_a_name_that_is_nothing_is_refused(refused):
-    said, status = refused(gpu_suite.main, "--smoke", "--only", "atention")
-    assert status == 2 and "nothing is named atention" in said
+def test_a_name_that_is_nothing_is_refused(refusal_of):
+    message, status = refusal_of(gpu_suite.main, "--smoke", "--only", "atention")
+    assert status == 2 and "nothing is named atention" in message
 
 
 def test_the_tuner_prints_source(monkeypatch, capsys):
@@ -136,8 +136,8 @@ def test_a_job_that_crashes_hangs_or_fails_costs_only_itself(tmp_path, monkeypat
         "    return {'figure': what}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    asked = [("a", "raises"), ("a", "well"), ("b", "crashes"), ("b", "hangs"), ("b", "never"), ("c", "well")]
-    jobs = [workers.Job(contender, what, "sick", {"what": what}) for contender, what in asked]
+    cases = [("a", "raises"), ("a", "well"), ("b", "crashes"), ("b", "hangs"), ("b", "never"), ("c", "well")]
+    jobs = [workers.Job(contender, behaviour, "sick", {"what": behaviour}) for contender, behaviour in cases]
     piece = workers.Piece("sick", "", jobs, (), share=1.0, limit=2.0)
     rows = {job.name: row for job, row in workers.run(piece, jobs, deadline=float("inf"))}
     assert "KeyError: 'the cause'" in rows["a/raises"]["error"]
@@ -150,7 +150,7 @@ def test_a_job_that_crashes_hangs_or_fails_costs_only_itself(tmp_path, monkeypat
 def test_a_job_may_be_given_the_rows_before_it(tmp_path, monkeypatch):
     (tmp_path / "summing.py").write_text("def measure(what, rows=None): return {'figure': what, 'before': rows}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    jobs = [workers.Job("a", str(what), "summing", {"what": what}, given_rows=what == 2) for what in range(3)]
+    jobs = [workers.Job("a", str(number), "summing", {"what": number}, given_rows=number == 2) for number in range(3)]
     jobs.insert(1, workers.Job("b", "none", "summing", refused="a reason"))
     piece = workers.Piece("summing", "", jobs, (), share=1.0, limit=20.0)
     rows = {job.name: row for job, row in workers.run(piece, jobs, deadline=float("inf"))}
@@ -172,10 +172,10 @@ def test_the_work_of_attention_is_what_is_visible():
 
 
 def test_sizes_of_qwen3():
-    assert round(qwen3.matrix_parameters(qwen3.CONFIGS["8B"]) / 1e9, 2) == 7.57  # 8.19 less the embedding's 0.62
+    assert round(qwen3.matrix_parameters(qwen3.CONFIGS["8B"]) / 1e9, 2) == 7.57  # 8.19 without the embedding's 0.62
     assert round(qwen3.adapter_parameters(qwen3.CONFIGS["8B"]) / 1e6, 1) == 43.6
     assert round(qwen3.adapter_parameters(qwen3.CONFIGS["0.6B"]) / 1e6, 1) == 10.1
-    for size, billions in {"0.5B": 0.49, "1.5B": 1.54, "7B": 7.07}.items():  # 7.62 less the embedding's 0.54
+    for size, billions in {"0.5B": 0.49, "1.5B": 1.54, "7B": 7.07}.items():  # 7.62 without the embedding's 0.54
         assert round(qwen3.matrix_parameters(qwen3.CONFIGS[f"Qwen2.5-{size}"]) / 1e9, 2) == billions
 
 
@@ -190,7 +190,7 @@ def test_an_update_moves_gradients_once_and_parameters_and_state_twice(monkeypat
 
 @pytest.mark.parametrize(("size", "bytes_per_weight"), [("0.6B", 2.06), ("1.7B", 2.04)])
 def test_the_8_bit_optimizer_keeps_two_bytes_a_weight_of_a_real_model(size, bytes_per_weight, one_device):
-    """And a scale for each 256; for each 128 where the model is 1024 wide, for 8 devices to share its rows."""
+    """Each block of 256 has a scale as well; of 128 in a model 1024 wide, so that 8 devices can share its rows."""
     optim = models.Optim(name="adamw_8bit")
     state = models.training(qwen3.CONFIGS[size], lora=False, optim=optim).state
     count = sum(leaf.size for leaf in jax.tree.leaves(state.trained))

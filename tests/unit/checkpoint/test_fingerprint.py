@@ -1,4 +1,4 @@
-"""A base that is not saved is known again by its files, sizes and samples of their content."""
+"""A base that is not saved is recognised by its files, their sizes and samples of their content."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from jaxtune.errors import UserError
 
 
 def write_safetensors(path: Path, data_bytes: int) -> int:
-    """A file with one zero tensor, sparse on the disk; returns where its data start."""
+    """Write a file with one zero tensor, sparse on the disk; return where its data start."""
     header = json.dumps({"w": {"dtype": "U8", "shape": [data_bytes], "data_offsets": [0, data_bytes]}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     os.truncate(path, 8 + len(header) + data_bytes)

@@ -1,4 +1,4 @@
-"""What a run relies on when it saves, restores and retires its checkpoints."""
+"""Guarantees for a run that saves, restores and removes its checkpoints."""
 
 import logging
 
@@ -61,7 +61,7 @@ def test_state_and_host_come_back_exactly(tmp_path):
 
 @pytest.mark.parametrize("when", ["verified", "opened", "read"])
 def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_chosen_again(tmp_path, monkeypatch, when):
-    """As where a run that saves newer ones is exported: whether files vanish before, or after they are read."""
+    """As in an export while the run saves newer ones; files may vanish before or after they are read."""
     state, writer = make_state(), CheckpointManager(tmp_path, keep_last=1)
     writer.save(1, state, {"at": 1})
     writer.wait(final=True)
@@ -75,10 +75,10 @@ def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_chosen_again(tmp_pa
 
     def interrupted(*arguments):
         monkeypatch.setattr(home, name, original)
-        found = original(*arguments) if when == "read" else None
-        writer.save(2, state, {"at": 2})  # which retires the first
+        result = original(*arguments) if when == "read" else None
+        writer.save(2, state, {"at": 2})  # which removes checkpoint 1
         writer.wait(final=True)
-        return original(*arguments) if when != "read" else found
+        return original(*arguments) if when != "read" else result
 
     monkeypatch.setattr(home, name, interrupted)
     restored = reader.restore(abstract(state))
@@ -149,13 +149,13 @@ def test_keep_last(tmp_path):
 
 
 def test_the_best_is_kept_besides_the_newest(tmp_path):
-    manager, kept = CheckpointManager(tmp_path, keep_last=1), []
+    manager, steps = CheckpointManager(tmp_path, keep_last=1), []
     for step, best in ((1, 1), (2, 1), (3, 1), (4, 4), (5, 4)):
         manager.save(step, {"x": jnp.full(2, step)}, {}, best=best)
         manager.wait(final=True)
-        kept.append(manager.steps())
-    assert kept == [[1], [1, 2], [1, 3], [4], [4, 5]]
-    # A run that goes on does not remove it either, though it has neither saved nor restored it.
+        steps.append(manager.steps())
+    assert steps == [[1], [1, 2], [1, 3], [4], [4, 5]]
+    # A resumed run keeps it too, although it has neither saved nor restored it.
     again = CheckpointManager(tmp_path, keep_last=1)
     assert again.restore(abstract({"x": jnp.zeros(2, jnp.int32)})).step == 5
     again.save(6, {"x": jnp.full(2, 6)}, {}, best=4)
@@ -172,12 +172,12 @@ def test_a_restarted_run_counts_only_what_it_verified(tmp_path):
     first.wait(final=True)
     second = CheckpointManager(tmp_path, keep_last=3)
     second.restore(abstract(state))
-    kept = []
+    steps = []
     for step in (4, 5):
         second.save(step, state, {})
         second.wait(final=True)
-        kept.append(second.steps())
-    assert kept == [[1, 2, 3, 4], [3, 4, 5]]
+        steps.append(second.steps())
+    assert steps == [[1, 2, 3, 4], [3, 4, 5]]
 
 
 def test_a_run_taken_back_drops_its_former_future(tmp_path):

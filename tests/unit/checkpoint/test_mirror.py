@@ -1,4 +1,4 @@
-"""A mirror holds what the run holds, whenever it is cut off, and gives it back on another machine."""
+"""A mirror is consistent whenever the run is cut off, and restores the run on another machine."""
 
 import contextlib
 import itertools
@@ -26,7 +26,7 @@ RECORDS = ("config.json", "metrics.jsonl")
 
 
 class Killed(BaseException):
-    """What no handler sees but a `finally`."""
+    """An exception that only `finally` clauses see."""
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -38,16 +38,16 @@ def state_of(step):
     return {"weight": jnp.arange(step, step + 50, dtype=jnp.float32), "count": jnp.int32(step)}
 
 
-def restored(manager):
-    """(step, host) of the newest checkpoint, once its arrays are found to be those that were saved."""
+def restore(manager):
+    """Restore the newest checkpoint, check its arrays, and return its (step, host)."""
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_of(0))
-    found = manager.restore(wanted)
-    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), found.state, state_of(found.step)))
-    return found.step, found.host
+    checkpoint = manager.restore(wanted)
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), checkpoint.state, state_of(checkpoint.step)))
+    return checkpoint.step, checkpoint.host
 
 
 def run_of(folder, url, keep_last=2):
-    """The run in a folder: its mirror, and the manager of its checkpoints."""
+    """Return the mirror of the run in a folder, and the manager of its checkpoints."""
     folder.mkdir(exist_ok=True)
     mirror = Mirror(open_folder(url, "ckpt.mirror"), folder, RECORDS)
     return mirror, CheckpointManager(folder / "checkpoints", keep_last, mirror)
@@ -66,21 +66,21 @@ def test_the_newest_checkpoints_are_there_and_come_back_with_the_records(url, tm
         assert mirror.wait() is None
         assert mirror.steps() == manager.steps() == [*range(max(1, step - 1), step + 1)]
     assert not [name for name in mirror.remote.names() if "partial" in name or "can-write" in name]
-    other, fetched = run_of(tmp_path / "there", url)
-    assert other.fetch(None) == 4
+    elsewhere, fetched = run_of(tmp_path / "there", url)
+    assert elsewhere.fetch(None) == 4
     assert (tmp_path / "there" / "metrics.jsonl").read_text() == "up to 4"
-    assert restored(fetched) == (4, {"row": 4})
+    assert restore(fetched) == (4, {"row": 4})
     save(fetched, 5)
-    assert other.wait() is None and other.steps() == [4, 5]
-    assert other.fetch(4) == 4
+    assert elsewhere.wait() is None and elsewhere.steps() == [4, 5]
+    assert elsewhere.fetch(4) == 4
     with pytest.raises(UserError, match=r"mirrors/run has no checkpoint of step 3, only of \[4, 5\]"):
-        other.fetch(3)
-    other.clear()
-    assert other.steps() == [] and other.fetch(None) is None
+        elsewhere.fetch(3)
+    elsewhere.clear()
+    assert elsewhere.steps() == [] and elsewhere.fetch(None) is None
 
 
 def test_half_a_copy_is_never_taken_for_a_checkpoint(url, tmp_path, monkeypatch):
-    """Killed at each file in turn, of which half has arrived; the next start completes it."""
+    """The run is killed at each file in turn, half copied; the next start completes the copy."""
     mirror, manager = run_of(tmp_path / "here", url)
     save(manager, 1)
     assert mirror.wait() is None
@@ -114,9 +114,9 @@ def test_half_a_copy_is_never_taken_for_a_checkpoint(url, tmp_path, monkeypatch)
             except Killed:
                 assert mirror.steps() == [1]
                 if survived % 5 == 0:
-                    other, fetched = run_of(tmp_path / f"after-{survived}", url)
-                    assert other.fetch(None) == 1
-                    assert restored(fetched) == (1, {"row": 1})
+                    elsewhere, fetched = run_of(tmp_path / f"after-{survived}", url)
+                    assert elsewhere.fetch(None) == 1
+                    assert restore(fetched) == (1, {"row": 1})
     assert survived > 5 and mirror.steps() == [1, 2]
     assert run_of(tmp_path / "there", url)[0].fetch(None) == 2
 
@@ -128,15 +128,15 @@ def test_a_copy_that_fails_is_a_warning_and_the_next_save_makes_it(url, tmp_path
     with monkeypatch.context() as patch:
         patch.setattr(RemoteFolder, "put", lambda *_: (_ for _ in ()).throw(ConnectionError("the line\nis cut")))
         save(manager, 1)
-        said = f"checkpoint 1 was not copied to {mirror.remote.url}: the line is cut"
-        assert mirror.wait() == said
-    warned.assert_called_once_with("%s; the next save tries again", said)
+        warning = f"checkpoint 1 was not copied to {mirror.remote.url}: the line is cut"
+        assert mirror.wait() == warning
+    warned.assert_called_once_with("%s; the next save tries again", warning)
     save(manager, 2)
     assert mirror.wait() is None and mirror.steps() == [1, 2]
 
 
 def test_what_is_being_copied_stays_until_it_is_and_no_longer(tmp_path, monkeypatch):
-    """Where saving is faster than copying; those between are left out."""
+    """If saving is faster than copying, the checkpoints between are not copied."""
     mirror, manager = run_of(tmp_path / "here", f"file://{tmp_path}/mirror", keep_last=1)
     begun, go_on, put, copied = threading.Event(), threading.Event(), RemoteFolder.put, set()
 
@@ -164,23 +164,23 @@ def test_damage_on_either_side_is_noticed(url, tmp_path):
     assert mirror.wait() is None
     names = [name for name in mirror.remote.names() if name.endswith("host.json")]
     for name in sorted(names, reverse=True):
-        other, _ = run_of(tmp_path / f"with-{len(list(tmp_path.iterdir()))}", url)
+        elsewhere, _ = run_of(tmp_path / f"with-{len(list(tmp_path.iterdir()))}", url)
         content = bytearray(mirror.remote.read(name))
         content[len(content) // 2] ^= 1
         mirror.remote.write(name, bytes(content))
         if name.startswith("checkpoints/2"):
-            assert other.fetch(None) == 1
+            assert elsewhere.fetch(None) == 1
         else:
             with pytest.raises(UserError, match="all checkpoints in .*mirrors/run are damaged"):
-                other.fetch(None)
-            assert not list((other._run / "checkpoints").iterdir())
+                elsewhere.fetch(None)
+            assert not list((elsewhere._run / "checkpoints").iterdir())
     save(manager, 3)
     (tmp_path / "here" / "checkpoints" / "3" / "host.json").write_text("{}")
     fresh = Mirror(mirror.remote, tmp_path / "here", RECORDS)
     fresh.clear()
     fresh.update()
     assert (
-        "checkpoint 3 was not copied" in (said := str(fresh.wait())) and "it is damaged: host.json: has 2 bytes" in said
+        "checkpoint 3 was not copied" in (why := str(fresh.wait())) and "it is damaged: host.json: has 2 bytes" in why
     )
     assert fresh.steps() == [2]
 
@@ -189,13 +189,13 @@ def test_damage_on_either_side_is_noticed(url, tmp_path):
     "name", ["../../../x", "{tmp}/x", "a/{tmp}/x", "a//x", "./x", "a/..", "", "..\\x", "C:\\x", "C:/x", "x\0", "x\n"]
 )
 def test_a_manifest_cannot_reach_out_of_its_folder(name, tmp_path):
-    """An absolute name reached the file of that name: the mirror has it as a file of the checkpoint too."""
+    """An absolute name would reach a file outside; the mirror lists it as a file of the checkpoint as well."""
     name = name.format(tmp=tmp_path)
     mirror, _ = run_of(tmp_path / "here", f"file://{tmp_path}/mirror")
-    there, content = f"checkpoints/1/{name}", json.dumps({"files": {name: {"size": 1, "sha256": ""}}})
+    file_in_mirror, content = f"checkpoints/1/{name}", json.dumps({"files": {name: {"size": 1, "sha256": ""}}})
     mirror.remote.write("checkpoints/1/manifest.json", content.encode())
     with (
-        mock.patch.object(RemoteFolder, "sizes", lambda *_: {there: 1, "checkpoints/1/manifest.json": 1}),
+        mock.patch.object(RemoteFolder, "sizes", lambda *_: {file_in_mirror: 1, "checkpoints/1/manifest.json": 1}),
         mock.patch.object(RemoteFolder, "get", lambda *_: pytest.fail("fetched")),
         pytest.raises(UserError, match="damaged"),
     ):
@@ -242,7 +242,7 @@ def test_an_upload_is_marked_whole_last_and_leaves_nothing_older(url, tmp_path, 
 
 
 def test_of_two_uploads_to_one_folder_one_is_refused(url, tmp_path, monkeypatch):
-    """The second one before it changes anything; or, if it has looked before the first began, the first one."""
+    """The second upload is refused before it changes anything; if it has looked too early, the first one is."""
     (tmp_path / "out").mkdir()
     for name in ("README.md", "a.safetensors", "b.json"):
         (tmp_path / "out" / name).write_text(name)
@@ -279,7 +279,7 @@ def test_of_two_uploads_to_one_folder_one_is_refused(url, tmp_path, monkeypatch)
     [
         ({"host": "elsewhere", "time": -1}, False),
         ({"host": "elsewhere", "time": -601}, True),
-        ({"host": socket.gethostname(), "process": 2**22 + 1}, True),  # more than Linux gives
+        ({"host": socket.gethostname(), "process": 2**22 + 1}, True),  # higher than Linux gives
     ],
     ids=["another host's", "silent for ten minutes", "ended here"],
 )
@@ -300,8 +300,8 @@ def test_a_run_whose_mirror_another_one_has_taken_over_leaves_it_alone(url, tmp_
         save(of_second, step)
     assert second.wait() is None and second.steps() == [2, 3]
     save(of_first, 4)
-    said = rf"run is not up to date: process {os.getpid()} on host .* copies a run of this name there now; stop one"
-    assert re.search(said, first.wait() or "") and first.steps() == [2, 3]
+    message = rf"run is not up to date: process {os.getpid()} on host .* copies a run of this name there now; stop one"
+    assert re.search(message, first.wait() or "") and first.steps() == [2, 3]
     for name in second.remote.names():
         second.remote.remove(name)
     save(of_second, 4)

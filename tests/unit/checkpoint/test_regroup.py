@@ -1,4 +1,4 @@
-"""A saved state is restored whatever stacks its layers were in, and are in now."""
+"""A saved state is restored into any grouping of layers into stacks, whatever grouping it was saved with."""
 
 import json
 import shutil
@@ -25,28 +25,28 @@ from jaxtune.weights.values import open_run
 
 LAYERS = 5
 OPTIMIZERS = ("adamw", "adamw_8bit", "sgd", "adafactor", "lion", "schedule_free", "muon", "normuon")
-# Local names: shape of a layer, and how it is sharded.
+# Local names: shape of a layer, and its sharding.
 IN_LAYERS = {"mlp.up.weight": ((128, 256), (None, "fsdp")), "attention.q.bias": ((64,), (None,))}
 OUTSIDE = {"embed.weight": ((64, 128), (None, "fsdp"))}
 
 
-def grouped(*stacks):
-    """The grouping of layers into these stacks."""
+def group(*stacks):
+    """Return the grouping of layers into these stacks."""
     names = {f"stacks.{i}.blocks.0.{local}": (local, layers) for i, layers in enumerate(stacks) for local in IN_LAYERS}
     return {**names, **{name: (name, ()) for name in OUTSIDE}}
 
 
 def at_random(seed):
-    """Five layers in stacks drawn by chance, in any order."""
+    """Draw a random grouping of five layers into stacks, in any order."""
     rng = np.random.default_rng(seed)
     stacks = {}
     for layer in rng.permutation(LAYERS).tolist():
         stacks.setdefault(int(rng.integers(3)), []).append(layer)
-    return grouped(*(tuple(layers) for layers in stacks.values()))
+    return group(*(tuple(layers) for layers in stacks.values()))
 
 
 def abstract(grouping, mesh, optimizers=OPTIMIZERS):
-    """Shapes of trained parameters, of the state of each optimizer, and of the scales that recipes carry along."""
+    """Return shapes of the trained parameters, each optimizer's state, and the scales that recipes carry along."""
 
     def one(local, layers):
         shape, axes = (IN_LAYERS | OUTSIDE)[local]
@@ -72,20 +72,20 @@ def abstract(grouping, mesh, optimizers=OPTIMIZERS):
     return jax.tree.map(on_mesh, {"trained": trained, "optimizer": rules, "scaling": scaling})
 
 
-def filled(shapes, grouping):
-    """Values that are a function of what a leaf is and of the layer, never of the stack."""
+def fill(shapes, grouping):
+    """Return values that depend on the leaf and the layer, not on the stack."""
 
-    def drawn(what, shape, dtype):
-        return (np.random.default_rng(zlib.crc32(what.encode())).random(shape) * 200).astype(dtype)
+    def draw(path_of_leaf, shape, dtype):
+        return (np.random.default_rng(zlib.crc32(path_of_leaf.encode())).random(shape) * 200).astype(dtype)
 
     def one(path, leaf):
-        what = jax.tree_util.keystr(path)
-        name = next((name for name in grouping if repr(name) in what), None)
+        path_of_leaf = jax.tree_util.keystr(path)
+        name = next((name for name in grouping if repr(name) in path_of_leaf), None)
         local, layers = grouping.get(name, ("", ()))
-        what = what.replace(str(name), local)
+        path_of_leaf = path_of_leaf.replace(str(name), local)
         if not (layers and leaf.shape):
-            return jax.device_put(drawn(what, leaf.shape, leaf.dtype), leaf.sharding)
-        values = [drawn(f"{what} {layer}", leaf.shape[1:], leaf.dtype) for layer in layers]
+            return jax.device_put(draw(path_of_leaf, leaf.shape, leaf.dtype), leaf.sharding)
+        values = [draw(f"{path_of_leaf} {layer}", leaf.shape[1:], leaf.dtype) for layer in layers]
         return jax.device_put(np.stack(values), leaf.sharding)
 
     return jax.tree_util.tree_map_with_path(one, shapes)
@@ -103,18 +103,18 @@ def test_any_grouping_restores_as_any_other(tmp_path, seed):
     mesh = make_mesh(Mesh(fsdp=2), jax.devices()[:2])
     before, after = at_random(seed), at_random(seed + 100)
     manager = CheckpointManager(tmp_path)
-    manager.save(1, filled(abstract(before, mesh), before), {"row": 7}, before)
+    manager.save(1, fill(abstract(before, mesh), before), {"row": 7}, before)
     manager.wait(final=True)
     wanted = abstract(after, mesh)
     restored = manager.restore(wanted, grouping=after)
     assert restored.host == {"row": 7}
-    assert_same(restored.state, filled(wanted, after))
+    assert_same(restored.state, fill(wanted, after))
     part = {"trained": wanted["trained"]}
-    assert_same(manager.restore(part, part=True, grouping=after).state, filled(part, after))
+    assert_same(manager.restore(part, part=True, grouping=after).state, fill(part, after))
 
 
 def test_layers_may_be_spread_over_devices(tmp_path):
-    """As stages of a pipeline would have them, in host memory too."""
+    """As for pipeline stages; also in host memory."""
     mesh = make_mesh(Mesh(data=2, fsdp=2), jax.devices()[:4])
     values = np.arange(4 * 8 * 8, dtype=np.float32).reshape(4, 8, 8)
     manager = CheckpointManager(tmp_path)
@@ -131,9 +131,9 @@ def test_layers_may_be_spread_over_devices(tmp_path):
 
 @pytest.fixture
 def saved(tmp_path, one_device):
-    """A manager that saved layers 0 to 2 in one stack and 3 and 4 in another."""
-    manager, grouping = CheckpointManager(tmp_path), grouped((0, 1, 2), (3, 4))
-    manager.save(1, filled(abstract(grouping, one_device, ("schedule_free",)), grouping), {}, grouping)
+    """Return a manager that saved layers 0 to 2 in one stack, and 3 and 4 in another."""
+    manager, grouping = CheckpointManager(tmp_path), group((0, 1, 2), (3, 4))
+    manager.save(1, fill(abstract(grouping, one_device, ("schedule_free",)), grouping), {}, grouping)
     manager.wait(final=True)
     return manager
 
@@ -146,29 +146,29 @@ def restore(manager, grouping, change=lambda state: None, **options):
 
 def test_the_same_grouping_is_read_at_once(saved, monkeypatch):
     monkeypatch.setattr("jaxtune.checkpoint.regroup._joined", None)
-    grouping = grouped((0, 1, 2), (3, 4))
-    assert_same(restore(saved, grouping).state["trained"], filled(restore(saved, grouping).state, grouping)["trained"])
+    grouping = group((0, 1, 2), (3, 4))
+    assert_same(restore(saved, grouping).state["trained"], fill(restore(saved, grouping).state, grouping)["trained"])
 
 
 def test_what_differs_is_named_by_its_layer(saved):
     with pytest.raises(UserError, match=r"trained/attention\.q\.bias of layer 5 is not in it"):
         restore(
-            saved, grouped((0, 1, 2, 3, 4, 5)), lambda state: [state.pop("optimizer"), state.pop("scaling")], part=True
+            saved, group((0, 1, 2, 3, 4, 5)), lambda state: [state.pop("optimizer"), state.pop("scaling")], part=True
         )
     with pytest.raises(UserError, match=r"q\.bias/max_lr of layer 4 is not in this run \(and 11 more differences\)"):
-        restore(saved, grouped((0, 1, 2, 3)))
+        restore(saved, group((0, 1, 2, 3)))
 
     def longer(state):
         bias = state["trained"]["stacks.0.blocks.0.attention.q.bias"]
         state["trained"]["stacks.0.blocks.0.attention.q.bias"] = bias.update(shape=(5, 65))
 
     with pytest.raises(UserError, match=r"bias of layer 0 is float32\[1, 64\] in it and float32\[1, 65\] in this run"):
-        restore(saved, grouped((0, 1, 2, 3, 4)), longer)
+        restore(saved, group((0, 1, 2, 3, 4)), longer)
 
 
 def test_a_number_that_stacks_do_not_share_cannot_be_joined(tmp_path, one_device):
-    before, after = grouped((0, 1), (2, 3, 4)), grouped((0, 1, 2, 3, 4))
-    state = filled(abstract(before, one_device, ("schedule_free",)), before)
+    before, after = group((0, 1), (2, 3, 4)), group((0, 1, 2, 3, 4))
+    state = fill(abstract(before, one_device, ("schedule_free",)), before)
     rule = state["optimizer"]["schedule_free"].rules["stacks.1.blocks.0.mlp.up.weight"]
     rule["max_lr"] = rule["max_lr"] + 1
     manager = CheckpointManager(tmp_path)
@@ -189,7 +189,7 @@ def test_a_newer_format_is_refused_in_one_line(saved, tmp_path):
     host = tmp_path / "1" / "host.json"
     host.write_text(json.dumps(json.loads(host.read_text()) | {"format": FORMAT + 1}))
     manifest.write(tmp_path / "1")
-    for read in (saved.host, lambda: restore(saved, grouped((0, 1, 2, 3, 4)))):
+    for read in (saved.host, lambda: restore(saved, group((0, 1, 2, 3, 4)))):
         with pytest.raises(UserError, match="of a newer jaxtune") as refusal:
             read()
         assert "\n" not in str(refusal.value)
@@ -222,6 +222,6 @@ def test_a_run_goes_on_and_is_opened_in_other_stacks(tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
     assert "resumed from step 2" in call("jaxtune.train", *command)
-    found = metrics(folder.path)
-    assert [row["step"] for row in found] == [row["step"] for row in expected]
-    np.testing.assert_allclose([row["loss"] for row in found], [row["loss"] for row in expected], rtol=1e-6)
+    rows = metrics(folder.path)
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    np.testing.assert_allclose([row["loss"] for row in rows], [row["loss"] for row in expected], rtol=1e-6)

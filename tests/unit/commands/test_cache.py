@@ -1,4 +1,4 @@
-"""`jaxtune cache`: what is listed, and what goes."""
+"""`jaxtune cache`: the entries it lists, and those it removes."""
 
 import fcntl
 import json
@@ -18,7 +18,7 @@ TEN_DAYS_AGO = time.time() - 10 * 86_400
 
 @pytest.fixture
 def cache(tmp_path):
-    """A cache of two entries, of which the first was last used ten days ago."""
+    """Write a cache of two entries; the first was last used ten days ago."""
     tokenizer = byte_tokenizer(tmp_path / "tokenizer")
     for name in ("old", "new"):
         (tmp_path / f"{name}.txt").write_text(name)
@@ -41,8 +41,8 @@ def test_entries_are_listed_with_size_and_origin_the_last_used_at_the_end(cache)
 
 
 def test_what_is_unused_goes_with_its_lock_and_the_rest_stays(cache, tmp_path):
-    removed, kept = call("jaxtune.cache", f"--folder={cache}", "--unused_days=5").splitlines()
-    assert removed.startswith("removed") and "old.txt" in removed and "new.txt" in kept
+    removed, rest = call("jaxtune.cache", f"--folder={cache}", "--unused_days=5").splitlines()
+    assert removed.startswith("removed") and "old.txt" in removed and "new.txt" in rest
     assert folders(cache) == 1 and len(list(cache.glob("*.lock"))) == 1
     # Reading counts as use.
     (summary,) = cache.glob("*/summary.json")
@@ -55,9 +55,9 @@ def test_what_is_unused_goes_with_its_lock_and_the_rest_stays(cache, tmp_path):
 def test_a_folder_of_another_version_is_said_to_be_and_goes_too(cache):
     (cache / "before").mkdir()
     (cache / "before" / "summary.json").write_text(json.dumps({"key": "k", "skipped": 0, "notes": ["a.txt", "b.txt"]}))
-    said = "a.txt; b.txt (written by another version of jaxtune: this one does not read it)"
+    entry = "a.txt; b.txt (written by another version of jaxtune: this one does not read it)"
     *current, before = call("jaxtune.cache", f"--folder={cache}").splitlines()
-    assert before.endswith(said) and not any("version" in line for line in current)
+    assert before.endswith(entry) and not any("version" in line for line in current)
     call("jaxtune.cache", f"--folder={cache}", "--unused_days=0")
     assert folders(cache) == 0
 
@@ -78,7 +78,7 @@ def test_what_is_being_written_stays(cache):
         call("jaxtune.cache", f"--folder={cache}", "--unused_days=0")
         assert sorted(path.name for path in cache.iterdir()) == sorted([elsewhere, unfinished, "abc.lock"])
     call("jaxtune.cache", f"--folder={cache}", "--unused_days=0")
-    assert sorted(path.name for path in cache.iterdir()) == [elsewhere, "abc.lock"], "which another host may write"
+    assert sorted(path.name for path in cache.iterdir()) == [elsewhere, "abc.lock"], "another host may still write it"
 
 
 def test_a_cache_that_is_not_there_is_said(tmp_path):

@@ -1,4 +1,4 @@
-"""What every command does with what goes wrong outside it, and with what is typed."""
+"""Errors from outside, and wrong command lines, in every command."""
 
 import errno
 import logging
@@ -28,9 +28,9 @@ def raising(error: BaseException):
 def test_a_full_disk_or_quota_is_a_line_that_says_what_is_safe(capsys, number):
     full = OSError(number, os.strerror(number))
     assert guarded(raising(full)) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"jaxtune: error: writing: {os.strerror(number)}. Finished checkpoints are whole")
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"jaxtune: error: writing: {os.strerror(number)}. Finished checkpoints are whole")
+    assert printed.count("\n") == 1
 
 
 def test_a_file_that_cannot_be_used_is_named(capsys):
@@ -61,7 +61,7 @@ def test_warnings_of_every_command_look_like_those_of_a_run(monkeypatch, capsys)
 
 
 def test_who_stops_reading_ends_the_command_quietly():
-    """`jaxtune options | head -1`, with more to print than a pipe holds."""
+    """As in `jaxtune options | head -1`, with more output than a pipe holds."""
     code = "from jaxtune import options; import sys; sys.exit(max(options.main([]) for _ in range(40)))"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
@@ -72,8 +72,8 @@ def test_who_stops_reading_ends_the_command_quietly():
 
 
 def test_two_recipes_are_refused():
-    said = call("jaxtune.train", "--config=quickstart", "--config=qwen_lora", code=2)
-    assert "--config=quickstart and --config=qwen_lora: one recipe at a time" in said
+    output = call("jaxtune.train", "--config=quickstart", "--config=qwen_lora", code=2)
+    assert "--config=quickstart and --config=qwen_lora: one recipe at a time" in output
 
 
 def test_a_program_that_calls_train_is_told_what_it_takes():
@@ -83,11 +83,11 @@ def test_a_program_that_calls_train_is_told_what_it_takes():
 
 def test_a_yaml_file_may_stand_alone_and_other_words_may_not(tmp_path):
     (tmp_path / "my.yaml").write_text("base: qwen_lora\nlora: {rank: 0}\n")
-    said = call("jaxtune.train", tmp_path / "my.yaml", "--config.optim.beta1=0.8", code=2)
-    assert "my.yaml: lora.rank = 0: must be at least 1" in said
+    output = call("jaxtune.train", tmp_path / "my.yaml", "--config.optim.beta1=0.8", code=2)
+    assert "my.yaml: lora.rank = 0: must be at least 1" in output
     assert "'my.yam' does not belong to a flag" in call("jaxtune.train", "my.yam", code=2)
-    said = call("jaxtune.train", "a.yaml", "--config=b.yaml", code=2)
-    assert "--config=b.yaml and a.yaml: one recipe at a time" in said
+    output = call("jaxtune.train", "a.yaml", "--config=b.yaml", code=2)
+    assert "--config=b.yaml and a.yaml: one recipe at a time" in output
     assert "--dialect=xorl: has no effect: quickstart is not" in call(
         "jaxtune.train", "--config=quickstart", "--dialect=xorl", code=2
     )

@@ -1,4 +1,4 @@
-"""`python -m jaxtune.doctor`: what is wrong is found, from what a machine says, and answered with a command."""
+"""`python -m jaxtune.doctor` finds faults of a machine from its output, and prints the command that mends each."""
 
 import subprocess
 
@@ -83,9 +83,9 @@ def test_what_a_machine_says_is_judged(found, state, part, fix):
 def test_versions_are_those_that_jaxtune_requires():
     required = ["jax>=0.10.2", "rich", "ray>=2; extra == 'ray'"]
     assert doctor.check_versions({"jax": "0.12.0", "rich": "14.0"}, required).state == "ok"
-    found = doctor.check_versions({"jax": "0.9.0"}, required)
-    assert found.state == "broken" and "jax is 0.9.0, rich is missing" in found.found
-    assert found.fixes == ("pip install 'jax>=0.10.2' 'rich'",)
+    findings = doctor.check_versions({"jax": "0.9.0"}, required)
+    assert findings.state == "broken" and "jax is 0.9.0, rich is missing" in findings.found
+    assert findings.fixes == ("pip install 'jax>=0.10.2' 'rich'",)
     assert doctor.check_versions({"jax": "0.12.0"}, None).fixes == ("pip install -e .",)
 
 
@@ -100,8 +100,8 @@ def test_a_disk_that_is_full_or_not_writable_is_found(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(doctor.tempfile, "NamedTemporaryFile", refused)
-    found = doctor.check_disk(tmp_path / "runs")
-    assert found.state == "broken" and found.found == f"{tmp_path}: Permission denied"
+    finding = doctor.check_disk(tmp_path / "runs")
+    assert finding.state == "broken" and finding.found == f"{tmp_path}: Permission denied"
 
 
 def test_a_cache_larger_than_what_is_free_is_named(tmp_path, monkeypatch):

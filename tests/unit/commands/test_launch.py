@@ -1,4 +1,4 @@
-"""`jaxtune launch`: N processes, a log each, the first failure ends all, signals are passed on."""
+"""`jaxtune launch`: N processes, a log each; the first failure ends all, signals are passed on."""
 
 import os
 import pathlib
@@ -107,7 +107,7 @@ if len(sys.argv) < 3:
     again = ["--config.ckpt.resume=auto"]
     expected = "".join(f"{again * times}\n" for times in range(3))
     assert [(tmp_path / f"process-{index}.log").read_text() for index in range(2)] == [expected] * 2
-    assert expected in out, "of every start"
+    assert expected in out, "output of every start"
     assert error.count("process 1 was ended by SIGKILL") == 2 and "starting all again, 1 more times at most" in error
 
 
@@ -141,7 +141,7 @@ print("signals", len(count))
     while not all(log.exists() and "ready" in log.read_text() for log in logs):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    os.killpg(process.pid, number)  # as a terminal sends Ctrl-C: to the whole foreground group
+    os.killpg(process.pid, number)  # like Ctrl-C in a terminal: to the whole foreground group
     process.communicate(timeout=30)
     assert process.returncode == 0
     assert [log.read_text() for log in logs] == ["ready\nsignals 1\n"] * 2

@@ -1,4 +1,4 @@
-"""The files of launch/: what they say is what jaxtune reads. No cluster, no Docker."""
+"""The files of launch/ set what jaxtune reads. No cluster, no Docker."""
 
 import os
 import pathlib
@@ -16,7 +16,7 @@ from jaxtune.recipes import __path__ as recipes
 from jaxtune.terminal import REFUSED, STOPPED
 
 ROOT = pathlib.Path(__file__).parents[3]
-INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"  # which Kubernetes sets in an indexed Job
+INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"  # set by Kubernetes in an indexed Job
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def pod(job):
     ids=["done", "asked to stop", "an error of the user's", "failures, then asked to stop", "restarts run out"],
 )
 def test_slurm_starts_again_after_failures_alone(tmp_path, codes, code, resumed, queued_again):
-    """With an `srun` that notes its arguments and ends with the next of the exit codes."""
+    """`srun` is a script that records its arguments and exits with the next of the codes."""
     (tmp_path / "codes").write_text("".join(f"{one}\n" for one in codes))
     take = f'cd {tmp_path}; echo "$@" >> calls; code=$(head -n 1 codes); sed -i 1d codes; exit "$code"'
     for name, body in (("srun", take), ("scontrol", f'echo "$@" > {tmp_path}/requeued')):
@@ -77,7 +77,7 @@ def test_pods_find_each_other(jobset, job, pod):
         host, port = arguments["coordinator_address"].split(":")
         assert host == f"{name}-{job['name']}-0-0.{name}" and 1024 < int(port) < 65536
         assert "local_device_ids" not in arguments, "all GPUs of the pod"
-    assert job["parallelism"] == job["completions"], "all at once"
+    assert job["parallelism"] == job["completions"], "all pods at the same time"
 
 
 def test_pods_run_a_command_of_jaxtune_with_options_that_exist(pod):
@@ -94,11 +94,11 @@ def test_pods_run_a_command_of_jaxtune_with_options_that_exist(pod):
 
 
 def test_a_jobset_restarts_after_failures_alone(jobset, job, pod):
-    """A pod that fails by an exit code of podFailurePolicy fails its job with a message that ends as below."""
+    """If a pod exits with a code in podFailurePolicy, its job fails with a message that ends as below."""
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [REFUSED, STOPPED]
     assert rule["onExitCodes"]["containerName"] == pod["containers"][0]["name"]
-    assert pod["restartPolicy"] == "Never" and job["backoffLimit"] == 0, "as a podFailurePolicy and JobSet's need"
+    assert pod["restartPolicy"] == "Never" and job["backoffLimit"] == 0, "required by podFailurePolicy and by JobSet"
 
     def action(code):
         reason = "PodFailurePolicy" if code in rule["onExitCodes"]["values"] else "BackoffLimitExceeded"

@@ -12,7 +12,7 @@ from jaxtune.config import keys
 
 
 def keys_of(lines: list[str]) -> list[str]:
-    """The options that are shown, each in a line that is not indented."""
+    """Return the options that are shown, each on a line without indentation."""
     return [key for key, colon, _ in (line.partition(": ") for line in lines) if colon and not key.startswith(" ")]
 
 
@@ -20,7 +20,7 @@ def test_every_option_is_listed_with_type_default_unit_rules_and_meaning(capsys,
     monkeypatch.setenv("COLUMNS", "100")
     assert options.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
-    listed = [key for key in keys.options() if not key.startswith("data.eval_datasets[i].")]  # as of data.datasets[i]
+    listed = [key for key in keys.options() if not key.startswith("data.eval_datasets[i].")]  # same as data.datasets[i]
     assert keys_of(lines) == listed
     assert lines[-1] == "data.eval_datasets[i] has the options of data.datasets[i]."
     at = lines.index("data.seq_len: int = 2048 (tokens, at least 2)")

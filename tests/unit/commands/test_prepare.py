@@ -45,10 +45,10 @@ def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
 
     shards = [f"--shard={shard}" for shard in ("0/2", "1/2", "2/2", "a")]
     assert [prepare.main([*command, "--config.data.datasets[0].samples=1", shard]) for shard in shards] == [0, 0, 2, 2]
-    said = capsys.readouterr()
-    assert "1 documents in the 1 parts of shard 0/2; of all 1 parts 1 are there" in said.out
-    assert "0 documents in the 0 parts of shard 1/2" in said.out
-    assert "--shard=2/2: I/N" in said.err and "--shard=a: I/N" in said.err
+    printed = capsys.readouterr()
+    assert "1 documents in the 1 parts of shard 0/2; of all 1 parts 1 are there" in printed.out
+    assert "0 documents in the 0 parts of shard 1/2" in printed.out
+    assert "--shard=2/2: I/N" in printed.err and "--shard=a: I/N" in printed.err
 
     stream = [*command, "--config.data.streaming=yes", "--config.train.max_steps=1", "--config.data.window_rows=2"]
     assert prepare.main([*stream, "--show=1"]) == 0
@@ -67,8 +67,8 @@ def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
     )
     (tmp_path / "several.py").write_text(several)
     assert prepare.main([f"--config={tmp_path}/several.py:{tmp_path}", "--show=3"]) == 0
-    said = re.findall(r"sample (\d), \S*/(\w.jsonl:\d): ", capsys.readouterr().out)
-    assert said == [("0", "b.jsonl:1"), ("3", "c.jsonl:1"), ("1", "b.jsonl:2")]
+    printed = re.findall(r"sample (\d), \S*/(\w.jsonl:\d): ", capsys.readouterr().out)
+    assert printed == [("0", "b.jsonl:1"), ("3", "c.jsonl:1"), ("1", "b.jsonl:2")]
 
     (tmp_path / "data.jsonl").write_text('{"instruction": "H"')
     assert prepare.main(command) == 2

@@ -1,4 +1,4 @@
-"""`import jaxtune` in Python: what it gives, and configs that calls change."""
+"""The Python API of `import jaxtune`, and configs that calls change."""
 
 import pydoc
 import subprocess
@@ -33,7 +33,7 @@ def test_a_config_is_built_changed_and_printed():
     changed = jaxtune.config_of(config, data={"datasets": [{"path": "mine.jsonl"}]}, **{"lora.rank": 8})
     assert (changed.lora.rank, changed.optim.learning_rate, changed.train.run_name) == (8, 3e-4, "qwen_lora")
     assert [entry.path for entry in changed.data.datasets] == ["mine.jsonl"]
-    assert changed.data.datasets[0].type == "auto", "what the recipe says of its own dataset is not said of this one"
+    assert changed.data.datasets[0].type == "auto", "the recipe's options for its own dataset do not apply to another"
     assert {"lora.rank = 8", "data.datasets[0].path = 'mine.jsonl'"} < set(str(changed).splitlines())
     assert "weight_decay" not in str(changed), "a default"
     assert to_json(config) != to_json(changed)
@@ -82,7 +82,7 @@ def test_errors_are_exceptions_with_the_same_messages(recipe, sections, said):
 
 
 def test_a_problem_of_many_entries_is_told_a_few_times_and_at_once(monkeypatch):
-    """The options are compared with a wrong key once, not once for each entry."""
+    """The wrong key is compared with the options once, not once for each entry."""
     compared = []
     monkeypatch.setattr(keys, "_ratio", lambda a, b: compared.append(a) or float(a == b))
     entries = [{"path": "a", "txet_feild": "b"} for _ in range(100)]
@@ -124,7 +124,7 @@ def test_python_completes_what_is_public():
     assert dir(jaxtune) == sorted(jaxtune.__all__)
     shown = pydoc.render_doc(jaxtune.train, renderer=pydoc.plaintext)  # help(jaxtune.train)
     assert 'jaxtune.train - Trains by a recipe, or continues its run: `run = jaxtune.train("quickstart"' in shown
-    assert "dialect: The system that" in shown and "FUNCTIONS" not in shown, "what can be called, and nothing else"
+    assert "dialect: The system that" in shown and "FUNCTIONS" not in shown, "only what can be called"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`python -m jaxtune.report`: from run folders to a page, what it says where it cannot, and the page in a browser."""
+"""`python -m jaxtune.report`: the page for run folders, its error messages, and the page in a browser."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ HOSTILE = "</script><script>window.bad = 1</script><img src=x onerror='window.ba
 
 
 def run(path, steps=30, datasets=1, learning_rate=1e-4):
-    """A run folder, written as training writes it."""
+    """Write a run folder as training does."""
     config = Config()
     data = dataclasses.replace(config.data, datasets=(Dataset(path="a.jsonl"), Dataset(path="b.jsonl"))[:datasets])
     optim = dataclasses.replace(config.optim, learning_rate=learning_rate)
@@ -44,14 +44,14 @@ def test_one_run_and_several(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     one, other = run(tmp_path / "one"), run(tmp_path / "other", datasets=2, learning_rate=1e-3)
     assert report.main([str(one)]) == 0 and "metrics" not in capsys.readouterr().err
-    assert report.main([str(one)]) == 0  # its own page is written anew
+    assert report.main([str(one)]) == 0  # overwrites its own page
     assert report.main([str(one), str(other)]) == 0
     assert report.main([str(one), str(other), "--output=both.html"]) == 0
     assert (one / "report.html").is_file()
     assert (tmp_path / "report.html").read_bytes() == (tmp_path / "both.html").read_bytes()
-    found = json.loads((tmp_path / "both.html").read_text().partition('id="data">')[2].partition("</script>")[0])
-    assert found["options"]["columns"] == ["one", "other"]
-    assert found["options"]["rows"] == [
+    shown = json.loads((tmp_path / "both.html").read_text().partition('id="data">')[2].partition("</script>")[0])
+    assert shown["options"]["columns"] == ["one", "other"]
+    assert shown["options"]["rows"] == [
         ["data.datasets[1].path", "-", "b.jsonl"],
         ["optim.learning_rate", "0.0001", "0.001"],
     ]
@@ -65,7 +65,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path, monkeypatch)
     assert '["x/qwen", "y/qwen"]' in (tmp_path / "report.html").read_text()
 
 
-def broken(folder, line):
+def damage(folder, line):
     path = run(folder / "runs" / "broken")
     rows = (path / "metrics.jsonl").read_text().splitlines()
     (path / "metrics.jsonl").write_text("\n".join([*rows[:3], line, *rows[3:]]) + "\n")
@@ -79,18 +79,18 @@ def broken(folder, line):
         (lambda folder: [str(folder / "none")], "none is not a run folder: it has no config.json"),
         (lambda folder: [str(run(folder / "runs" / "a").parent)], "has some: python -m jaxtune.report "),
         (lambda folder: [str(run(folder / "a"))] * 2, "a run is named once"),
-        (lambda folder: broken(folder, '{"step": 4, "lo'), "metrics.jsonl, line 4: not a JSON object"),
-        (lambda folder: broken(folder, '{"step": 4, "loss": [1]}'), "metrics.jsonl, line 4: loss is [1], not a number"),
+        (lambda folder: damage(folder, '{"step": 4, "lo'), "metrics.jsonl, line 4: not a JSON object"),
+        (lambda folder: damage(folder, '{"step": 4, "loss": [1]}'), "metrics.jsonl, line 4: loss is [1], not a number"),
         (
-            lambda folder: broken(folder, '{"step": 4, "a": ' + "[" * 10**5 + "]" * 10**5 + "}"),
+            lambda folder: damage(folder, '{"step": 4, "a": ' + "[" * 10**5 + "]" * 10**5 + "}"),
             "line 4: not a JSON object",
         ),
-        (lambda folder: broken(folder, '{"step": 4, "step_seconds": NaN}'), "step_seconds is nan, not a number from 0"),
-        (lambda folder: broken(folder, '{"step": 4, "tokens": ""}'), "tokens is '', not a number from 0"),
-        (lambda folder: broken(folder, f'{{"step": 4, "loss": {10**400}}}'), "a number of more than 64 bits"),
-        (lambda folder: broken(folder, f'{{"step": {10**400}}}'), "line 4: step is 100"),
+        (lambda folder: damage(folder, '{"step": 4, "step_seconds": NaN}'), "step_seconds is nan, not a number from 0"),
+        (lambda folder: damage(folder, '{"step": 4, "tokens": ""}'), "tokens is '', not a number from 0"),
+        (lambda folder: damage(folder, f'{{"step": 4, "loss": {10**400}}}'), "a number of more than 64 bits"),
+        (lambda folder: damage(folder, f'{{"step": {10**400}}}'), "line 4: step is 100"),
         (
-            lambda folder: broken(folder, json.dumps({"step": 4} | dict.fromkeys(map(str, range(10**5)), 1))),
+            lambda folder: damage(folder, json.dumps({"step": 4} | dict.fromkeys(map(str, range(10**5)), 1))),
             "has 100,006 metrics, and a page shows at most 1,000",
         ),
         (lambda folder: [str(run(folder / "a")), f"--output={folder}/a/config.json"], "is another file"),
@@ -166,26 +166,26 @@ def test_the_page_in_a_browser(tmp_path):
     runs = [run(tmp_path / "one"), run(tmp_path / f"other {HOSTILE.replace('/', '')}", steps=10, learning_rate=1e-3)]
     page = tmp_path / "page.html"
     assert report.main([*map(str, runs), f"--output={page}"]) == 0
-    found, said = in_browser(page, SEEN)
-    assert said == [] and found["bad"] is None and found["images"] == 0
-    assert found["headings"][:4] == ["loss", "eval_loss", "rewards/margins", "learning_rate"]
-    assert found["title"].startswith("one, other <script>") and found["sample"] == f"def {HOSTILE}"
-    assert found["still"].startswith("step 30; one: 0.1") and found["labelled"]
-    first, second, later, last = found["keys"]
+    seen, messages = in_browser(page, SEEN)
+    assert messages == [] and seen["bad"] is None and seen["images"] == 0
+    assert seen["headings"][:4] == ["loss", "eval_loss", "rewards/margins", "learning_rate"]
+    assert seen["title"].startswith("one, other <script>") and seen["sample"] == f"def {HOSTILE}"
+    assert seen["still"].startswith("step 30; one: 0.1") and seen["labelled"]
+    first, second, later, last = seen["keys"]
     assert first.startswith("step 1; one: 3") and second.startswith("step 2; one: 1.5")
     assert later.startswith("step 5; one: 0.6") and last.startswith("step 30; one: 0.1") and "at step 10" in last
-    assert found["hovered"].startswith("step 1 one: 3")
-    assert (found["drawn"], found["unsmoothed"], found["one"]) == (4, 2, 1)
-    assert found["rate"] == 2, "a learning rate is drawn as it is"
-    assert found["flat"] == "0", "an axis of values from 0 does not begin below"
-    assert found["tokens"].startswith("tokens 64; one: 3")
-    assert re.search(r"loss\s+12.50\s+1.00\s+20.00\s+0.50\s+34.00\s+100%\s+34.00\s+all", found["step"])
-    assert "one: mean of 3 steps on /host:CPU: operations ran in 34.00 of 40.00 ms a step (85%)" in found["step"]
+    assert seen["hovered"].startswith("step 1 one: 3")
+    assert (seen["drawn"], seen["unsmoothed"], seen["one"]) == (4, 2, 1)
+    assert seen["rate"] == 2, "a learning rate is drawn as it is"
+    assert seen["flat"] == "0", "an axis of values from 0 does not begin below"
+    assert seen["tokens"].startswith("tokens 64; one: 3")
+    assert re.search(r"loss\s+12.50\s+1.00\s+20.00\s+0.50\s+34.00\s+100%\s+34.00\s+all", seen["step"])
+    assert "one: mean of 3 steps on /host:CPU: operations ran in 34.00 of 40.00 ms a step (85%)" in seen["step"]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_who_cannot_see_the_page_well_can_use_it(tmp_path, dark):
-    """What axe-core, the checker of accessibility, finds."""
+    """axe-core, an accessibility checker, finds nothing on the page."""
     axe_core = pytest.importorskip("axe_core_python", reason="no axe-core: pip install axe-core-python")
     script = Path(axe_core.__file__).with_name("axe.min.js")
     page = tmp_path / "page.html"

@@ -1,4 +1,4 @@
-"""A secret in a URL is used, and neither shown nor saved nor sent."""
+"""A secret in a URL is used, and it is neither shown nor saved nor sent."""
 
 import dataclasses
 import json
@@ -55,7 +55,7 @@ def config_of(url: str) -> Config:
 
 def test_it_is_in_no_file_log_message_or_report_of_a_run(tmp_path, monkeypatch, capsys):
     for logger in map(logging.getLogger, process._SHOWN):
-        for attribute in ("handlers", "propagate", "level"):  # put back afterwards
+        for attribute in ("handlers", "propagate", "level"):  # reset after the test
             monkeypatch.setattr(logger, attribute, getattr(logger, attribute))
     config, folder = config_of(URL), RunFolder(tmp_path)
     folder.write_records(config, None)
@@ -77,7 +77,7 @@ def test_it_is_in_no_file_log_message_or_report_of_a_run(tmp_path, monkeypatch, 
 
 def test_another_token_is_the_same_run_and_the_same_data(tmp_path):
     before, now = config_of(URL), config_of(URL.replace(SECRET, "another"))
-    for saved in (to_json(before), to_json(before).replace("HIDDEN", SECRET)):  # of a run that kept it
+    for saved in (to_json(before), to_json(before).replace("HIDDEN", SECRET)):  # the second as a run once saved it
         resume.check_unchanged(json.loads(saved), now, RunFolder(tmp_path))
     with pytest.raises(UserError, match="data.datasets"):
         resume.check_unchanged(json.loads(to_json(before)), config_of("https://host/b.jsonl"), RunFolder(tmp_path))

@@ -1,4 +1,4 @@
-"""What tests of the config start from."""
+"""Fixtures for tests of the config."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from jaxtune.config import dataset, new_config
 
 @pytest.fixture
 def base():
-    """A recipe's config that lacks nothing."""
+    """Return a recipe's config with every required option set."""
     config = new_config()
     config.model.path = "folder"
     config.data.datasets = (dataset(path="a.jsonl"), dataset(path="b.jsonl"))

@@ -1,4 +1,4 @@
-"""Options that contradict each other, or have no effect beside others, are told; those that go together are not."""
+"""Options that contradict each other, or have no effect with others, are refused; valid combinations are not."""
 
 import operator
 
@@ -418,7 +418,7 @@ def test_what_an_override_made_moot_is_a_note_and_its_default_takes_its_place(se
     (moot,) = [said for said in config.said if said.moot]
     assert moot.key == key and moot.by == "recipe" and reason in moot.moot
     assert operator.attrgetter(key)(config) == keys.options()[key].default
-    with pytest.raises(UserError, match=f"{key}.*no effect"):  # typed as well, it is an error
+    with pytest.raises(UserError, match=f"{key}.*no effect"):  # it is an error if typed as well
         resolve(recipe, "recipe", {**settings, key: "3"}.items())
 
 

@@ -1,4 +1,4 @@
-"""Configs of other systems: which system it is, what each option becomes, and what cannot be translated, by name."""
+"""Configs of other systems: recognition, the translation of each option, and the names of untranslatable ones."""
 
 import pathlib
 
@@ -25,7 +25,7 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def resolved(text: str, dialect: str | None = None, overrides=()):
+def resolve_text(text: str, dialect: str | None = None, overrides=()):
     pathlib.Path("its.yaml").write_text(text)
     return read_recipe("its.yaml", dialect=dialect).resolve(overrides)
 
@@ -36,7 +36,7 @@ def value(config, key: str):
     return config
 
 
-# system, lines of its config, what becomes of them
+# system, lines of its config, their translation
 TRANSLATED = [
     # Surogate: options that are read together
     (
@@ -267,7 +267,7 @@ TRANSLATED = [
     ("system", "more", "expected"), TRANSLATED, ids=lambda part: str(part)[-60:].replace("\n", ";")
 )
 def test_options_become_ours(system, more, expected):
-    config = resolved(system + more)
+    config = resolve_text(system + more)
     assert {key: value(config, key) for key in expected} == expected
 
 
@@ -345,7 +345,7 @@ def test_options_become_ours(system, more, expected):
 )
 def test_what_cannot_be_translated_is_an_error_by_name(text, told):
     with pytest.raises(UserError, match=told):
-        resolved(text)
+        resolve_text(text)
 
 
 LLAMA_FACTORY = "model_name_or_path: a\nstage: sft\nfinetuning_type: lora\ntemplate: llama3\ncutoff_len: 2048\n"
@@ -369,7 +369,7 @@ TORCHTUNE = "model: {_component_: torchtune.models.llama3_2.lora_llama3_2_1b, lo
 )
 def test_a_system_without_a_table_is_named(text, told):
     with pytest.raises(UserError, match=told):
-        resolved(text)
+        resolve_text(text)
 
 
 def test_marks_of_systems_without_a_table_are_options_of_no_other():
@@ -377,21 +377,21 @@ def test_marks_of_systems_without_a_table_are_options_of_no_other():
     theirs = {part for dialect in foreign.DIALECTS for name in foreign.table(dialect) for part in name.split(".")}
     assert not marks & (theirs | {key.rpartition(".")[2] for key in keys.options()})
     with pytest.raises(UserError, match="lora.lora_target = 'all': no such option; nearest: lora.target_modules"):
-        resolved("base: qwen_lora:my/model\nlora: {lora_target: all}\n")
+        resolve_text("base: qwen_lora:my/model\nlora: {lora_target: all}\n")
 
 
 def test_a_line_says_what_a_user_would_look_for_elsewhere():
     text = "output_dir: ./out\nspecial_tokens: {pad_token: <p>}\nloss_watchdog_threshold: 5.0\n"
-    notes = "\n".join(resolved(AXOLOTL + text).notes)
+    notes = "\n".join(resolve_text(AXOLOTL + text).notes)
     assert "train.output_dir = './out'; the result is in <output_dir>/<train.run_name>/export" in notes
     assert "special_tokens.pad_token = '<p>' -> padding is neither seen nor trained" in notes
     assert "loss_watchdog_threshold = 5.0 -> no limit of the loss ends a run" in notes
 
 
 def test_what_is_not_there_yet_at_its_default_is_a_note_and_so_is_a_reason():
-    (note,) = [note for note in resolved(TRL + "eval_delay: 0\n").notes if "eval_delay" in note]
+    (note,) = [note for note in resolve_text(TRL + "eval_delay: 0\n").notes if "eval_delay" in note]
     assert note == "  eval_delay = 0 -> not there yet, and this is as without it"
-    notes = resolved(SUROGATE + "padding_side: left\nnormuon_beta2: 0.9\n").opening_lines
+    notes = resolve_text(SUROGATE + "padding_side: left\nnormuon_beta2: 0.9\n").opening_lines
     assert notes[0] == "its.yaml: a config of Surogate; what became of it:"
     assert any(note.startswith("  padding_side = 'left' -> padding is neither seen nor trained") for note in notes)
     (moot,) = [note for note in notes if note.startswith("left out")]
@@ -400,7 +400,7 @@ def test_what_is_not_there_yet_at_its_default_is_a_note_and_so_is_a_reason():
 
 def test_the_dialect_can_be_said_and_our_own_options_come_on_top():
     text = "learning_rate: 1e-4\nmodel_name_or_path: my/model\ntrain_dataset_path: a.jsonl\n"
-    config = resolved(text, "erniekit", [("optim.learning_rate", "3e-4")])
+    config = resolve_text(text, "erniekit", [("optim.learning_rate", "3e-4")])
     assert config.optim.learning_rate == 3e-4 and config.model.path == "my/model"
     pathlib.Path("top.yaml").write_text("base: its.yaml\noptim: {beta2: 0.95}\n")
     config = read_recipe("top.yaml").resolve()

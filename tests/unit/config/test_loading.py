@@ -1,4 +1,4 @@
-"""What a user relies on when writing a recipe or a command line: values arrive, mistakes are named."""
+"""Recipes and command lines: values arrive, mistakes are named."""
 
 import json
 import operator
@@ -33,7 +33,7 @@ def get_config(model="folder"):
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Writes a recipe and returns its path: the default one, or one whose get_config() has these lines."""
+    """Return a function that writes a recipe and returns its path; `lines` are added to get_config()."""
 
     def write(*lines, name="recipe.py"):
         text = (
@@ -49,14 +49,14 @@ def recipe(tmp_path):
 
 
 def load(*arguments):
-    """The config that a command with these arguments gets."""
+    """Return the config for a command with these arguments."""
     seen = []
     assert run(lambda values: None, lambda values, config: seen.append(config), list(arguments)) == 0
     return seen[0]
 
 
 def error(capsys, *arguments):
-    """What a command with these arguments says before it exits with code 2."""
+    """Return the error of a command with these arguments, which exits with code 2."""
 
     def define(values):
         flags.DEFINE_integer("step", None, "a step", flag_values=values)
@@ -83,7 +83,7 @@ def error(capsys, *arguments):
         ("train.run_name=100", "train.run_name", "100"),
         ("train.run_name=1e3", "train.run_name", "1e3"),
         ("data.cache_dir=None", "data.cache_dir", None),
-        ("train.max_steps=-1", "train.max_steps", None),  # not set, as others write it
+        ("train.max_steps=-1", "train.max_steps", None),  # not set, as other systems write it
         ("train.output_dir='x'", "train.output_dir", "'x'"),
         ("precision.recipe=fp32", "precision.recipe", "fp32"),
         ("ckpt.resume=5", "ckpt.resume", 5),
@@ -167,7 +167,7 @@ def test_target_modules_are_a_tuple_or_a_string_everywhere(recipe, text, value):
 
 
 def test_many_values_on_one_command_line(recipe):
-    """Those of the example in XORL's documentation."""
+    """The example in XORL's documentation."""
     settings = {
         "optim.learning_rate": 2e-5,
         "train.output_dir": "outputs/my_run",
@@ -236,7 +236,7 @@ def test_a_recipe_may_give_an_int_for_a_float_and_a_list_for_a_tuple(base):
 
 
 def values_of(annotation):
-    """A hypothesis strategy of the values an option takes; JSON has no NaN and no infinity."""
+    """Return a hypothesis strategy for the values of an option; JSON has no NaN and no infinity."""
     members = typing.get_args(annotation) if typing.get_origin(annotation) is not typing.Literal else ()
     finite = st.floats(allow_nan=False, allow_infinity=False)
     return finite if annotation is float or float in members else st.from_type(annotation)
@@ -432,8 +432,8 @@ def test_nearest_key_finds_the_meant_one_after_a_typo():
             if wrong in keys.options():
                 continue
             tried += 1
-            found = keys.nearest(wrong)
-            if found is None or found.key != key:
+            nearest = keys.nearest(wrong)
+            if nearest is None or nearest.key != key:
                 misses.append((key, wrong))
     assert tried > 400 and len(misses) <= 0.05 * tried, misses
 
@@ -536,21 +536,21 @@ def test_values_on_the_command_line_as_people_write_them(recipe, text, key, valu
     config = load(
         f"--config={recipe()}", *(f"--config.{need}" for need in needs.get(key, [])), f"--config.{key}={text}"
     )
-    found = config
+    value_there = config
     for part in re.findall(r"\w+", key):
-        found = found[int(part)] if part.isdigit() else getattr(found, part)
-    assert found == value
+        value_there = value_there[int(part)] if part.isdigit() else getattr(value_there, part)
+    assert value_there == value
 
 
 @pytest.mark.parametrize("setting", ["train.output_dir=None", "data.special_tokens=a b", "lora.enabled=maybe"])
 def test_values_that_no_option_of_the_type_has_say_what_would_be_one(recipe, setting, base):
-    told = {"output_dir": "expected str", "special_tokens": r"such as \('a b',\)", "enabled": "expected bool"}
-    with pytest.raises(UserError, match=told[re.split("[.=]", setting)[1]]):
+    messages = {"output_dir": "expected str", "special_tokens": r"such as \('a b',\)", "enabled": "expected bool"}
+    with pytest.raises(UserError, match=messages[re.split("[.=]", setting)[1]]):
         resolve(base, "recipe", [tuple(setting.split("="))])
 
 
 def test_names_of_other_systems_are_answered_with_ours():
-    """Each is an alias of an option that there is, and none is the name of another option."""
+    """Each is an alias of an existing option, and none is the name of another option."""
     for key, aliases in keys.ALIASES.items():
         assert key in keys.options()
         for alias in aliases.split():

@@ -1,4 +1,4 @@
-"""Recipes: those that come with jaxtune go by name from any folder, a run's config.json is one, others say so."""
+"""Recipes of jaxtune load by name from any folder, a run's config.json is a recipe, other files are refused."""
 
 import ast
 import copy
@@ -41,7 +41,7 @@ def test_a_recipe_starts_from_another_in_any_folder():
 
 
 def started_from(base: str, *lines: str) -> str:
-    """A recipe that starts from another one by import, with these lines."""
+    """Write a recipe that imports another one and adds these lines; return its name."""
     body = [f"config = {base}.get_config('my/model')", *lines, "return config"]
     head = f"from jaxtune.config import dataset, new_config\nfrom jaxtune.recipes import {base}\n\ndef get_config():\n"
     pathlib.Path("mine.py").write_text(head + "".join(f"    {line}\n" for line in body))
@@ -69,7 +69,7 @@ def started_from(base: str, *lines: str) -> str:
     ],
 )
 def test_what_a_recipe_inherits_gives_way_to_what_it_says(base, line, values, left_out):
-    """As it gives way to what is typed on the command line or given in a call."""
+    """An inherited option gives way in the same way to the command line and to a call."""
     written = read_recipe(started_from(base, f"config.{line}")).resolve()
     configs = [written]
     key, _, value = line.partition(" = ")
@@ -77,18 +77,18 @@ def test_what_a_recipe_inherits_gives_way_to_what_it_says(base, line, values, le
         configs.append(read_recipe(base, "my/model").resolve([(key, value.strip("'"))]))
         configs.append(read_recipe(base, "my/model").resolve([(key, ast.literal_eval(value))], by="call"))
     for config in configs:
-        found = {key: operator.attrgetter(key)(config) for key in values}
-        for entry in found.get("data.datasets", ()):
-            found["data.datasets"] = (entry.path, entry.type, entry.subset)
-        assert found == values
-        assert len(config.opening_lines) == bool(left_out), "all of a dataset in one line"
+        actual = {key: operator.attrgetter(key)(config) for key in values}
+        for entry in actual.get("data.datasets", ()):
+            actual["data.datasets"] = (entry.path, entry.type, entry.subset)
+        assert actual == values
+        assert len(config.opening_lines) == bool(left_out), "one line for all options of a dataset"
         assert [
             name for text in config.opening_lines for name in re.findall(r"(\w+) = ", text.split(": ")[2])
         ] == left_out
 
 
 def test_columns_of_a_recipe_s_own_dataset_give_way_to_another_path():
-    """What is made of the samples stays, and so does what is typed."""
+    """The options for processing samples stay, and so do typed options."""
     fields = "instruction_field='q', output_field='a', tools_field='t', select_columns=('q', 'a'), encoding='cp1252'"
     more = "message_property_mappings=('role=who',), prompt_format='{q}: ', type='auto', samples=2"
     name = started_from("qwen_lora", f"config.data.datasets = (dataset(path='own.csv', {fields}, {more}),)")
@@ -127,7 +127,7 @@ def test_what_a_recipe_says_itself_must_have_an_effect(base, lines, told):
 
 
 def test_what_is_inherited_gives_way_at_every_step():
-    """Of a Python recipe, of YAML files that start from one another, and of a config that Python code changes."""
+    """In a Python recipe, in YAML files based on one another, and in a config that Python code changes."""
     started_from("qwen_lora", "config.data.validation_split = 0.0")
     pathlib.Path("middle.yaml").write_text("base: mine.py\nlora: {rank: 4}\n")
     pathlib.Path("top.yaml").write_text("base: middle.yaml\nlora: {enabled: false}\n")
@@ -216,19 +216,19 @@ def test_the_command_lists_recipes_and_copies_one(capsys):
 
 
 def test_a_recipe_needs_nothing_but_what_comes_with_jaxtune():
-    """The folder that a wheel has: nothing of the repository around it."""
+    """An empty folder, as for a user of the wheel, without the repository."""
     pathlib.Path("empty").mkdir()
     for name in own_recipes():
         assert resolve(load_recipe(name), name).model.path
 
 
-def shown() -> list[str]:
-    """The commands that the docstrings of recipes show."""
+def commands_shown() -> list[str]:
+    """Return the commands in the docstrings of recipes."""
     lines = [line.strip() for file in own_recipes().values() for line in file.read_text().splitlines()]
     return [line for line in lines if line.startswith("python -m jaxtune.train ")]
 
 
-@pytest.mark.parametrize("command", shown())
+@pytest.mark.parametrize("command", commands_shown())
 def test_a_command_of_a_docstring_runs_as_written(command):
     pathlib.Path("my.jsonl").write_text(json.dumps({"instruction": "a", "output": "b"}))
     pathlib.Path("FOLDER").mkdir()
@@ -240,4 +240,4 @@ def test_a_command_of_a_docstring_runs_as_written(command):
     for entry in config.data.datasets:
         if pathlib.Path(entry.path).exists():
             assert open_source(entry).name == entry.path
-    assert len(shown()) > 20
+    assert len(commands_shown()) > 20

@@ -1,4 +1,4 @@
-"""`train.recommend`: each mode has its rule of thumb, what is set stays, and every value is printed with its source."""
+"""`train.recommend` has a rule of thumb for each mode; set options stay, and each value is printed with its source."""
 
 import pytest
 from tiny import model_folder
@@ -11,11 +11,11 @@ PREFERENCES = {"preference.loss": "sigmoid"}
 QLORA = LORA | {"quant.format": "nf4"}
 
 
-def resolved(base, count=count_parameters, **settings):
+def recommend(base, count=count_parameters, **settings):
     return resolve(base, "recipe", {"train.recommend": "True", **settings}.items(), count=count)
 
 
-# settings, billions of parameters, the learning rate, part of what is printed
+# settings, billions of parameters, the learning rate, part of the output
 MODES = [
     ({}, 0.6, 3e-5, "recommended: optim.learning_rate = 3e-05 (full: ERNIEKit's"),
     (LORA, 0.6, 3e-4, "recommended: optim.learning_rate = 0.0003 (LoRA: ERNIEKit's"),
@@ -35,7 +35,7 @@ MODES = [
 
 @pytest.mark.parametrize(("settings", "billions", "rate", "told"), MODES)
 def test_a_mode_and_size_have_their_learning_rate_and_warmup(base, settings, billions, rate, told):
-    config = resolved(base, count=lambda model: billions * 1e9, **settings)
+    config = recommend(base, count=lambda model: billions * 1e9, **settings)
     assert (config.optim.learning_rate, config.optim.warmup_ratio) == (rate, 0.03)
     first, second = config.opening_lines
     assert first.startswith(told) and second.startswith(
@@ -50,7 +50,7 @@ def test_without_the_option_nothing_is_recommended(base):
 
 def test_what_the_recipe_or_the_command_line_sets_stays(base):
     base.optim.learning_rate = 1e-3
-    config = resolved(base, **LORA, **{"optim.warmup_steps": "5"})
+    config = recommend(base, **LORA, **{"optim.warmup_steps": "5"})
     assert (config.optim.learning_rate, config.optim.warmup_steps, config.optim.warmup_ratio) == (1e-3, 5, 0.0)
     rate, warmup = config.opening_lines
     assert rate.endswith("but optim.learning_rate is set and stays")
@@ -58,12 +58,12 @@ def test_what_the_recipe_or_the_command_line_sets_stays(base):
 
 
 def test_a_default_that_is_typed_is_set_too(base):
-    assert resolved(base, **LORA, **{"optim.learning_rate": "2e-4"}).optim.learning_rate == 2e-4
+    assert recommend(base, **LORA, **{"optim.learning_rate": "2e-4"}).optim.learning_rate == 2e-4
 
 
 def test_reward_models_have_no_rule_of_thumb(base):
     rewards = {"preference.loss": "bradley_terry", "model.head": "classification", "model.num_labels": "1"}
-    config = resolved(base, **rewards)
+    config = recommend(base, **rewards)
     assert config.optim.learning_rate == 2e-4 and config.optim.warmup_ratio == 0.03
     assert (
         "recommended: nothing for optim.learning_rate: there is no rule of thumb for reward" in config.opening_lines[0]
@@ -71,7 +71,7 @@ def test_reward_models_have_no_rule_of_thumb(base):
 
 
 def test_other_optimizers_have_no_rule_of_thumb(base):
-    config = resolved(base, **{"optim.name": "lion"})
+    config = recommend(base, **{"optim.name": "lion"})
     assert config.optim.learning_rate == 2e-4
     assert "recommended: nothing for optim.learning_rate: rules of thumb are for AdamW" in config.opening_lines[0]
 
@@ -79,13 +79,13 @@ def test_other_optimizers_have_no_rule_of_thumb(base):
 def test_the_size_is_that_of_config_json(base, tmp_path):
     base.model.path = str(model_folder(tmp_path / "model"))
     base.model.from_scratch = True
-    (line, _) = resolved(base).opening_lines
+    (line, _) = recommend(base).opening_lines
     assert "recommended: optim.learning_rate = 0.0006 (pretraining, 3.2e-05 billion parameters" in line
 
 
 def test_a_run_that_was_recommended_values_repeats_them(base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = resolved(base, **LORA)
+    config = recommend(base, **LORA)
     (tmp_path / "config.json").write_text(to_json(config))
     assert resolve(load_recipe("config.json"), "config.json") == config
 

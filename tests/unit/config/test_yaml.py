@@ -1,4 +1,4 @@
-"""Recipes in YAML: our options, on top of a base; and what is wrong with a file, by its line."""
+"""Recipes in YAML: our options on top of a base; errors name the line."""
 
 import pathlib
 from itertools import pairwise
@@ -24,12 +24,12 @@ def write(text: str, name: str = "my.yaml") -> str:
     return name
 
 
-def resolved(text: str, *overrides: tuple[str, str]):
+def resolve_text(text: str, *overrides: tuple[str, str]):
     return read_recipe(write(text)).resolve(overrides)
 
 
 def test_options_stand_in_sections_or_with_dots_and_numbers_as_people_write_them():
-    config = resolved(
+    config = resolve_text(
         "model: {path: my/model}\n"
         "data.datasets:\n  - {path: a.jsonl, type: conversation}\n  - path: [b.jsonl, c.jsonl]\n"
         "optim:\n  learning_rate: 2e-5\n  schedule: cosine\n"
@@ -41,7 +41,7 @@ def test_options_stand_in_sections_or_with_dots_and_numbers_as_people_write_them
 
 
 def test_what_two_sections_share_is_written_once():
-    config = resolved(
+    config = resolve_text(
         "base: qwen_lora:my/model\nlora: &few {rank: 4}\n<<: {lora.alpha: 3}\noptim: {<<: {beta1: 0.5}}\n"
     )
     assert (config.lora.rank, config.lora.alpha, config.optim.beta1) == (4, 3.0, 0.5)
@@ -58,14 +58,14 @@ def test_a_base_is_a_recipe_by_name_or_a_file_beside_it_and_what_the_file_says_c
 
 
 def test_what_a_file_makes_moot_of_its_base_is_a_note_and_its_own_values_are_not():
-    config = resolved("base: qwen_lora:my/model\nlora: {enabled: false}\n")
+    config = resolve_text("base: qwen_lora:my/model\nlora: {enabled: false}\n")
     assert not config.lora.enabled
-    assert resolved("base: qwen_lora:my/model\ndata: {validation_split: 0}\n").opening_lines == (
+    assert resolve_text("base: qwen_lora:my/model\ndata: {validation_split: 0}\n").opening_lines == (
         "left out: recipe: eval.steps = 100: has no effect: it is read only when data.validation_split or "
         "data.eval_datasets, and data.validation_split = 0.0, data.eval_datasets = 0 entries",
     )
     with pytest.raises(UserError, match=r"my.yaml: lora.rank = 4: has no effect"):
-        resolved("base: qwen_full:my/model\nlora: {rank: 4}\n")
+        resolve_text("base: qwen_full:my/model\nlora: {rank: 4}\n")
 
 
 @pytest.mark.parametrize(
@@ -116,13 +116,13 @@ def test_what_a_file_makes_moot_of_its_base_is_a_note_and_its_own_values_are_not
 )
 def test_what_is_wrong_is_said_with_its_line(text, told):
     with pytest.raises(UserError, match=told):
-        resolved(text)
+        resolve_text(text)
 
 
 def test_bases_that_start_from_each_other_are_refused():
     write("base: my.yaml\n", "other.yaml")
     with pytest.raises(UserError, match="other.yaml, line 1: base = 'my.yaml': a recipe cannot start from itself"):
-        resolved("base: other.yaml\n")
+        resolve_text("base: other.yaml\n")
 
 
 def test_an_argument_belongs_to_the_base():

@@ -1,4 +1,4 @@
-"""Samples as documents, shown as text."""
+"""Fixtures that tokenise samples and show the documents as text."""
 
 import json
 from itertools import pairwise
@@ -12,27 +12,27 @@ from jaxtune.data.cache.documents import tokenize
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
-    """Bytes, with a chat template."""
+    """Return a byte tokenizer with a chat template."""
     return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
 def read(tokenizer, tmp_path):
-    """Tokenises samples; returns each with what is trained between « and », and the lines and warnings for the user."""
+    """Return a function that tokenises samples into texts, trained parts between « and », and lines for the user."""
 
     def get(*samples, **options):
         path = tmp_path / "a.jsonl"
         path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-        found = tokenize((Dataset(path=str(path), **options),), tokenizer, tmp_path / "cache")
+        documents = tokenize((Dataset(path=str(path), **options),), tokenizer, tmp_path / "cache")
         texts = []
-        for i in range(len(found)):
-            tokens, weights = found.read(i, 0, 10**9)
+        for i in range(len(documents)):
+            tokens, weights = documents.read(i, 0, 10**9)
             trained = (weights > 0).tolist()
             edges = [trained[0], *(a != b for a, b in pairwise(trained))]
             text = b""
             for token, edge, on in zip(tokens, edges, trained):
                 text += ("«" if on else "»").encode() * edge + tokenizer.decode(token).encode()
             texts.append(text.decode() + "»" * trained[-1])
-        return texts, [note.partition("a.jsonl: ")[2] for note in (*found.notes, *found.losses)]
+        return texts, [note.partition("a.jsonl: ")[2] for note in (*documents.notes, *documents.losses)]
 
     return get

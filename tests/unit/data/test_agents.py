@@ -1,4 +1,4 @@
-"""Tools, calls and results in chat templates: their own ways of writing them, and as text where they have none."""
+"""Tools, calls and results in chat templates: in the template's own format, or as text if it has none."""
 
 import pytest
 from tiny import CHATML, byte_tokenizer
@@ -27,11 +27,11 @@ def trained(rendered):
 def test_hermes_is_how_qwen_writes_tools(tmp_path):
     plain, qwen = byte_tokenizer(tmp_path / "a", CHATML), byte_tokenizer(tmp_path / "b")
     qwen.chat_template = find_template("qwen3", qwen.get_vocab())
-    said = []
-    ours = ChatTemplate(plain, said.append, Chat(agent_template="hermes"))
+    lines = []
+    ours = ChatTemplate(plain, lines.append, Chat(agent_template="hermes"))
     theirs = ChatTemplate(qwen)
     more = [*check_messages(TALK), USER]  # Qwen3 adds an empty thought to the last turn
-    assert said == [] and ours.prompt(more, TOOLS) == theirs.prompt(more, TOOLS)
+    assert lines == [] and ours.prompt(more, TOOLS) == theirs.prompt(more, TOOLS)
     assert ours.prompt(more[1:], TOOLS) == theirs.prompt(more[1:], TOOLS)
     assert trained(ours.render(check_messages(TALK), TOOLS)) == [
         "I ask." + '\n<tool_call>\n{"name": "look_up", "arguments": {"word": "jäx"}}\n</tool_call>' * 2 + "<|im_end|>",
@@ -106,5 +106,5 @@ def test_a_template_that_fails_on_any_arguments_says_its_own_reason(tmp_path):
 
 def test_answers_begin_with_the_response_prefix_when_the_model_is_asked(tmp_path):
     tokenizer = byte_tokenizer(tmp_path)
-    asked = ChatTemplate(tokenizer, chat=Chat(response_prefix="<think>\n")).prompt([USER])
-    assert tokenizer.decode(asked) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    prompt = ChatTemplate(tokenizer, chat=Chat(response_prefix="<think>\n")).prompt([USER])
+    assert tokenizer.decode(prompt) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n"

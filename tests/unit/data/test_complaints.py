@@ -1,7 +1,7 @@
-"""What users of other toolkits complain about most, of data and masks: a test by the name of each complaint.
+"""The most frequent complaints of users of other toolkits about data and masks: each test has the name of a complaint.
 
-Two that need a model are elsewhere: packed documents that see each other (tests/parity/test_packing.py), and DPO whose
-rewards stay at 0 or whose reference is wrong (tests/journeys/test_preferences.py).
+Two that need a model are elsewhere: packed documents that see each other (tests/parity/test_packing.py), and DPO with
+rewards that stay at 0 or a wrong reference (tests/journeys/test_preferences.py).
 """
 
 import dataclasses
@@ -32,18 +32,18 @@ MESSAGES = [{"role": role, "content": text} for role, text in TURNS]
 def test_label_masks_are_wrong_and_the_loss_looks_fine(read):
     """Exactly the answers are trained, in each kind of data (each family of templates: tests/golden/chat)."""
     prompt = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n«{}<|im_end|>»\n"
-    asked = prompt.format("Hi", "Yo")
-    assert read({"messages": MESSAGES})[0] == [asked + prompt.format("So?", "Ok.")]
-    assert read({"prompt": "Hi", "completion": "Yo"})[0] == [asked]
-    assert read({"instruction": "Hi", "input": "", "output": "Yo"})[0] == [asked]
+    answered = prompt.format("Hi", "Yo")
+    assert read({"messages": MESSAGES})[0] == [answered + prompt.format("So?", "Ok.")]
+    assert read({"prompt": "Hi", "completion": "Yo"})[0] == [answered]
+    assert read({"instruction": "Hi", "input": "", "output": "Yo"})[0] == [answered]
     assert read({"prompt": "Hi", "chosen": "Yo", "rejected": "No"}, type="preference")[0] == [
-        asked,
+        answered,
         prompt.format("Hi", "No"),
     ]
 
 
 def test_the_token_that_ends_a_turn_is_never_trained(read, tmp_path):
-    """It is, at the end of each turn; where a template writes none, the sample is refused."""
+    """It is trained at the end of each turn; if a template writes none, the sample is refused."""
     assert read({"messages": MESSAGES})[0][0].count("<|im_end|>»") == 2
     endless = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     tokenizer = byte_tokenizer(tmp_path / "endless", chat_template=endless)
@@ -56,8 +56,8 @@ def test_a_pad_token_that_is_the_end_token_masks_the_end(tmp_path):
     tokenizer = byte_tokenizer(tmp_path)
     tokenizer.pad_token = tokenizer.eos_token
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "Hi", "completion": "Yo"}))
-    found = tokenize((Dataset(path=str(tmp_path / "a.jsonl")),), tokenizer, tmp_path / "cache")
-    row = Rows(found, Data(seq_len=128), 1)[0]
+    documents = tokenize((Dataset(path=str(tmp_path / "a.jsonl")),), tokenizer, tmp_path / "cache")
+    row = Rows(documents, Data(seq_len=128), 1)[0]
     ends = (row["targets"] == tokenizer.eos_token_id) & (row["loss_weight"] > 0)
     assert ends.sum() == 1
 
@@ -98,16 +98,16 @@ def test_validation_documents_that_are_all_too_long_are_named(name, where):
 
 
 def test_what_is_lost_is_said_before_anything_else(tmp_path, tokenizer, monkeypatch, caplog):
-    """Of validation data too, and once."""
+    """Validation data are included, and each message is printed once."""
     caplog.set_level("INFO", logger="jaxtune")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "a" * n, "id": n}) + "\n" for n in (2, 50, 3, 60)))
     entry = Dataset(path=str(tmp_path / "a.jsonl"))
     options = Data((entry,), (entry,), seq_len=16, truncation="delete", cache_dir=str(tmp_path / "cache"))
     open_feed(Config(data=options), tokenizer, len(tokenizer), make_mesh(Mesh(), jax.devices()[:1]))
-    said = [(record.levelname, record.message) for record in caplog.records]
-    assert [level for level, _ in said] == ["WARNING"] * 2 + ["INFO"] * 5
-    assert said[-1][1].startswith("validation: 2 documents")
-    assert said[0][1].endswith("a.jsonl: 1 column is not used: 'id'") and "2 of 4 documents are left out" in said[1][1]
+    log = [(record.levelname, record.message) for record in caplog.records]
+    assert [level for level, _ in log] == ["WARNING"] * 2 + ["INFO"] * 5
+    assert log[-1][1].startswith("validation: 2 documents")
+    assert log[0][1].endswith("a.jsonl: 1 column is not used: 'id'") and "2 of 4 documents are left out" in log[1][1]
     caplog.clear()
     validating = dataclasses.replace(options, seq_len=64, eval_datasets=(dataclasses.replace(entry, max_tokens=4),))
     open_feed(Config(data=validating), tokenizer, len(tokenizer), make_mesh(Mesh(), jax.devices()[:1]))
@@ -121,13 +121,13 @@ def test_what_is_lost_is_said_before_anything_else(tmp_path, tokenizer, monkeypa
 
 @pytest.mark.parametrize("written", ["", "{{ bos_token }}"], ids=["by the tokenizer", "by the template too"])
 def test_training_and_inference_use_different_templates_or_two_bos(tmp_path, written):
-    """What is asked is how the trained conversation begins, with one BOS (named templates: test_chat.py)."""
+    """The prompt is the beginning of the trained conversation, with one BOS (named templates: test_chat.py)."""
     special = ("<s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
     tokenizer = byte_tokenizer(tmp_path, chat_template=written + CHATML, special=special, bos="<s>")
     template = ChatTemplate(tokenizer)
     trained = Encoder(tokenizer)([template.render(MESSAGES[:2])])[0]
-    asked = template.prompt(MESSAGES[:1])
-    assert trained.tokens[: len(asked)].tolist() == asked
+    prompt = template.prompt(MESSAGES[:1])
+    assert trained.tokens[: len(prompt)].tolist() == prompt
     assert (trained.tokens == tokenizer.bos_token_id).sum() == 1 and trained.tokens[0] == tokenizer.bos_token_id
 
 
@@ -138,14 +138,14 @@ def test_tool_calls_render_differently_by_family(tmp_path):
         "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    tokenizer, found = byte_tokenizer(tmp_path, chat_template=calling), []
+    tokenizer, texts = byte_tokenizer(tmp_path, chat_template=calling), []
     for number, arguments in enumerate(({"city": "Paris"}, '{"city": "Paris"}')):
         call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
         sample = {"messages": [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [call]}]}
         (tmp_path / f"{number}.jsonl").write_text(json.dumps(sample))
         one = tokenize((Dataset(path=str(tmp_path / f"{number}.jsonl")),), tokenizer, tmp_path / "cache")
-        found.append(tokenizer.decode(one.read(0, 0, 10**6)[0]))
-    assert found[0] == found[1] and 'weather{"city": "Paris"}<|im_end|>' in found[0] and "None" not in found[0]
+        texts.append(tokenizer.decode(one.read(0, 0, 10**6)[0]))
+    assert texts[0] == texts[1] and 'weather{"city": "Paris"}<|im_end|>' in texts[0] and "None" not in texts[0]
 
 
 def of_data() -> Feed:
@@ -156,20 +156,20 @@ def of_data() -> Feed:
 
 
 def test_a_run_that_resumes_starts_its_data_again():
-    """Neither the first resume does, nor the second."""
+    """Neither the first nor the second resume does."""
     whole = [(at, np.asarray(batch["tokens"])) for at, batch in islice(of_data().batches({}), 9)]
-    position, found = {}, []
+    position, resumed = {}, []
     for _ in range(3):
         for after, batch in islice(of_data().batches(json.loads(json.dumps(position))), 3):
             position = after
-            found.append((after, np.asarray(batch["tokens"])))
-    assert [at for at, _ in found] == [at for at, _ in whole]
-    assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(found, whole))
+            resumed.append((after, np.asarray(batch["tokens"])))
+    assert [at for at, _ in resumed] == [at for at, _ in whole]
+    assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(resumed, whole))
 
 
 def test_tokenising_is_repeated_at_every_start(tokenizer, tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}))
     entries = (Dataset(path=str(tmp_path / "a.jsonl")),)
     first = tokenize(entries, tokenizer, tmp_path / "cache")
-    monkeypatch.setattr(documents, "_write", None)  # what tokenises
+    monkeypatch.setattr(documents, "_write", None)  # the function that tokenises
     assert tokenize(entries, tokenizer, tmp_path / "cache").key == first.key

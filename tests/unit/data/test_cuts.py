@@ -115,16 +115,16 @@ def train(pre_tokenizer, normalizer, options, vocabulary=1000) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def cut_tokenizers():
-    found = {name: train(*parts) for name, parts in CUT.items()}
+    tokenizers = {name: train(*parts) for name, parts in CUT.items()}
     alphabet = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    found["bytes"] = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    found["bytes"].pre_tokenizer = byte_level()
-    for tokenizer in found.values():
+    tokenizers["bytes"] = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizers["bytes"].pre_tokenizer = byte_level()
+    for tokenizer in tokenizers.values():
         tokenizer.add_tokens(ADDED)
-    return {name: PreTrainedTokenizerFast(tokenizer_object=tokenizer) for name, tokenizer in found.items()}
+    return {name: PreTrainedTokenizerFast(tokenizer_object=tokenizer) for name, tokenizer in tokenizers.items()}
 
 
-# Of a few fragments each, so that every pair of them is likely to meet.
+# Texts of few fragments, so that every pair of fragments is likely to meet.
 TEXTS = (
     st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=2), min_size=1, max_size=6)
     .flatmap(lambda few: st.lists(st.sampled_from(few), max_size=30))
@@ -163,9 +163,9 @@ def test_pieces_have_the_tokens_and_weights_of_the_whole(cut_tokenizers, name, t
 
 
 def test_progress_moves_within_a_document(cut_tokenizers):
-    told = []
-    Encoder(cut_tokenizers["llama-3"], told.append)([Rendered(STDLIB[0])])
-    assert len(told) > 1 and sum(told) == len(STDLIB[0])
+    reported = []
+    Encoder(cut_tokenizers["llama-3"], reported.append)([Rendered(STDLIB[0])])
+    assert len(reported) > 1 and sum(reported) == len(STDLIB[0])
 
 
 def test_what_stands_before_a_cut_is_a_letter_or_digit_for_everyone_and_stays_so():
@@ -214,7 +214,7 @@ def test_an_added_token_that_reaches_across_cuts_gets_the_whole_text(token):
 
 def test_a_large_document_takes_less_than_ten_times_its_bytes(cut_tokenizers, tmp_path):
     tokenizer = cut_tokenizers["qwen-2"]
-    tokenizer.eos_token = "<|end|>"  # text has one after each document
+    tokenizer.eos_token = "<|end|>"  # a text document ends with it
     (tmp_path / "small.txt").write_text("warm up")
     (tmp_path / "large.txt").write_text("".join(STDLIB * 20)[: 2**22])
     tokenize((Dataset(path=str(tmp_path / "small.txt")),), tokenizer, tmp_path / "cache")
@@ -229,17 +229,16 @@ def test_a_large_document_takes_less_than_ten_times_its_bytes(cut_tokenizers, tm
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        found = tokenize((Dataset(path=str(tmp_path / "large.txt")),), tokenizer, tmp_path / "cache")
+        documents = tokenize((Dataset(path=str(tmp_path / "large.txt")),), tokenizer, tmp_path / "cache")
     finally:
         done.set()
         thread.join()
         gc.unfreeze()
-    assert found.lengths[0] > 2**19
-    print("GREW", (max(seen) - seen[0]) / 2**22)
+    assert documents.lengths[0] > 2**19
     assert max(seen) - seen[0] < 10 * 2**22
 
 
 def _anonymous_bytes() -> int:
-    """Memory of this process that is not a file's."""
+    """Return the memory of this process that does not belong to files."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"RssAnon:\s*(\d+) kB", status)[1]) * 1024

@@ -1,4 +1,4 @@
-"""Rows dealt to devices: every position once, the same work for each, and the places that make it undone."""
+"""Rows dealt to devices: every position once, equal work for each device, and `place` to restore the order."""
 
 import jax
 import numpy as np
@@ -19,14 +19,14 @@ LONG = 2**16
 
 
 def key_start(lengths: list[int], length: int) -> np.ndarray:
-    """Of a row packed with such documents, cut where it ends; what they leave is padding."""
+    """Return key_start of a row packed with documents of these lengths, cut at `length`; the rest is padding."""
     bounds = np.minimum(np.cumsum([0, *lengths]), length)
     filled = np.repeat(bounds[:-1], np.diff(bounds))
     return np.append(filled, np.full(length - len(filled), length)).astype(np.int32)
 
 
 def most_over_mean(start: np.ndarray, place: np.ndarray, devices: int) -> float:
-    """Pairs of a query and a key that it sees: of the device with most of them, over the mean."""
+    """Return the (query, visible key) pairs of the busiest device, divided by the mean."""
     pairs = np.maximum(np.arange(len(start)) + 1 - start, 0)[place].reshape(devices, -1).sum(axis=1)
     return pairs.max() / pairs.mean()
 
@@ -44,7 +44,7 @@ def test_each_device_has_as_many_positions_in_their_order(lengths, size):
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_each_device_has_the_same_work_whatever_is_packed(devices):
-    """One document, many of like lengths, a few long ones, and lengths as those of chats."""
+    """One document, many of similar lengths, a few long ones, and lengths as in chats."""
     rng = np.random.default_rng(devices)
     packings = [[LONG]]
     packings += [rng.geometric(1 / 4000, 100) for _ in range(5)]
@@ -52,16 +52,16 @@ def test_each_device_has_the_same_work_whatever_is_packed(devices):
     packings += [np.exp(rng.normal(7, 1.5, 200)).astype(int) + 1 for _ in range(5)]
     starts = [key_start(list(lengths), LONG) for lengths in packings]
     assert max(most_over_mean(start, places(start, devices), devices) for start in starts) < 1.05
-    # As they come the last device has far more.
+    # Without dealing, the last device has far more.
     assert np.mean([most_over_mean(start, np.arange(LONG), devices) for start in starts]) > 1.15
 
 
 def test_every_column_follows_and_place_says_where_it_was():
     row = Rows(numbered_documents([3, 5, 8, 6, 2]), Data(seq_len=24), 1)[0]
-    found = dealt(row, 4)
-    assert set(found) == {*row, "place"} and not np.array_equal(found["tokens"], row["tokens"])
+    columns = dealt(row, 4)
+    assert set(columns) == {*row, "place"} and not np.array_equal(columns["tokens"], row["tokens"])
     for name, column in row.items():
-        np.testing.assert_array_equal(column[found["place"]], found[name])
+        np.testing.assert_array_equal(column[columns["place"]], columns[name])
 
 
 def test_the_loader_deals_rows_to_the_devices_of_the_axis_that_keeps_positions():

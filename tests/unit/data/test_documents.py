@@ -38,15 +38,15 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def read(tokenizer, tmp_path):
-    """Tokenises one entry; returns each document as text, and its trained part."""
+    """Return a function that tokenises one entry; it returns each document as text, and its trained part."""
 
     def get(path, on_bad_row="error", **options):
-        found = tokenize((Dataset(path=str(path), **options),), tokenizer, tmp_path / "cache", on_bad_row)
+        documents = tokenize((Dataset(path=str(path), **options),), tokenizer, tmp_path / "cache", on_bad_row)
         result = []
-        for i in range(len(found)):
-            tokens, weights = found.read(i, 0, 10**9)
+        for i in range(len(documents)):
+            tokens, weights = documents.read(i, 0, 10**9)
             result.append((tokenizer.decode(tokens), tokenizer.decode(tokens[weights > 0])))
-        return result, found
+        return result, documents
 
     return get
 
@@ -64,8 +64,8 @@ def write_csv(path, delimiter=","):
         writer.writerows(TEXTS)
 
 
-def compressed(path, write=jsonl):
-    """The file as `write` writes it, in two parts compressed one by one, as parallel programs do."""
+def write_compressed(path, write=jsonl):
+    """Write the file with `write`, in two parts compressed one by one, as parallel programs do."""
     plain = path.with_suffix("")
     write(plain, TEXTS)
     content = plain.read_bytes()
@@ -84,9 +84,9 @@ WRITERS = {
     "lines.json": lambda path: jsonl(path, TEXTS),
     "a.csv": write_csv,
     "a.tsv": lambda path: write_csv(path, "\t"),
-    "a.jsonl.gz": compressed,
-    "a.jsonl.zst": compressed,
-    "a.json.bz2": lambda path: compressed(path, lambda plain, rows: plain.write_text(json.dumps(rows))),
+    "a.jsonl.gz": write_compressed,
+    "a.jsonl.zst": write_compressed,
+    "a.json.bz2": lambda path: write_compressed(path, lambda plain, rows: plain.write_text(json.dumps(rows))),
     "a.parquet": lambda path: datasets.Dataset.from_list(TEXTS).to_parquet(path),
     "a.arrow": lambda path: datasets.Dataset.from_list(TEXTS).save_to_disk(path),
 }
@@ -95,8 +95,8 @@ WRITERS = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_kind_of_file_gives_the_same_documents_that_end_in_eos(read, tmp_path, name):
     WRITERS[name](tmp_path / name)
-    found, documents = read(tmp_path / name)
-    assert found == [(row["text"] + "<|im_end|>",) * 2 for row in TEXTS]
+    texts, documents = read(tmp_path / name)
+    assert texts == [(row["text"] + "<|im_end|>",) * 2 for row in TEXTS]
     assert documents.continuous.all() and "text from text, 3 documents" in documents.notes[0]
     assert [text for text, _ in read(tmp_path / name, samples=2)[0]] == [
         row["text"] + "<|im_end|>" for row in TEXTS[:2]
@@ -105,7 +105,7 @@ def test_every_kind_of_file_gives_the_same_documents_that_end_in_eos(read, tmp_p
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_a_table_gives_the_objects_that_json_lines_give(tmp_path, caplog, kind):
-    """Arrow gives each object the keys of all others, null where it has none: no template may see them."""
+    """Arrow gives each object the keys of all objects, with null for those it lacks: templates must not see them."""
     caplog.set_level("INFO", logger="jaxtune")
     template = (
         "{{ tools | tojson }}\n{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
@@ -125,19 +125,19 @@ def test_a_table_gives_the_objects_that_json_lines_give(tmp_path, caplog, kind):
         table.save_to_disk(tmp_path / "saved")
     texts = []
     for path in (jsonl(tmp_path / "a.jsonl", rows), tmp_path / ("a.parquet" if kind == "parquet" else "saved")):
-        found = tokenize((Dataset(path=str(path)),), tokenizer, tmp_path / "cache")
-        texts.append([tokenizer.decode(found.read(i, 0, 9999)[0]) for i in range(2)])
-        told = f"{path}/?[^:]*: keys in column 'tools' that are null are left out, as Parquet and Arrow"
+        documents = tokenize((Dataset(path=str(path)),), tokenizer, tmp_path / "cache")
+        texts.append([tokenizer.decode(documents.read(i, 0, 9999)[0]) for i in range(2)])
+        nulls = f"{path}/?[^:]*: keys in column 'tools' that are null are left out, as Parquet and Arrow"
         again = tokenize((Dataset(path=str(path)),), tokenizer, tmp_path / "cache")
-        for notes in (found.notes, again.notes):  # read anew, and from the cache
-            assert len([note for note in notes if re.match(told, note)]) == (0 if path.suffix == ".jsonl" else 1)
+        for notes in (documents.notes, again.notes):  # read again, and from the cache
+            assert len([note for note in notes if re.match(nulls, note)]) == (0 if path.suffix == ".jsonl" else 1)
     assert "null" not in "".join(texts[0] + texts[1])
-    given, read = ([json.loads(text.partition("\n")[0]) for text in each] for each in texts)
-    assert given == read == [row["tools"] for row in rows]
+    of_lines, read = ([json.loads(text.partition("\n")[0]) for text in each] for each in texts)
+    assert of_lines == read == [row["tools"] for row in rows]
 
 
 def test_the_first_documents_know_where_they_are_from(tmp_path, monkeypatch):
-    """From a folder, in several parts, and from the cache; the others know the entry."""
+    """From a folder, in several parts, and from the cache; later documents know only the entry."""
     monkeypatch.setattr(documents_module, "_BLOCK_SAMPLES", 40)
     monkeypatch.setattr(documents_module, "_PART_SIZE", 1)
     folder = tmp_path / "texts"
@@ -146,11 +146,11 @@ def test_the_first_documents_know_where_they_are_from(tmp_path, monkeypatch):
         jsonl(folder / f"{name}.jsonl", [{"text": "x"} for _ in range(60)])
     tokenizer = byte_tokenizer(tmp_path / "tokenizer")
     for _ in range(2):
-        found = tokenize((Dataset(path=str(folder)),), tokenizer, tmp_path / "cache")
-        assert [found.where(i) for i in (0, 59, 60, 99)] == [
+        documents = tokenize((Dataset(path=str(folder)),), tokenizer, tmp_path / "cache")
+        assert [documents.where(i) for i in (0, 59, 60, 99)] == [
             f"{folder}/{place}" for place in ("a.jsonl:1", "a.jsonl:60", "b.jsonl:1", "b.jsonl:40")
         ]
-        assert found.where(100) == str(folder)
+        assert documents.where(100) == str(folder)
 
 
 def test_a_folder_of_source_files_is_one_document_a_file_in_the_order_of_paths(read, tmp_path):
@@ -165,7 +165,7 @@ def test_a_folder_of_source_files_is_one_document_a_file_in_the_order_of_paths(r
 
 def test_compressed_text_is_a_document_too(read, tmp_path):
     (tmp_path / "code").mkdir()
-    compressed(tmp_path / "code" / "a.txt.gz", lambda plain, rows: plain.write_text("one text of some length"))
+    write_compressed(tmp_path / "code" / "a.txt.gz", lambda plain, rows: plain.write_text("one text of some length"))
     assert [text for text, _ in read(tmp_path / "code")[0]] == ["one text of some length<|im_end|>"]
 
 
@@ -190,22 +190,22 @@ def test_a_folder_of_data_files_is_read_by_split(read, tmp_path):
 
 
 def test_a_hub_id_is_read_through_datasets_and_names_rows(read, tmp_path, monkeypatch):
-    asked = []
+    calls = []
 
     def load_dataset(*args, **kwargs):
-        asked.append((args, kwargs))
+        calls.append((args, kwargs))
         return datasets.Dataset.from_list([*TEXTS, {"text": None}] if kwargs["split"] == "validation" else TEXTS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    found, _ = read("someone/texts", subset="en", revision="v1")
-    assert [text for text, _ in found] == [row["text"] + "<|im_end|>" for row in TEXTS]
-    assert asked == [(("someone/texts", "en"), {"split": "train", "revision": "v1"})]
+    texts, _ = read("someone/texts", subset="en", revision="v1")
+    assert [text for text, _ in texts] == [row["text"] + "<|im_end|>" for row in TEXTS]
+    assert calls == [(("someone/texts", "en"), {"split": "train", "revision": "v1"})]
     with pytest.raises(UserError, match=r"someone/texts \(validation\) row 3: column 'text' must be text"):
         read("someone/texts", split="validation")
 
 
 class Builder:
-    """Stands for a dataset on the hub that can be streamed; counts the rows that are."""
+    """A dataset on the hub that can be streamed; counts the rows that are pulled."""
 
     def __init__(self, commit, rows=TEXTS * 1000, fails_at=None):
         self.hash, self.rows, self.fails_at, self.pulled = commit, rows, fails_at, 0
@@ -222,14 +222,14 @@ class Builder:
 
 
 def test_the_first_samples_of_a_hub_id_are_streamed_until_its_commit_changes(read, monkeypatch):
-    asked, builder = [], Builder("commit 1")
+    calls, builder = [], Builder("commit 1")
     monkeypatch.setattr(
-        datasets, "load_dataset_builder", lambda *args, **kwargs: (asked.append((args, kwargs)), builder)[1]
+        datasets, "load_dataset_builder", lambda *args, **kwargs: (calls.append((args, kwargs)), builder)[1]
     )
     options = dict(subset="en", split="validation", revision="v1", samples=3)
-    found, _ = read("someone/texts", **options)
-    assert [text for text, _ in found] == [row["text"] + "<|im_end|>" for row in TEXTS]
-    assert asked == [(("someone/texts", "en"), {"revision": "v1"})]
+    texts, _ = read("someone/texts", **options)
+    assert [text for text, _ in texts] == [row["text"] + "<|im_end|>" for row in TEXTS]
+    assert calls == [(("someone/texts", "en"), {"revision": "v1"})]
     assert builder.pulled == 3
     read("someone/texts", **options)
     assert builder.pulled == 3  # from the cache
@@ -293,15 +293,15 @@ FORMS = {
 
 @pytest.mark.parametrize("row, options, text", FORMS.values(), ids=FORMS)
 def test_the_columns_tell_the_type_and_only_the_answer_is_trained(read, tmp_path, row, options, text):
-    found, documents = read(jsonl(tmp_path / "a.jsonl", [row]), **options)
-    assert found == [(text, "Yo<|im_end|>")]
+    texts, documents = read(jsonl(tmp_path / "a.jsonl", [row]), **options)
+    assert texts == [(text, "Yo<|im_end|>")]
     assert not documents.continuous.any()
 
 
 def test_documents_that_are_longer_than_an_entry_allows_are_left_out_and_counted(read, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"text": "a" * length} for length in (3, 4, 5, 6)])
-    found, documents = read(path, max_tokens=5)
-    assert [text for text, _ in found] == ["aaa<|im_end|>", "aaaa<|im_end|>"]
+    texts, documents = read(path, max_tokens=5)
+    assert [text for text, _ in texts] == ["aaa<|im_end|>", "aaaa<|im_end|>"]
     assert documents.losses == (f"{path}: 2 documents of more than 5 tokens left out",)
     with pytest.raises(UserError, match="no sample that can be trained on; 4 documents of more than 2 tokens left out"):
         read(path, max_tokens=2)
@@ -313,13 +313,13 @@ def test_tokenized_samples_are_taken_as_they_are(tmp_path, tokenizer):
         {"input_ids": [1, 2, 3]},
         {"input_ids": [1, 2, 0, 0], "labels": [1, 2, -100, -100], "attention_mask": [1, 1, 0, 0]},
     ]
-    found = tokenize((Dataset(path=str(jsonl(tmp_path / "a.jsonl", rows))),), tokenizer, tmp_path / "cache")
-    [part] = found.parts
+    documents = tokenize((Dataset(path=str(jsonl(tmp_path / "a.jsonl", rows))),), tokenizer, tmp_path / "cache")
+    [part] = documents.parts
     assert part.values["tokens"].tolist() == [5, 6, 7, 8, 1, 2, 3, 1, 2]
     assert part.values["loss_weight"].tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 1]
     assert part.offsets.tolist() == [0, 4, 7, 9] and part.units.tolist() == [0, 1, 2, 3]
-    assert found.lengths.tolist() == [4, 3, 2] and found.targets.tolist() == [2, 2, 1]
-    assert found.notes[0].startswith(f"{tmp_path}/a.jsonl: tokenized from input_ids")
+    assert documents.lengths.tolist() == [4, 3, 2] and documents.targets.tolist() == [2, 2, 1]
+    assert documents.notes[0].startswith(f"{tmp_path}/a.jsonl: tokenized from input_ids")
 
 
 def test_the_cache_is_used_until_data_options_or_tokenizer_change(tokenizer, tmp_path, monkeypatch):
@@ -333,8 +333,8 @@ def test_the_cache_is_used_until_data_options_or_tokenizer_change(tokenizer, tmp
 
     def times(entry, tokenizer=tokenizer, on_bad_row="error", **options):
         written.clear()
-        found = tokenize((entry,), tokenizer, tmp_path / "cache", on_bad_row, **options)
-        return len(written), found.key
+        documents = tokenize((entry,), tokenizer, tmp_path / "cache", on_bad_row, **options)
+        return len(written), documents.key
 
     made, key = times(entry)
     assert made == 1 and times(entry) == (0, key)
@@ -346,7 +346,7 @@ def test_the_cache_is_used_until_data_options_or_tokenizer_change(tokenizer, tmp
     made, new_key = times(entry)
     assert made == 1 and new_key != key
     copy = jsonl(tmp_path / "copy" / "b.jsonl", TEXTS)
-    assert times(Dataset(path=str(copy))) == (1, key)  # the same data in another place is the same data
+    assert times(Dataset(path=str(copy))) == (1, key)  # the same data at another path are the same data
 
 
 def test_processes_that_start_together_tokenise_once(tokenizer, tmp_path, monkeypatch):
@@ -355,17 +355,17 @@ def test_processes_that_start_together_tokenise_once(tokenizer, tmp_path, monkey
         documents_module, "_write", lambda folder, *rest: (written.append(folder), write(folder, *rest))
     )
     entry = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS)))
-    found = []
+    results = []
     threads = [
-        threading.Thread(target=lambda: found.append(tokenize((entry,), tokenizer, tmp_path / "cache")))
+        threading.Thread(target=lambda: results.append(tokenize((entry,), tokenizer, tmp_path / "cache")))
         for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(written) == 1 and len(found) == 4
-    tokens = [one.parts[0].values["tokens"] for one in found]
+    assert len(written) == 1 and len(results) == 4
+    tokens = [one.parts[0].values["tokens"] for one in results]
     assert all(np.array_equal(one, tokens[0]) for one in tokens)
 
 
@@ -443,8 +443,8 @@ def test_a_damaged_cache_is_said_and_made_again(tokenizer, tmp_path, caplog, nam
         again = tokenize((entry,), tokenizer, cache)
         assert again.key == first.key and np.array_equal(again.targets, first.targets)
         assert all(np.array_equal(again.read(i, 0, 99), first.read(i, 0, 99)) for i in range(3))
-        said = [record.message for record in caplog.records]
-        assert len(said) == warnings and all(name in line and "a.jsonl is tokenised again" in line for line in said)
+        lines = [record.message for record in caplog.records]
+        assert len(lines) == warnings and all(name in line and "a.jsonl is tokenised again" in line for line in lines)
     assert not list(cache.glob("*.tmp"))
 
 
@@ -467,7 +467,7 @@ def test_damaged_documents_whose_source_may_not_be_read_are_an_error(tokenizer, 
 
 def test_validation_data_is_a_part_or_data_of_its_own(tokenizer, tmp_path):
     entry = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS)))
-    other = Dataset(path=str(jsonl(tmp_path / "b.jsonl", TEXTS[:2])))
+    eval_dataset = Dataset(path=str(jsonl(tmp_path / "b.jsonl", TEXTS[:2])))
     config = Config(data=Data(datasets=(entry,)), train=Train(output_dir=str(tmp_path / "runs")))
     assert open_documents(config, tokenizer)[1] == {}
     assert (tmp_path / "runs" / "cache").is_dir()
@@ -476,9 +476,9 @@ def test_validation_data_is_a_part_or_data_of_its_own(tokenizer, tmp_path):
         assert [len(part[0]), len(part[1][""])] == sizes
     with pytest.raises(UserError, match="validation_split = 3, but there are only 3 documents"):
         open_documents(replace(config, data=replace(config.data, validation_split=3)), tokenizer)
-    own = open_documents(replace(config, data=replace(config.data, eval_datasets=(other,))), tokenizer)
-    assert [len(own[0]), len(own[1][""])] == [3, 2]
-    named = tuple(replace(other, name=name) for name in ("code", None, "text", "code"))
+    separate = open_documents(replace(config, data=replace(config.data, eval_datasets=(eval_dataset,))), tokenizer)
+    assert [len(separate[0]), len(separate[1][""])] == [3, 2]
+    named = tuple(replace(eval_dataset, name=name) for name in ("code", None, "text", "code"))
     _, sets = open_documents(replace(config, data=replace(config.data, eval_datasets=named)), tokenizer)
     assert {name: len(documents) for name, documents in sets.items()} == {"code": 4, "": 2, "text": 2}
 
@@ -488,20 +488,20 @@ def test_which_documents_are_held_out_has_a_seed_of_its_own(tokenizer, tmp_path)
     config = Config(data=Data(datasets=(entry,), validation_split=8), train=Train(output_dir=str(tmp_path / "runs")))
 
     def held_out(**seeds) -> list[int]:
-        own = replace(config, data=replace(config.data, **seeds))
-        return open_documents(own, tokenizer)[1][""].chosen.tolist()
+        seeded = replace(config, data=replace(config.data, **seeds))
+        return open_documents(seeded, tokenizer)[1][""].chosen.tolist()
 
     assert held_out(seed=5) == held_out(seed=1, validation_seed=5) != held_out(seed=1)
 
 
 def test_a_token_without_an_embedding_is_named(tokenizer, tmp_path):
-    """The tokenizer has tokens that the model lacks: an error where the data has one of them."""
+    """The tokenizer has tokens that the model lacks: an error if the data contain one."""
     config = Config(train=Train(output_dir=str(tmp_path / "runs")))
     most = len(tokenizer) - 1
     for name, ids in (("without", [1, 2, most - 1]), ("with", [1, 2, most])):
         entry = Dataset(path=str(jsonl(tmp_path / f"{name}.jsonl", [{"input_ids": ids}] * 2)))
-        told = pytest.raises(UserError, match=rf"token {most}, .* and the model has embeddings for {most} tokens")
-        with told if name == "with" else contextlib.nullcontext():
+        refused = pytest.raises(UserError, match=rf"token {most}, .* and the model has embeddings for {most} tokens")
+        with refused if name == "with" else contextlib.nullcontext():
             open_documents(replace(config, data=Data(datasets=(entry,))), tokenizer, most)
 
 
@@ -512,15 +512,15 @@ ALPACA = {"instruction": "Hi", "output": "Yo"}
 @pytest.mark.parametrize("row", [{"messages": CHAT}, ALPACA], ids=["conversation", "instruction"])
 def test_auto_uses_a_system_column_and_says_which_columns_it_does_not(read, tmp_path, row):
     rows = [row | {"system": "Be.", "id": 1}, row | {"system": "Be.", "lang": "en"}]
-    found, documents = read(jsonl(tmp_path / "a.jsonl", rows))
-    assert all(text.startswith("<|im_start|>system\nBe.<|im_end|>") for text, _ in found)
+    texts, documents = read(jsonl(tmp_path / "a.jsonl", rows))
+    assert all(text.startswith("<|im_start|>system\nBe.<|im_end|>") for text, _ in texts)
     assert documents.losses == (f"{tmp_path}/a.jsonl: 2 columns are not used: 'id', 'lang'",)
 
 
 def test_a_type_that_is_given_uses_what_is_given_and_names_the_option_for_the_rest(read, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"messages": CHAT, "system": "Be.", "tools": [{"name": "f"}]}])
-    found, documents = read(path, type="conversation")
-    assert "Be." not in found[0][0]
+    texts, documents = read(path, type="conversation")
+    assert "Be." not in texts[0][0]
     (loss,) = documents.losses
     assert loss.endswith(
         "2 columns are not used: 'system' (system_field='system' would), 'tools' (tools_field='tools' would)"
@@ -556,7 +556,7 @@ def test_columns_of_other_names_are_answered_with_the_options_that_name_them(rea
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    """A cache, three entries, the texts of each, of which no two are the same, and what has been tokenised."""
+    """Return a cache, three entries, their texts (all different), and a list of the texts that were tokenised."""
     folder = tmp_path_factory.mktemp("three")
     texts = {f"{name}.jsonl": [f"{name} {i}" for i in range(count)] for name, count in (("a", 2), ("b", 1), ("c", 3))}
     for name, lines in texts.items():
@@ -582,10 +582,10 @@ def test_no_entry_is_tokenised_again_whatever_stands_beside_it(tokenizer, three,
     data |= {"datasets": tuple(entries[i] for i in order), "eval_datasets": tuple(entries[i] for i in evaluated)}
     data |= {"validation_split": 0.0 if evaluated or sum(len(texts[i]) for i in order) < 2 else split}
     with mock.patch.object(Encoder, "__call__", counted):
-        found = open_documents(Config(data=Data(**data, cache_dir=str(cache_dir))), tokenizer)
-    assert len(tokenised) == len(set(tokenised))  # in all examples together
+        opened = open_documents(Config(data=Data(**data, cache_dir=str(cache_dir))), tokenizer)
+    assert len(tokenised) == len(set(tokenised))  # over all examples
 
-    parts = (found[0], *found[1].values())
+    parts = (opened[0], *opened[1].values())
     everything = [[tokenizer.decode(part.read(i, 0, 99)[0]) for i in range(len(part))] for part in parts]
     wanted = [text + "<|im_end|>" for i in order for text in texts[i]]
     if data["validation_split"]:

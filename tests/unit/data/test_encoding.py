@@ -20,7 +20,7 @@ CORPUS = ["Hello  world, this\nis a test.\n\nAnd that :\n\tthe other, été.\n"]
 
 @pytest.fixture(scope="module")
 def merged():
-    """A tokenizer with real merges that, like Llama 3's, cuts white space off its offsets."""
+    """Return a tokenizer with real merges that excludes white space from its offsets, like Llama 3's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -47,13 +47,13 @@ def test_a_token_is_trained_if_any_of_its_characters_is(merged, text, ends):
 @given(text=st.text("aeé \n.😀:<|en>", max_size=60))
 @settings(max_examples=100, deadline=None)
 def test_a_text_that_is_trained_whole_has_the_same_tokens(merged, text):
-    """Its offsets are not asked for."""
+    """The encoder needs no offsets for it."""
     whole, [part] = Encoder(merged)([Rendered(text), Rendered(text)]), Encoder(merged)([Rendered(text, ((0, 1),))])
     assert all(np.array_equal(one.tokens, part.tokens) and one.loss_weights.all() for one in whole)
 
 
 def test_prompts_that_end_inside_a_token_are_said(merged, tmp_path):
-    """How many, and the first: asked with the prompt, the model would see a token that it was not trained on."""
+    """The note has their number and the first: from the prompt, the model would see a token it was not trained on."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=merged.backend_tokenizer, eos_token="<|endoftext|>")
     samples = [{"instruction": "And ", "output": "the"}, {"instruction": "And", "output": " the"}] * 2
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in [samples[1], *samples]))
@@ -65,14 +65,14 @@ def test_prompts_that_end_inside_a_token_are_said(merged, tmp_path):
 
 
 def test_only_a_prompt_may_end_inside_a_token(merged):
-    """Spans that touch are one trained text, in parts of other weights."""
+    """Spans that touch are one trained text whose parts have different weights."""
     text = "And the other"
     documents = [Rendered(text, ((0, 4), (4, 13))), Rendered(text, ((3, 13),)), Rendered(text, ((4, 13),))]
     assert [encoded.across for encoded in Encoder(merged)(documents)] == [None, None, (3, 6, 4)]
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """GPT-2's printable character for each byte."""
+    """Return GPT-2's printable character for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
@@ -90,6 +90,6 @@ def test_settings_left_on_the_tokenizer_do_not_cut_documents(merged):
 def test_a_text_on_which_the_tokenizer_panics_is_named(merged):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(merged.backend_tokenizer.to_str()))
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
-    told = "the tokenizer fails on a text of 61 characters, 'aaa.*: Onig: Regex search error"
-    with pytest.raises(UserError, match=told):
+    message = "the tokenizer fails on a text of 61 characters, 'aaa.*: Onig: Regex search error"
+    with pytest.raises(UserError, match=message):
         Encoder(tokenizer)([Rendered("fine"), Rendered("a" * 60 + "!")])

@@ -1,4 +1,4 @@
-"""A feed goes on from where its position says, whatever wrote the position down."""
+"""A feed continues from its saved position, whatever wrote the position."""
 
 import json
 from itertools import islice
@@ -29,8 +29,8 @@ def feed(epochs):
     return Feed(DOCUMENTS, rows, None, (1, 2, SEQ_LEN), sharding, total_steps=12, chat=False)
 
 
-def tokens(found):
-    return [(position, np.asarray(batch["tokens"]).tolist()) for position, batch in found]
+def tokens(batches):
+    return [(position, np.asarray(batch["tokens"]).tolist()) for position, batch in batches]
 
 
 WHOLE = tokens(feed(epochs=2).batches({}))
@@ -50,9 +50,9 @@ def test_a_feed_ends_with_its_rows_or_never():
     ends, endless = feed(epochs=2), feed(epochs=None)
     assert -(-ends.rows.stop // 2) == STEPS and ends.epoch(WHOLE[-1][0]) >= 2 and ends.epoch({}) == 0
     position = {"row": 50 * endless.rows.counts.rows}
-    found = tokens(islice(endless.batches(position), 3))
-    assert [place["row"] - position["row"] for place, _ in found] == [2, 4, 6]
-    assert all(np.any(batch) for _, batch in found)
+    rows = tokens(islice(endless.batches(position), 3))
+    assert [place["row"] - position["row"] for place, _ in rows] == [2, 4, 6]
+    assert all(np.any(batch) for _, batch in rows)
 
 
 def test_the_last_step_is_filled_up_with_padding_or_left_out(monkeypatch, caplog):

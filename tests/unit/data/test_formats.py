@@ -1,4 +1,4 @@
-"""How a sample of each known form becomes a document, recognised by its columns."""
+"""Samples of each known form become documents; the form is recognised by its columns."""
 
 import contextlib
 import json
@@ -266,10 +266,10 @@ def test_sharegpt_with_tools_calls_them_and_answers(tmp_path):
     conversation = [{"from": role, "value": text} for role, text in turns]
     (tmp_path / "a.jsonl").write_text(json.dumps({"conversations": conversation, "tools": json.dumps([{"name": "f"}])}))
     tokenizer = byte_tokenizer(tmp_path / "tokenizer", TOOLS)
-    found = tokenize((Dataset(path=str(tmp_path / "a.jsonl")),), tokenizer, tmp_path / "cache")
-    tokens, weights = found.read(0, 0, 10**9)
+    documents = tokenize((Dataset(path=str(tmp_path / "a.jsonl")),), tokenizer, tmp_path / "cache")
+    tokens, weights = documents.read(0, 0, 10**9)
     assert tokenizer.decode(tokens[weights > 0]) == f"{json.dumps(CALL)}<|im_end|>Yo<|im_end|>"
     assert str(tokenizer.decode(tokens)).startswith(
         '<|im_start|>tools\n[{"name": "f"}]<|im_end|>\n<|im_start|>user\nHi'
     )
-    assert len(found.notes) == 1
+    assert len(documents.notes) == 1

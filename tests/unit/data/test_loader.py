@@ -22,10 +22,10 @@ def one_device():
 
 
 def test_batches_hold_the_rows_in_order_and_fill_up_with_padding():
-    found = list(batches(ROWS, (2, 3, SEQ_LEN), one_device(), 0, ROWS.stop))
-    assert [next_row for next_row, _ in found] == [6 * (i + 1) for i in range(-(-ROWS.stop // 6))]
+    read = list(batches(ROWS, (2, 3, SEQ_LEN), one_device(), 0, ROWS.stop))
+    assert [next_row for next_row, _ in read] == [6 * (i + 1) for i in range(-(-ROWS.stop // 6))]
     number = 0
-    for _, batch in found:
+    for _, batch in read:
         assert set(batch) == {*(column.name for column in NEXT_TOKEN), "row"} and batch["row"].shape == (2, 3)
         for i in range(2):
             for j in range(3):
@@ -50,23 +50,23 @@ def test_a_loader_that_starts_in_the_middle_goes_on_as_the_first_would_have():
 def test_threads_and_batches_ahead_change_no_batch(workers, prefetch):
     whole = list(batches(ROWS, (1, 4, SEQ_LEN), one_device(), 0, 24))
     data = Data(num_workers=workers, prefetch=prefetch)
-    asked, ahead = [], []
+    requested, ahead = [], []
 
     class Asked:
         def __getitem__(self, i):
-            asked.append(i)
+            requested.append(i)
             return ROWS[i]
 
     for (row, batch), (expected_row, expected) in zip(
         batches(Asked(), (1, 4, SEQ_LEN), one_device(), 0, 24, data), whole, strict=True
     ):
-        ahead.append((max(asked) + 1 - row) // 4)
+        ahead.append((max(requested) + 1 - row) // 4)
         assert row == expected_row and all(np.array_equal(batch[name], expected[name]) for name in expected)
     assert max(ahead) <= (prefetch if workers else 0)
 
 
 class _SomeDevices:
-    """What a sharding tells a process about its devices."""
+    """The part of a sharding that tells a process about its devices."""
 
     def __init__(self, *indices):
         self.indices = indices
@@ -78,9 +78,9 @@ class _SomeDevices:
 def test_a_process_reads_only_the_rows_its_devices_hold():
     every, first, second = slice(None), slice(0, 2), slice(2, 4)
     shape = (2, 4, SEQ_LEN)
-    # rows over two devices, one of them here
+    # rows over two devices, only one on this host
     assert needed_rows(_SomeDevices((every, second, every)), shape) == [(0, 2), (0, 3), (1, 2), (1, 3)]
-    # positions over two devices, both here: the same rows once
+    # positions over two devices, both on this host: the same rows once
     sequence = _SomeDevices((every, first, slice(0, 4)), (every, first, slice(4, 8)))
     assert needed_rows(sequence, shape) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert len(needed_rows(_SomeDevices((every, first, every), (every, second, every)), shape)) == 8
@@ -117,8 +117,8 @@ def test_a_column_of_several_numbers_has_an_axis_more(mesh):
     for name, leaf in expected.items():
         assert (batch[name].shape, batch[name].dtype) == (leaf.shape, leaf.dtype)
         assert batch[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
-    found = {name: np.asarray(array) for name, array in batch.items()}
+    columns = {name: np.asarray(array) for name, array in batch.items()}
     for i, j in np.ndindex(2, 2):
         row = rows[2 * i + j]
-        place = found["place"][i, j] if "place" in found else np.arange(SEQ_LEN)
-        assert np.array_equal(found["wide"][i, j], row["wide"][place]) and row["wide"].any()
+        place = columns["place"][i, j] if "place" in columns else np.arange(SEQ_LEN)
+        assert np.array_equal(columns["wide"][i, j], row["wide"][place]) and row["wide"].any()

@@ -29,7 +29,7 @@ def tokenizer(request, tmp_path_factory):
 
 
 def trained(tokenizer, messages, **options):
-    """The trained text with its weights, as the tokens have them."""
+    """Return (text, weight) for each trained run of tokens."""
     rendered = ChatTemplate(tokenizer, chat=Chat(**options)).render(check_messages(messages))
     [encoded] = Encoder(tokenizer)([rendered])
     edges = [0, *np.flatnonzero(np.diff(encoded.loss_weights)) + 1, len(encoded.tokens)]

@@ -24,19 +24,19 @@ METHODS = [None, "best_fit", "first_fit_decreasing", "sequential"]
 )
 @settings(deadline=None)
 def test_each_piece_stands_in_one_row_and_no_row_is_too_long(lengths, seed, epoch, method, shuffle, rows_per_step):
-    found = plan(lengths, SEQ_LEN, seed, epoch, method, shuffle, rows_per_step)
-    assert sorted(found.order) == list(range(len(lengths)))
-    assert found.bounds[0] == 0 and found.bounds[-1] == len(lengths) and len(found) == len(found.bounds) - 1
-    in_row = np.add.reduceat(lengths[found.order], found.bounds[:-1])
-    assert (np.diff(found.bounds) >= 1).all() and in_row.max() <= SEQ_LEN
+    packing = plan(lengths, SEQ_LEN, seed, epoch, method, shuffle, rows_per_step)
+    assert sorted(packing.order) == list(range(len(lengths)))
+    assert packing.bounds[0] == 0 and packing.bounds[-1] == len(lengths) and len(packing) == len(packing.bounds) - 1
+    in_row = np.add.reduceat(lengths[packing.order], packing.bounds[:-1])
+    assert (np.diff(packing.bounds) >= 1).all() and in_row.max() <= SEQ_LEN
     if method is None:
-        assert len(found) == len(lengths)
+        assert len(packing) == len(lengths)
     again = plan(lengths, SEQ_LEN, seed, epoch, method, shuffle, rows_per_step)
-    assert np.array_equal(found.order, again.order) and np.array_equal(found.bounds, again.bounds)
+    assert np.array_equal(packing.order, again.order) and np.array_equal(packing.bounds, again.bounds)
 
 
 def rows_by_definition(lengths, method):
-    """The documents of each row, by a search through all rows."""
+    """Return the documents of each row, by a search through all rows."""
     rows, room = [], lambda row: SEQ_LEN - lengths[row].sum()
     if method == "first_fit_decreasing":
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -56,12 +56,12 @@ def rows_by_definition(lengths, method):
 @given(lengths=LENGTHS, method=st.sampled_from(METHODS[1:]))
 @settings(deadline=None)
 def test_a_document_goes_into_the_row_that_the_method_names(lengths, method):
-    shuffle = method == "first_fit_decreasing"  # sorts what was shuffled, so lengths, not numbers, tell the documents
-    found = plan(lengths, SEQ_LEN, 0, 0, method, shuffle)
-    rows, expected = np.split(found.order, found.bounds[1:-1]), rows_by_definition(lengths, method)
+    shuffle = method == "first_fit_decreasing"  # sorts what was shuffled: lengths identify documents
+    packing = plan(lengths, SEQ_LEN, 0, 0, method, shuffle)
+    rows, expected = np.split(packing.order, packing.bounds[1:-1]), rows_by_definition(lengths, method)
     if method == "sequential":
         assert [row.tolist() for row in rows] == expected
-        assert found.order.tolist() == list(range(len(lengths)))
+        assert packing.order.tolist() == list(range(len(lengths)))
     elif method == "best_fit":  # of rows with the same room, any is a best fit
         assert len(rows) == len(expected)
         assert sorted(lengths[row].sum() for row in rows) == sorted(lengths[row].sum() for row in expected)
@@ -84,19 +84,19 @@ def test_documents_are_cut_as_truncation_says(lengths, truncation, data):
             for start, count in zip(pieces.start[pieces.document == i], pieces.length[pieces.document == i])
             for position in range(start, start + count)
         ]
-        kept = len(positions)
+        length_left = len(positions)
         if truncation == "left" and length > SEQ_LEN:
             assert positions == list(range(length - SEQ_LEN, length)) and pieces.cut[i]
             continue
-        assert positions == list(range(kept))
+        assert positions == list(range(length_left))
         if length <= SEQ_LEN:
-            assert kept == length
+            assert length_left == length
         elif truncation == "split" or (truncation == "auto" and continuous[i]):
-            assert kept >= length - 1  # every token is a target; a last one alone would have none itself
+            assert length_left >= length - 1  # every token is a target; a last token on its own would have none
         elif truncation == "right":
-            assert kept == SEQ_LEN and pieces.cut[i]
+            assert length_left == SEQ_LEN and pieces.cut[i]
         else:
-            assert kept == 0 and pieces.dropped[i]
+            assert length_left == 0 and pieces.dropped[i]
 
 
 def realistic_lengths(count):
@@ -115,12 +115,12 @@ def realistic_lengths(count):
     ],
 )
 def test_100k_documents_are_planned_in_seconds_and_fill_the_rows(method, shuffle, full):
-    """As full as docs/data.md says."""
+    """The rows are as full as docs/data.md says."""
     lengths = realistic_lengths(100_000)
     start = time.process_time()
-    found = plan(lengths, 2048, 0, 0, method, shuffle)
+    packing = plan(lengths, 2048, 0, 0, method, shuffle)
     assert time.process_time() - start < 5
-    assert lengths.sum() / (len(found) * 2048) == pytest.approx(full, abs=1e-3)
+    assert lengths.sum() / (len(packing) * 2048) == pytest.approx(full, abs=1e-3)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -134,10 +134,10 @@ def test_each_epoch_and_seed_has_an_order_of_its_own(method):
 def test_the_order_is_the_same_for_ever():
     """A run may be resumed years later, with another numpy."""
     lengths = np.array([5, 9, 3, 8, 7, 2])
-    found = plan(lengths, 10, seed=7, epoch=1)
-    assert found.order.tolist() == [1, 4, 2, 3, 5, 0] and found.bounds.tolist() == [0, 1, 3, 5, 6]
-    found = plan(lengths, 10, 7, 1, "first_fit_decreasing")
-    assert found.order.tolist() == [0, 3, 5, 4, 2, 1] and found.bounds.tolist() == [0, 1, 3, 5, 6]
+    packing = plan(lengths, 10, seed=7, epoch=1)
+    assert packing.order.tolist() == [1, 4, 2, 3, 5, 0] and packing.bounds.tolist() == [0, 1, 3, 5, 6]
+    packing = plan(lengths, 10, 7, 1, "first_fit_decreasing")
+    assert packing.order.tolist() == [0, 3, 5, 4, 2, 1] and packing.bounds.tolist() == [0, 1, 3, 5, 6]
     assert plan(lengths, 10, 7, 1, "sequential").bounds.tolist() == [0, 1, 2, 3, 6]
     assert plan(lengths, 10, 7, 1, None, rows_per_step=2).order.tolist() == [3, 1, 0, 4, 5, 2]
 
@@ -151,22 +151,22 @@ def test_without_shuffle_documents_stay_near_their_place():
 
 def test_the_longest_documents_are_not_trained_first():
     lengths = realistic_lengths(20_000)
-    found = plan(lengths, 2048, 0, 0, "first_fit_decreasing")
-    longest = lengths[found.order[found.bounds[:-1]]]
+    packing = plan(lengths, 2048, 0, 0, "first_fit_decreasing")
+    longest = lengths[packing.order[packing.bounds[:-1]]]
     assert abs(np.corrcoef(longest, np.arange(len(longest)))[0, 1]) < 0.05
 
 
 @pytest.mark.parametrize("epoch", [0, 3])
 def test_rows_of_a_step_have_like_lengths_and_steps_any_order(epoch):
-    """Also where an epoch begins in the middle of a step, as 10 001 rows are 1250 steps of 8 and one row."""
+    """Also if an epoch begins in the middle of a step: 10 001 rows are 1250 steps of 8 and one row."""
     lengths = np.arange(2, 10_003)
 
     def steps(epoch, rows_per_step):
         order = plan(lengths, 2**14, 0, epoch, None, rows_per_step=rows_per_step).order[-epoch * len(lengths) % 8 :]
         return order[: len(order) // 8 * 8].reshape(-1, 8)
 
-    def padding(found):
-        return (found.max(1, keepdims=True) - found).sum() / found.sum()
+    def padding(lengths_of_rows):
+        return (lengths_of_rows.max(1, keepdims=True) - lengths_of_rows).sum() / lengths_of_rows.sum()
 
     grouped = lengths[steps(epoch, 8)]
     assert padding(grouped) < 0.05 and padding(lengths[steps(epoch, None)]) > 0.5

@@ -1,4 +1,4 @@
-"""Preference data in the forms of TRL, LLaMA-Factory, ms-swift and ERNIEKit: two answers after one prompt."""
+"""Preference data in the forms of TRL, LLaMA-Factory, ms-swift and ERNIEKit: two answers to one prompt."""
 
 import json
 
@@ -45,11 +45,11 @@ def test_a_pair_is_two_answers_after_one_prompt(read, sample):
 
 
 def test_what_conversations_share_is_not_trained(read):
-    """As TRL's extract_prompt; of what follows, the assistant's messages are."""
+    """As TRL's extract_prompt; after the shared part, the assistant's messages are trained."""
     more = {"role": "user", "content": "So?"}
     texts, _ = read({"chosen": [HI, YO, more, YO], "rejected": [HI, YO, more, NO]}, type="preference")
-    asked = CHAT.format("Yo").replace("«", "").replace("»", "") + CHAT.replace("Hi", "So?")
-    assert texts == [asked.format("Yo"), asked.format("No")]
+    form = CHAT.format("Yo").replace("«", "").replace("»", "") + CHAT.replace("Hi", "So?")
+    assert texts == [form.format("Yo"), form.format("No")]
 
 
 def test_what_texts_share_is_not_trained(tmp_path, read):
@@ -61,10 +61,10 @@ def test_what_texts_share_is_not_trained(tmp_path, read):
 def test_a_tokenizer_without_a_template_joins_texts(tmp_path):
     tokenizer = byte_tokenizer(tmp_path, chat_template=None)
     (tmp_path / "a.jsonl").write_text(json.dumps(FORMS["TRL, text"]) + "\n" + json.dumps(FORMS["TRL, text"]) + "\n")
-    found = tokenize((Dataset(path=str(tmp_path / "a.jsonl"), type="preference"),), tokenizer, tmp_path / "cache")
-    tokens, weights = found.read(0, 0, 100)
+    documents = tokenize((Dataset(path=str(tmp_path / "a.jsonl"), type="preference"),), tokenizer, tmp_path / "cache")
+    tokens, weights = documents.read(0, 0, 100)
     assert tokenizer.decode(tokens) == "HiYo<|im_end|>" and weights.tolist() == [0, 0, 1, 1, 1]
-    assert any("no chat template" in note for note in found.notes)
+    assert any("no chat template" in note for note in documents.notes)
     (tmp_path / "b.jsonl").write_text(json.dumps(FORMS["TRL, messages"]) + "\n")
     with pytest.raises(UserError, match="set chat.template"):
         tokenize((Dataset(path=str(tmp_path / "b.jsonl"), type="preference"),), tokenizer, tmp_path / "cache")
@@ -103,23 +103,23 @@ def test_a_pair_that_is_none_is_refused_by_its_line(read, sample, said):
 def test_answers_that_begin_with_a_bracket_are_text(read):
     sample = {"prompt": "[INST] Hi [/INST]", "chosen": "[1, 2, 3]", "rejected": "[Verse 1] la"}
     texts, _ = read(sample, type="preference")
-    asked = CHAT.replace("Hi", "[INST] Hi [/INST]")
-    assert texts == [asked.format("[1, 2, 3]"), asked.format("[Verse 1] la")]
+    form = CHAT.replace("Hi", "[INST] Hi [/INST]")
+    assert texts == [form.format("[1, 2, 3]"), form.format("[Verse 1] la")]
 
 
 def test_the_first_sample_settles_which_column_is_the_prompt(read):
-    """A sample without it is a bad one: it would be rendered in another way."""
+    """A later sample without this column is bad: it would be rendered differently."""
     with pytest.raises(UserError, match="a.jsonl:2: column 'prompt' must be text or messages, found None"):
         read(FORMS["TRL, text"], FORMS["TRL, text"] | {"prompt": None}, type="preference")
 
 
 @pytest.mark.parametrize("answers", [{"chosen": "Yo", "rejected": "No"}, {"output": "Yo", "label": True}], ids=str)
 def test_what_stands_beside_a_prompt_is_read(read, answers):
-    """LLaMA-Factory's columns, and those that `auto` reads of other types; none is called unused."""
+    """LLaMA-Factory's columns, and those that `auto` reads for other types; none is reported as unused."""
     sample = {"instruction": "a", "input": "b", "system": "S", "history": [["q", "r"]], **answers}
-    other = sample | {"output": "Oh"}  # an answer alone has none to be compared with
-    asked = [sample] if "chosen" in answers else [sample, other]
-    texts, notes = read(*asked, type="preference" if "chosen" in answers else "unpaired_preference")
+    second = sample | {"output": "Oh"}  # a single answer has no other to be compared with
+    samples = [sample] if "chosen" in answers else [sample, second]
+    texts, notes = read(*samples, type="preference" if "chosen" in answers else "unpaired_preference")
     before = "".join(
         f"<|im_start|>{role}\n{text}<|im_end|>\n"
         for role, text in (("system", "S"), ("user", "q"), ("assistant", "r"), ("user", "a\nb"))
@@ -129,10 +129,10 @@ def test_what_stands_beside_a_prompt_is_read(read, answers):
 
 
 def test_messages_may_have_keys_of_their_own(read):
-    said = [{"speaker": "user", "text": "Hi"}]
+    messages = [{"speaker": "user", "text": "Hi"}]
     mapped = ("role=speaker", "content=text")
     texts, _ = read(
-        {"prompt": said, "chosen": "Yo", "rejected": "No"}, type="preference", message_property_mappings=mapped
+        {"prompt": messages, "chosen": "Yo", "rejected": "No"}, type="preference", message_property_mappings=mapped
     )
     assert texts == PAIR
 
@@ -163,9 +163,9 @@ ANSWERS = [
 
 
 def test_an_answer_stands_with_that_of_the_next_prompt(read, tokenizer, tmp_path):
-    """KTO measures with answers to other prompts how far the model has moved."""
-    asked = [sample | {"prompt": prompt} for sample, prompt in zip(ANSWERS, ("one", "two"))]
-    texts, _ = read(*asked, type="unpaired_preference")
+    """KTO needs answers to other prompts to measure how far the model has moved."""
+    samples = [sample | {"prompt": prompt} for sample, prompt in zip(ANSWERS, ("one", "two"))]
+    texts, _ = read(*samples, type="unpaired_preference")
     of = {name: CHAT.replace("Hi", name) for name in ("one", "two")}
     expected = [of["one"].format("Yo"), of["one"].format("No"), of["two"].format("No"), of["two"].format("Yo")]
     assert texts == expected
@@ -179,14 +179,14 @@ def test_whether_an_answer_is_wanted_is_a_column_of_its_unit(read, tokenizer, tm
     row = Rows(documents, data, 1, (*NEXT_TOKEN, DESIRABLE))[0]
     of_documents = [set(row["desirable"][row["segment_ids"] == segment].tolist()) for segment in (1, 2, 3, 4)]
     assert of_documents == [{1.0}, {1.0}, {0.0}, {0.0}]
-    other = {"messages": [HI, NO], "label": 0}
-    texts, _ = read(ANSWERS[2], other, type="unpaired_preference", output_field="messages")
+    unwanted = {"messages": [HI, NO], "label": 0}
+    texts, _ = read(ANSWERS[2], unwanted, type="unpaired_preference", output_field="messages")
     assert texts[0] == CHAT.format("Ok")
     (tmp_path / "c.csv").write_text("prompt,completion,label\nHi,Yo,true\nHi,No,False\n")
-    found = tokenize(
+    read_back = tokenize(
         (Dataset(path=str(tmp_path / "c.csv"), type="unpaired_preference"),), tokenizer, tmp_path / "cache"
     )
-    assert [found.values("desirable", i, 0, 9) for i in range(4)] == [1, 1, 0, 0]
+    assert [read_back.values("desirable", i, 0, 9) for i in range(4)] == [1, 1, 0, 0]
     with pytest.raises(UserError, match="'label' must be true or false, found 'maybe'"):
         read(ANSWERS[0] | {"label": "maybe"}, type="unpaired_preference")
 
@@ -211,7 +211,7 @@ def test_answers_of_one_kind_are_said(tokenizer, tmp_path, labels, said):
 
 
 def test_pairs_are_not_cut(tokenizer, tmp_path):
-    """A pair that is longer than a row is left out and counted."""
+    """A pair longer than a row is left out and counted."""
     samples = [FORMS["TRL, text"], FORMS["TRL, text"] | {"chosen": "long " * 40}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     data = Data(datasets=(Dataset(path=str(tmp_path / "a.jsonl")),), seq_len=128)

@@ -1,4 +1,4 @@
-"""Prompts: which samples are prompts, in which order steps take them, and which are left out."""
+"""Prompts: which samples are prompts, in which order steps use them, and which are left out."""
 
 import json
 from pathlib import Path
@@ -52,8 +52,8 @@ def test_a_text_is_a_text_without_a_chat_template(tmp_path):
     assert plain.decode(prompt.tokens) == "Hi" and prompt.given == "Hi"
     with pytest.raises(UserError, match=r"prompts.jsonl:1: it holds messages, and the tokenizer has no chat template"):
         read(file_of(tmp_path, {"messages": [{"role": "user", "content": "Hi"}]}), plain)
-    asked = Prompts(byte_tokenizer(tmp_path / "chat"), Chat(), texts_are_chat=False)
-    assert asked(Dataset(), {"prompt": "Hi"}).tokens == prompt.tokens
+    prompts = Prompts(byte_tokenizer(tmp_path / "chat"), Chat(), texts_are_chat=False)
+    assert prompts(Dataset(), {"prompt": "Hi"}).tokens == prompt.tokens
 
 
 def test_a_system_prompt_and_another_column(tmp_path):
@@ -71,9 +71,9 @@ def plain_of(prompt, tokenizer) -> str:
 def test_columns_that_are_used_without_being_named(tmp_path):
     tokenizer = byte_tokenizer(tmp_path / "chat")
     samples = {"instruction": "Add", "input": "1, 2"}, {"prompt": "Hi", "input": "left out", "system": "Be short."}
-    found = [plain_of(prompt, tokenizer) for prompt in read(file_of(tmp_path, *samples), tokenizer)]
-    assert "user\nAdd\n1, 2<|im_end|>" in found[0] and "left out" not in found[1]
-    assert found[1].startswith("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi<|im_end|>")
+    prompts = [plain_of(prompt, tokenizer) for prompt in read(file_of(tmp_path, *samples), tokenizer)]
+    assert "user\nAdd\n1, 2<|im_end|>" in prompts[0] and "left out" not in prompts[1]
+    assert prompts[1].startswith("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi<|im_end|>")
 
 
 def test_an_answer_that_is_begun(tmp_path):
@@ -106,23 +106,23 @@ def feed(tmp_path, data: dict, **train):
     return open_prompts(config, tokenizer, make_mesh(Mesh(), jax.devices()[:1]))
 
 
-def taken(feed, position, steps) -> list[list[str]]:
-    return [[prompt.given for prompt in asked.prompts] for _, asked in feed.batches(position, steps)]
+def take(feed, position, steps) -> list[list[str]]:
+    return [[prompt.given for prompt in batch.prompts] for _, batch in feed.batches(position, steps)]
 
 
 def test_each_epoch_takes_all_in_an_order_of_its_own(tmp_path):
-    found = feed(tmp_path, {}, epochs=2)
-    assert found.total_steps == 5 and found.rows_per_step == 4
-    in_order = [prompt for step in taken(found, {}, 5) for prompt in step]
+    two_epochs = feed(tmp_path, {}, epochs=2)
+    assert two_epochs.total_steps == 5 and two_epochs.rows_per_step == 4
+    in_order = [prompt for step in take(two_epochs, {}, 5) for prompt in step]
     assert sorted(in_order[:5]) == sorted(in_order[5:]) == [f"say {number}" for number in range(5)]
     assert in_order[:5] != in_order[5:]
-    positions = [after for after, _ in found.batches({}, 5)]
-    assert taken(found, positions[1], 3) == taken(found, {}, 5)[2:]
-    assert [asked.first for _, asked in found.batches(positions[0], 2)] == [4, 8]
+    positions = [after for after, _ in two_epochs.batches({}, 5)]
+    assert take(two_epochs, positions[1], 3) == take(two_epochs, {}, 5)[2:]
+    assert [batch.first for _, batch in two_epochs.batches(positions[0], 2)] == [4, 8]
 
 
 def test_options_of_the_order(tmp_path):
-    assert taken(feed(tmp_path, {"shuffle": False}), {}, 2) == [["say 0", "say 1"], ["say 2", "say 3"]]
+    assert take(feed(tmp_path, {"shuffle": False}), {}, 2) == [["say 0", "say 1"], ["say 2", "say 3"]]
     assert feed(tmp_path, {"drop_last": True}).total_steps == 2
     assert feed(tmp_path, {}, max_steps=7).total_steps == 7
     held = feed(tmp_path, {"validation_split": 2})

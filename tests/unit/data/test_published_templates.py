@@ -1,7 +1,7 @@
-"""Exactly the answers and the tokens that end them are trained, with the formats that families are published with.
+"""Exactly the answers and the tokens that end them are trained, with the published formats of model families.
 
-The formats are written down here without {% generation %} marks, as the families' own templates are. Tools and thoughts
-of named templates, with and without marks: tests/golden/test_chat_templates.py. TRL's copies of templates, against its
+The formats are written here without {% generation %} marks, as in the families' own templates. Tools and thoughts of
+named templates, with and without marks: tests/golden/test_chat_templates.py. TRL's copies of templates, against its
 marks: tests/parity/test_chat_templates_trl.py.
 """
 
@@ -38,7 +38,7 @@ SPECIAL = (
 
 
 def written(user: str, assistant: str, prompt: str = "", system: str | None = None, begin: str = "", finish: str = ""):
-    """A template that writes each role so, CONTENT for the text; `finish` ends what is not a prompt."""
+    """Return a template with these texts for each role, CONTENT for the message; `finish` ends what is not a prompt."""
     system = "{{ raise_exception('no system role') }}" if system is None else system
     roles = (
         f"{{% if m.role == 'user' %}}{user}{{% elif m.role == 'system' %}}{system}{{% else %}}{assistant}{{% endif %}}"
@@ -48,7 +48,7 @@ def written(user: str, assistant: str, prompt: str = "", system: str | None = No
 
 
 def alike(form: str, assistant: str = "assistant", finish: str = "", begin: str = "") -> str:
-    """A template that writes all roles in one form, ROLE CONTENT."""
+    """Return a template that writes all roles in one form, ROLE CONTENT."""
     of = {role: form.replace("ROLE", role) for role in ("user", "system", assistant)}
     prompt = of[assistant].partition("CONTENT")[0]
     return written(of["user"], of[assistant], prompt, of["system"], begin, finish)
@@ -68,7 +68,7 @@ NEMOTRON_PROMPT = (
     IM_PROMPT
     + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>\n{% endif %}"
 )
-# family: template, eos, what is trained of each of two answers
+# family: template, eos, the trained part of each of two answers
 FAMILIES = {
     "Phi-3, 3.5": (
         alike("<|ROLE|>\nCONTENT<|end|>\n", finish="{{ eos_token }}"),
@@ -216,7 +216,7 @@ FAMILIES = {
 }
 GLM = written("<|user|>\nCONTENT", "<|assistant|>\nCONTENT", "<|assistant|>", "<|system|>\nCONTENT", "[gMASK]<sop>")
 FAMILIES["GLM-4"] = GLM, "<|endoftext|>", "\nA<|user|>", "\nB<|user|>"
-# Command R7B's own writes the prompt, whether one is asked for or not.
+# Command R7B's own template always writes the prompt.
 FAMILIES["ChatML that always writes the prompt"] = (
     alike(CHATML, finish=IM_PROMPT),
     "<|im_end|>",
@@ -239,9 +239,9 @@ def test_the_answers_and_the_tokens_that_end_them_are_trained(tokenizer, name):
     template = ChatTemplate(tokenizer)
     whole = last.replace("B", two["content"])
     for before in ([], [SYSTEM] if "no system role" not in tokenizer.chat_template else []):
-        asked = [*before, USER, one, MORE]
+        prompt = [*before, USER, one, MORE]
         for messages, expected in (
-            ([*asked, two], [first.replace("A", one["content"]), whole]),
+            ([*prompt, two], [first.replace("A", one["content"]), whole]),
             ([*before, USER, two], [whole]),
         ):
             rendered = template.render(messages)
@@ -265,7 +265,7 @@ WANTS_A_QUESTION = (
 @pytest.mark.parametrize("begin", [WANTS_A_MESSAGE, WANTS_A_QUESTION], ids=["message", "question"])
 @pytest.mark.parametrize("name", ["Qwen1.5, 2.5", "Qwen3", "Qwen3.5"])
 def test_an_answer_that_the_template_writes_no_prompt_for_is_trained(tokenizer, name, begin):
-    """Conversations begin with the assistant, but Qwen's templates fail on an empty list."""
+    """The conversation begins with the assistant; Qwen's templates fail on the empty list before it."""
     source, tokenizer.eos_token, first, last = FAMILIES[name]
     tokenizer.chat_template = source.replace("{% for", begin + "{% for", 1)
     expected = [first.replace("A", "Hello!"), last.replace("B", "So.")]
@@ -285,13 +285,13 @@ def test_a_first_answer_of_which_no_prompt_tells_the_header_is_refused(tokenizer
         ChatTemplate(tokenizer).render([FIRST_ANSWER, USER, SECOND_ANSWER])
 
 
-# Tools: in the text of the first question, or, with Mistral, before the last one.
+# Tools: in the text of the first question, or, for Mistral, before the last one.
 FIRST_TOOLS = "{% if tools and loop.first %}{{ tools | tojson }}\n{% endif %}"
 LAST_TOOLS = (
     "{% if tools and m == (messages | selectattr('role', 'equalto', 'user') | list)[-1] %}"
     "[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
 )
-# Before and behind results that follow each other.
+# Before and after consecutive results.
 NO_RESULT_BEFORE, NO_RESULT_BEHIND = (
     "{% if loop.previtem.role != 'tool' %}",
     "{% if loop.last or loop.nextitem.role != 'tool' %}",
@@ -325,7 +325,7 @@ def calling(
     begin: str = "",
     end: str = "",
 ) -> str:
-    """A template that writes questions, answers, calls and their results so; `end` is written if no prompt is.
+    """Return a template with these texts for questions, answers, calls and their results; `end` replaces the prompt.
 
     `call` has four texts: before the calls of a message, one call, between two calls, after the last call.
     """
@@ -341,11 +341,11 @@ def calling(
     for name, value in {"CONTENT": "m.content", "NAME": "c.name", "ARGUMENTS": "c.arguments | tojson"}.items():
         roles = roles.replace(name, "{{ " + value + " }}")
     end = f"{{% if add_generation_prompt %}}{prompt}{{% else %}}{end}{{% endif %}}"
-    # Jinja cuts off a line's end behind a block.
+    # Jinja removes a newline after a block.
     return f"{begin}{{% for m in messages %}}{roles}{{% endfor %}}{end}".replace("%}\n", "%}{{ '\\n' }}")
 
 
-# family: template, eos, what is trained of a call, of two calls at once (None: the family has one only), of an answer
+# family: template, eos, the trained part of a call, of two calls in a message (None: only one allowed), of an answer
 CALLING = {
     "Llama 3.1": (
         calling(
@@ -486,7 +486,7 @@ CALLING = {
             f"{NO_RESULT_BEFORE}{COHERE_HEADER.format('SYSTEM')}<|START_TOOL_RESULT|>[{{% endif %}}\nCONTENT"
             f"{NO_RESULT_BEHIND}\n]<|END_TOOL_RESULT|><|END_OF_TURN_TOKEN|>{{% endif %}}",
             COHERE_HEADER.format("CHATBOT"),
-            end=COHERE_HEADER.format("CHATBOT"),  # written whether a prompt is asked for or not
+            end=COHERE_HEADER.format("CHATBOT"),  # always written, even without a prompt
         ),
         "<|END_OF_TURN_TOKEN|>",
         f'<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>[\n    {{"tool_name": "look_up", "parameters": {JAX}}}'
@@ -534,7 +534,7 @@ ANSWER = {"role": "assistant", "content": "Seven."}
 
 
 def trained_parts(tokenizer, template: ChatTemplate, messages) -> list[str]:
-    """The trained spans of a conversation with tools, after a check that exactly their tokens are trained."""
+    """Return the trained spans of a conversation with tools, after checking that exactly their tokens are trained."""
     rendered = template.render(messages, TOOLS)
     spans = [rendered.text[slice(*span)] for span in rendered.spans or ()]
     [encoded] = Encoder(tokenizer)([rendered])
@@ -558,7 +558,7 @@ def test_calls_and_the_tokens_that_end_them_are_trained(tokenizer, name):
 
 
 def test_calls_of_a_template_that_writes_none_are_trained_as_text(tokenizer):
-    """SmolLM3's writes neither calls nor the tools of the data, and reads results as the user's."""
+    """SmolLM3's template writes neither calls nor the data's tools, and reads results as the user's messages."""
     smol = written(IM_USER, f"{IM_PROMPT}CONTENT<|im_end|>\n", IM_PROMPT, IM_USER.replace("user", "system"))
     tokenizer.chat_template = smol.replace("m.role == 'user'", "m.role in ('user', 'tool')")
     tokenizer.eos_token = "<|im_end|>"
@@ -571,7 +571,7 @@ def test_calls_of_a_template_that_writes_none_are_trained_as_text(tokenizer):
 
 
 def test_text_that_a_template_writes_behind_the_result_is_refused(tokenizer):
-    """Gemma 4's writes it so if the message calls a tool too; it would not be trained."""
+    """Gemma 4's template does so if the message calls a tool as well; the text would not be trained."""
     tokenizer.chat_template = calling(
         "<|im_start|>user\nCONTENT<|im_end|>\n",
         "CONTENT<|im_end|>\n",
@@ -585,22 +585,22 @@ def test_text_that_a_template_writes_behind_the_result_is_refused(tokenizer):
 
 def test_text_next_to_a_call_that_a_template_leaves_out_is_said(tokenizer):
     tokenizer.chat_template, tokenizer.eos_token, one, *_ = CALLING["gpt-oss"]
-    said = []
-    template = ChatTemplate(tokenizer, said.append)
+    lines = []
+    template = ChatTemplate(tokenizer, lines.append)
     messages = [USER, ANSWER, MORE, CALLED | {"content": "Wait."}, RESULTS[0], ANSWER]
     assert one in trained_parts(tokenizer, template, messages)
-    assert "the text next to tool calls in messages of role 'assistant' is left out by the chat template" in said
+    assert "the text next to tool calls in messages of role 'assistant' is left out by the chat template" in lines
 
 
 def test_a_turn_that_nothing_ends_is_said_to_end_with_the_next_header(tokenizer):
-    """GLM's: after the last answer, too, comes the token that another question would begin with."""
+    """As in GLM's template: the last answer, too, is followed by the first token of another question."""
     tokenizer.chat_template, tokenizer.eos_token = GLM, "<|endoftext|>"
-    said = []
-    template = ChatTemplate(tokenizer, said.append)
+    lines = []
+    template = ChatTemplate(tokenizer, lines.append)
     for _ in range(2):
         rendered = template.render([USER, ANSWER])
     assert rendered.text == tokenizer.apply_chat_template([USER, ANSWER], tokenize=False) + "<|user|>"
-    assert [line for line in said if "no token that ends a turn; <|user|>" in line] == said
+    assert [line for line in lines if "no token that ends a turn; <|user|>" in line] == lines
 
 
 @pytest.mark.parametrize("messages", [[USER, ANSWER, ANSWER], [USER, ANSWER, SYSTEM, ANSWER]], ids=["answer", "system"])
@@ -624,11 +624,11 @@ def test_a_template_that_always_writes_the_prompt_and_ends_turns_in_no_eos_is_re
 
 @pytest.mark.parametrize("mark", [("", ""), ("{% generation %}", "{% endgeneration %}")], ids=["plain", "marked"])
 def test_a_stop_token_that_the_tokenizer_does_not_have_is_named(tmp_path, mark):
-    """Gemma's tokenizer with a template of ChatML, for example."""
-    other = byte_tokenizer(tmp_path, None, ("<bos>", "<eos>", "<end_of_turn>"), bos="<bos>", eos="<eos>")
-    other.chat_template = written(IM_USER, f"{IM_PROMPT}{mark[0]}CONTENT<|im_end|>{mark[1]}", IM_PROMPT)
+    """Gemma's tokenizer with a ChatML template, for example."""
+    gemma = byte_tokenizer(tmp_path, None, ("<bos>", "<eos>", "<end_of_turn>"), bos="<bos>", eos="<eos>")
+    gemma.chat_template = written(IM_USER, f"{IM_PROMPT}{mark[0]}CONTENT<|im_end|>{mark[1]}", IM_PROMPT)
     with pytest.raises(UserError, match=r"ends a turn in <\|im_end\|>, which this tokenizer does not have") as error:
-        ChatTemplate(other).render(
+        ChatTemplate(gemma).render(
             [USER, {"role": "assistant", "content": "Fine."}, MORE, {"role": "assistant", "content": "So."}]
         )
     assert not isinstance(error.value, Refused)

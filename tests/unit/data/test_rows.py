@@ -1,4 +1,4 @@
-"""What a row holds, and which row is where."""
+"""The content of a row, and the order of rows."""
 
 from collections import Counter
 from dataclasses import replace
@@ -28,8 +28,8 @@ SEQ_LEN = 16
 )
 @settings(deadline=None)
 def test_every_target_is_trained_once_an_epoch_after_its_own_document(lengths, order, truncation):
-    found = numbered_documents(lengths)
-    rows = Rows(found, Data(seq_len=SEQ_LEN, truncation=truncation, **order), epochs=1, rows_per_step=4)
+    documents = numbered_documents(lengths)
+    rows = Rows(documents, Data(seq_len=SEQ_LEN, truncation=truncation, **order), epochs=1, rows_per_step=4)
     seen = Counter()
     for i in range(rows.stop):
         row = rows[i]
@@ -37,7 +37,7 @@ def test_every_target_is_trained_once_an_epoch_after_its_own_document(lengths, o
         seen.update(row["targets"][trained].tolist())
         assert (row["targets"] - row["tokens"] == 1)[trained].all()
         assert not trained[row["segment_ids"] == 0].any()
-    offsets = found.parts[0].offsets
+    offsets = documents.parts[0].offsets
     starts = set((offsets[:-1] + 1).tolist())
     expected = {
         token
@@ -58,25 +58,25 @@ def test_every_target_is_trained_once_an_epoch_after_its_own_document(lengths, o
 )
 @settings(deadline=None)
 def test_values_of_several_numbers_stand_where_their_token_is_the_target(lengths, order, truncation, held_out):
-    """Of each part of a document, in every epoch; those of other documents are there and not read."""
+    """In each part of a document and in every epoch; values of documents that were held out are stored but not read."""
     first, second = (numbered_documents(each).parts[0] for each in lengths)
     count = len(first.values["tokens"])
     second = replace(second, values=second.values | {"tokens": second.values["tokens"] + count})
-    found = Documents.joined([first, second])
-    found = found if held_out is None else hold_out(found, held_out, seed=1)[0]
+    documents = Documents.joined([first, second])
+    documents = documents if held_out is None else hold_out(documents, held_out, seed=1)[0]
     numbers = np.arange(count + len(second.values["tokens"]), dtype=np.int32)
     column = Column("wide", np.int32, width=2, padding=-1)
-    rows = Rows(found, Data(seq_len=SEQ_LEN, truncation=truncation, **order), epochs=2, rows_per_step=4)
+    rows = Rows(documents, Data(seq_len=SEQ_LEN, truncation=truncation, **order), epochs=2, rows_per_step=4)
     rows = rows.with_column(column, np.stack([numbers, -numbers], axis=1))
     for i in range(rows.stop + 1):
-        row, there = rows[i], np.full(SEQ_LEN, -1)
+        row, expected = rows[i], np.full(SEQ_LEN, -1)
         trained = row["loss_weight"] > 0
         assert row["wide"].shape == (SEQ_LEN, 2) and row["wide"].dtype == np.int32
         assert np.array_equal(row["wide"][trained], np.stack([row["targets"] - 1, 1 - row["targets"]], axis=1)[trained])
         assert (row["wide"][~trained] == -1).all()
         for document, start, position, size in rows.targets_in(i):
-            there[position : position + size] = rows.documents.first_token[document] + start + np.arange(size)
-        assert np.array_equal(there, row["wide"][:, 0])
+            expected[position : position + size] = rows.documents.first_token[document] + start + np.arange(size)
+        assert np.array_equal(expected, row["wide"][:, 0])
 
 
 def test_positions_segments_and_visible_keys_restart_with_each_document():
@@ -93,7 +93,7 @@ def test_positions_segments_and_visible_keys_restart_with_each_document():
 
 
 def test_weights_belong_to_the_target():
-    """A prompt of two tokens and an answer of two: the last token of the prompt predicts the first of the answer."""
+    """A prompt of two tokens and an answer of two: the prompt's last token predicts the answer's first."""
     row = Rows(numbered_documents([4], [[0, 0, 1, 0.5]]), Data(seq_len=6))[0]
     assert row["loss_weight"].tolist() == [0, 1, 0.5, 0, 0, 0]
 
@@ -115,23 +115,23 @@ def test_rows_go_on_through_the_epochs_in_a_new_order_and_end_in_padding():
 
 
 def test_a_row_with_more_documents_than_the_kernel_takes_is_refused():
-    """Two documents that are split, so that each part counts, and six of 2 tokens in what is left of their rows."""
-    found, data = numbered_documents([20, 20, *[2] * 6]), Data(seq_len=SEQ_LEN)
-    rows = Rows(found, data, epochs=2)
+    """Two documents that are split, whose parts count each, and six of 2 tokens in the rest of their rows."""
+    documents, data = numbered_documents([20, 20, *[2] * 6]), Data(seq_len=SEQ_LEN)
+    rows = Rows(documents, data, epochs=2)
     fullest = max(int(rows[i]["segment_ids"].max()) for i in range(rows.stop))
-    assert fullest > 2 and Rows(found, data, epochs=2, most_documents=fullest).stop == rows.stop
+    assert fullest > 2 and Rows(documents, data, epochs=2, most_documents=fullest).stop == rows.stop
     with pytest.raises(UserError, match=f"documents_per_row={fullest - 1}: .* holds {fullest} documents.*set it to"):
-        Rows(found, data, epochs=2, most_documents=fullest - 1)
+        Rows(documents, data, epochs=2, most_documents=fullest - 1)
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_rows_are_random_access(order):
-    """The state of the data is one number: any row can be read first, of any epoch."""
-    found, data = numbered_documents([3, 5, 7, 9, 11, 2, 4] * 5), Data(seq_len=SEQ_LEN, **order)
-    in_order = Rows(found, data, rows_per_step=4)
+    """The data's state is one number: any row can be read first, in any epoch."""
+    documents, data = numbered_documents([3, 5, 7, 9, 11, 2, 4] * 5), Data(seq_len=SEQ_LEN, **order)
+    in_order = Rows(documents, data, rows_per_step=4)
     in_order = [in_order[i] for i in range(80)]
     for i in (79, 3, 45, 0):
-        fresh = Rows(found, data, rows_per_step=4)[i]
+        fresh = Rows(documents, data, rows_per_step=4)[i]
         assert all(np.array_equal(fresh[name], in_order[i][name]) for name in fresh)
 
 
@@ -150,10 +150,10 @@ def test_counts_tell_what_was_cut_and_dropped():
 
 def test_a_cut_that_leaves_no_target_drops_the_document():
     answer_at_the_end = [0] * 20 + [1] * 4
-    found = numbered_documents([24, 6], [answer_at_the_end, [1] * 6], continuous=False)
-    counts = Rows(found, Data(seq_len=SEQ_LEN, truncation="right")).counts
+    documents = numbered_documents([24, 6], [answer_at_the_end, [1] * 6], continuous=False)
+    counts = Rows(documents, Data(seq_len=SEQ_LEN, truncation="right")).counts
     assert (counts.documents, counts.dropped_documents, counts.dropped_tokens, counts.target_tokens) == (1, 1, 24, 5)
-    counts = Rows(found, Data(seq_len=SEQ_LEN, truncation="left")).counts
+    counts = Rows(documents, Data(seq_len=SEQ_LEN, truncation="left")).counts
     assert (counts.documents, counts.truncated_tokens, counts.target_tokens) == (2, 8, 4 + 5)
 
 
@@ -165,11 +165,11 @@ def test_nothing_left_is_an_error_that_says_what_to_do():
 @given(count=st.integers(2, 40), fraction=st.floats(0.001, 0.999), seed=st.integers(0, 2**31))
 @settings(deadline=None)
 def test_validation_documents_are_apart_from_training_and_the_same_each_time(count, fraction, seed):
-    found = numbered_documents([3] * count)
-    train, validation = hold_out(found, fraction, seed)
+    documents = numbered_documents([3] * count)
+    train, validation = hold_out(documents, fraction, seed)
     assert len(train) >= 1 and len(validation) >= 1
     assert sorted([*train.chosen, *validation.chosen]) == list(range(count))
-    assert np.array_equal(hold_out(found, fraction, seed)[1].chosen, validation.chosen)
+    assert np.array_equal(hold_out(documents, fraction, seed)[1].chosen, validation.chosen)
 
 
 def test_rows_of_a_part_of_the_documents_hold_only_those():
@@ -190,16 +190,16 @@ def test_a_document_with_a_label_is_cut_and_never_split_and_its_last_token_is_kn
     values = {**part.values, "label": np.array([2, 0, 1], np.float32)}
     documents = Documents.joined([replace(part, columns={**part.columns, "label": label}, values=values)])
     rows = Rows(documents, Data(seq_len=SEQ_LEN, shuffle=False), 1, LABELLED)
-    found = {rows[i]["tokens"][0]: rows[i] for i in range(rows.stop)}
-    assert np.flatnonzero(found[1]["last"]).tolist() == [2, 3]
-    assert found[1]["label"][:5].tolist() == [2, 2, 2, 1, 0]
-    assert np.flatnonzero(found[4]["last"]).tolist() == [SEQ_LEN - 1]
+    by_first_token = {rows[i]["tokens"][0]: rows[i] for i in range(rows.stop)}
+    assert np.flatnonzero(by_first_token[1]["last"]).tolist() == [2, 3]
+    assert by_first_token[1]["label"][:5].tolist() == [2, 2, 2, 1, 0]
+    assert np.flatnonzero(by_first_token[4]["last"]).tolist() == [SEQ_LEN - 1]
     assert (rows.counts.documents, rows.counts.truncated_documents, rows.counts.truncated_tokens) == (3, 1, SEQ_LEN)
     assert "20 tokens in 2 rows" in str(rows.counts)
     at_the_left = Rows(documents, Data(seq_len=SEQ_LEN, truncation="left", shuffle=False), 1, LABELLED)
     (end,) = (row for row in (at_the_left[0], at_the_left[1]) if row["last"][-1])
     assert end["tokens"].tolist() == list(range(4 + SEQ_LEN, 4 + 2 * SEQ_LEN)) and not end["label"].any()
-    kept = Rows(documents, Data(seq_len=SEQ_LEN, truncation="delete"), 1, LABELLED)
-    assert (kept.counts.documents, kept.counts.dropped_documents) == (2, 1)
+    uncut = Rows(documents, Data(seq_len=SEQ_LEN, truncation="delete"), 1, LABELLED)
+    assert (uncut.counts.documents, uncut.counts.dropped_documents) == (2, 1)
     with pytest.raises(UserError, match=r"numbers has no column 'label' with a value for each document"):
         Rows(numbered_documents([3]), Data(seq_len=SEQ_LEN), 1, LABELLED)

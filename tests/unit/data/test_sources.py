@@ -1,4 +1,4 @@
-"""What an entry's path may be, and which of its samples are read."""
+"""The paths that an entry may have, and the samples that are read from it."""
 
 import functools
 import http.server
@@ -30,7 +30,7 @@ def jsonl(*texts: str) -> bytes:
 
 
 def texts(path, on_bad_row="error", **options) -> list[str]:
-    """The texts of an entry's samples, in order."""
+    """Return the texts of an entry's samples, in order."""
 
     def report(error: UserError):
         if on_bad_row == "error":
@@ -41,7 +41,7 @@ def texts(path, on_bad_row="error", **options) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Five files: a, b and c in a folder data, d in a folder below it, and one that is hidden."""
+    """Write five files: a, b and c in a folder data, d in a subfolder, and a hidden one."""
     for name in ("a.jsonl", "b.jsonl", "c.json", "sub/d.jsonl", ".hidden.jsonl"):
         path = tmp_path / "data" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def memory(folder):
-    """The same files in fsspec's memory, and the URL of their folder."""
+    """Copy the files to fsspec's memory; return the URL of their folder."""
     system = fsspec.filesystem("memory")
     system.rm("/", recursive=True)
     system.put(f"{folder}/", "/bucket/data/", recursive=True)
@@ -60,7 +60,7 @@ def memory(folder):
 
 @pytest.fixture(params=["local", "memory"])
 def root(request, folder, memory):
-    """Where the five files are."""
+    """Return the place of the five files."""
     return str(folder) if request.param == "local" else memory
 
 
@@ -146,7 +146,7 @@ def test_a_line_that_goes_dead_is_never_skipped(memory, monkeypatch):
 
 @pytest.fixture
 def web(folder):
-    """A web server that serves the five files."""
+    """Serve the five files over HTTP."""
     pytest.importorskip("aiohttp", reason="fsspec reads https through aiohttp")
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -199,14 +199,14 @@ def test_a_path_in_the_home_folder(folder, monkeypatch):
 
 
 def test_the_files_of_a_hub_dataset_can_be_chosen(monkeypatch):
-    asked = []
+    calls = []
     monkeypatch.setattr(
         datasets,
         "load_dataset",
-        lambda *args, **kwargs: (asked.append(kwargs), datasets.Dataset.from_list([{"text": "one"}]))[1],
+        lambda *args, **kwargs: (calls.append(kwargs), datasets.Dataset.from_list([{"text": "one"}]))[1],
     )
     assert texts("someone/texts", glob="en/*.parquet") == ["one"]
-    assert asked == [{"split": "train", "revision": None, "data_files": ["en/*.parquet"]}]
+    assert calls == [{"split": "train", "revision": None, "data_files": ["en/*.parquet"]}]
 
 
 def test_a_part_of_the_samples_is_every_nth(tmp_path):
@@ -219,16 +219,16 @@ def test_a_part_of_the_samples_is_every_nth(tmp_path):
 def test_random_tokens_are_made_up(tmp_path):
     tokenizer = byte_tokenizer(tmp_path / "tokenizer")
     entry = Dataset(path="dummy", samples=5, dummy_length=64)
-    found = tokenize((entry,), tokenizer, tmp_path / "cache")
-    assert found.lengths.tolist() == [64] * 5 and found.targets.tolist() == [63] * 5
-    tokens = [found.read(i, 0, 64)[0] for i in range(5)]
+    documents = tokenize((entry,), tokenizer, tmp_path / "cache")
+    assert documents.lengths.tolist() == [64] * 5 and documents.targets.tolist() == [63] * 5
+    tokens = [documents.read(i, 0, 64)[0] for i in range(5)]
     assert len(np.unique(tokens)) > 128 and not np.array_equal(tokens[0], tokens[1])
-    assert found.notes == ("dummy: tokenized from input_ids, 5 documents of 320 tokens",)
+    assert documents.notes == ("dummy: tokenized from input_ids, 5 documents of 320 tokens",)
 
 
 @pytest.fixture
-def lines(tmp_path):
-    """Writes samples to a file, and returns its path."""
+def write_lines(tmp_path):
+    """Return a function that writes samples to a file and returns its path."""
 
     def write(*samples) -> str:
         (tmp_path / "lines.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
@@ -237,13 +237,13 @@ def lines(tmp_path):
     return write
 
 
-def test_columns_that_are_not_selected_are_not_there(lines, tmp_path):
+def test_columns_that_are_not_selected_are_not_there(write_lines, tmp_path):
     tokenizer = byte_tokenizer(tmp_path / "tokenizer")
-    path = lines({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0], "labels": [-100, 2, 3]})
+    path = write_lines({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0], "labels": [-100, 2, 3]})
 
     def trained(**options):
-        found = tokenize((Dataset(path=path, **options),), tokenizer, tmp_path / "cache")
-        return found.lengths.tolist(), found.targets.tolist()
+        documents = tokenize((Dataset(path=path, **options),), tokenizer, tmp_path / "cache")
+        return documents.lengths.tolist(), documents.targets.tolist()
 
     assert trained() == ([2], [1])
     assert trained(select_columns=("input_ids", "labels")) == ([3], [2])
@@ -262,8 +262,8 @@ def wrong(sample):
 """
 
 
-def test_a_function_changes_or_leaves_out_samples(lines, tmp_path):
-    path = lines(*({"title": title, "score": score} for title, score in (("a", 1), ("b", -1), ("c", 1))))
+def test_a_function_changes_or_leaves_out_samples(write_lines, tmp_path):
+    path = write_lines(*({"title": title, "score": score} for title, score in (("a", 1), ("b", -1), ("c", 1))))
     (tmp_path / "own.py").write_text(FUNCTION)
     assert texts(path, function=f"{tmp_path}/own.py:to_text") == ["a!", "c!"]
     for name, wrong in (
@@ -276,8 +276,8 @@ def test_a_function_changes_or_leaves_out_samples(lines, tmp_path):
             texts(path, function=f"{tmp_path}/{name}")
 
 
-def test_a_function_that_fails_is_a_bad_row_that_names_its_line(lines, tmp_path):
-    path = lines({"title": "a", "score": 1}, {"score": 1})
+def test_a_function_that_fails_is_a_bad_row_that_names_its_line(write_lines, tmp_path):
+    path = write_lines({"title": "a", "score": 1}, {"score": 1})
     (tmp_path / "own.py").write_text(FUNCTION)
     with pytest.raises(UserError, match=r"lines.jsonl:2: .*own.py:to_text: KeyError: 'title'"):
         texts(path, function=f"{tmp_path}/own.py:to_text")
@@ -285,7 +285,7 @@ def test_a_function_that_fails_is_a_bad_row_that_names_its_line(lines, tmp_path)
 
 
 def test_samples_are_read_again_when_a_module_that_the_function_imports_has_changed(tmp_path):
-    """Here a module in a package of the user's own, which another module imports."""
+    """Here a module in a package of the user's, which another module imports."""
     (tmp_path / "pack").mkdir()
     (tmp_path / "own.py").write_text(
         "import json, numpy\nfrom pack import inner\ndef to_text(sample):\n    return None"
@@ -299,23 +299,23 @@ def test_samples_are_read_again_when_a_module_that_the_function_imports_has_chan
     assert len(keys) == 2
 
 
-def test_a_small_file_of_the_same_size_and_time_is_read_again(lines, tmp_path):
+def test_a_small_file_of_the_same_size_and_time_is_read_again(write_lines, tmp_path):
     tokenizer, keys = byte_tokenizer(tmp_path / "tokenizer"), []
     for text in ("a", "b", "b"):
-        entry = Dataset(path=lines({"text": text}))
+        entry = Dataset(path=write_lines({"text": text}))
         os.utime(tmp_path / "lines.jsonl", (1e9, 1e9))
-        found = tokenize((entry,), tokenizer, tmp_path / "cache")
-        keys.append(found.key)
-    assert keys[0] != keys[1] == keys[2] and "from the cache of 20" in found.notes[-1]
+        documents = tokenize((entry,), tokenizer, tmp_path / "cache")
+        keys.append(documents.key)
+    assert keys[0] != keys[1] == keys[2] and "from the cache of 20" in documents.notes[-1]
 
 
-def test_samples_are_read_again_when_the_file_of_the_function_has_changed(lines, tmp_path):
-    tokenizer, path = byte_tokenizer(tmp_path / "tokenizer"), lines({"title": "a", "score": 1})
+def test_samples_are_read_again_when_the_file_of_the_function_has_changed(write_lines, tmp_path):
+    tokenizer, path = byte_tokenizer(tmp_path / "tokenizer"), write_lines({"title": "a", "score": 1})
     entry = Dataset(path=path, function=f"{tmp_path}/own.py:to_text")
     for written in (FUNCTION, FUNCTION.replace("!", "?")):
         (tmp_path / "own.py").write_text(written)
-        found = tokenize((entry,), tokenizer, tmp_path / "cache")
-        assert tokenizer.decode(found.read(0, 0, 99)[0]) == f"a{'!' if written == FUNCTION else '?'}<|im_end|>"
+        documents = tokenize((entry,), tokenizer, tmp_path / "cache")
+        assert tokenizer.decode(documents.read(0, 0, 99)[0]) == f"a{'!' if written == FUNCTION else '?'}<|im_end|>"
 
 
 def test_names_near_one_that_is_not_there_are_told(folder):
@@ -324,7 +324,7 @@ def test_names_near_one_that_is_not_there_are_told(folder):
             texts(path)
 
 
-# Given in Python
+# Datasets given in Python
 
 ROWS = {"text": ["a", "b", None], "n": [1, 2, 3]}
 
@@ -345,15 +345,15 @@ def test_a_dataset_from_python_is_named_by_its_samples(kind, form):
     assert list(source.read(pytest.fail)) == [
         (f"{path} row {i}", {"text": text, "n": n}) for i, (text, n) in enumerate(zip(*ROWS.values(), strict=True))
     ]
-    assert given(ROWS) == path, "as another process would name it"
+    assert given(ROWS) == path, "another process would give it the same name"
     assert open_source(Dataset(path=given(ROWS | {"n": [1, 2, 4]}))).identity != source.identity
     assert open_source(Dataset(path=path), streaming=True).identity == path
     if kind == "IterableDataset":
-        assert source.identity != path, "a cache of its first samples is not one of all"
+        assert source.identity != path, "a cache of its first samples is not a cache of all"
 
 
 def stream_of(*last: str) -> datasets.IterableDataset:
-    """A stream whose first samples are always the same, more than those that name it."""
+    """Return a stream that differs only in its last samples, beyond the first 1,000, which name it."""
     return datasets.IterableDataset.from_generator(lambda: ({"text": text} for text in ("a",) * 1000 + last))
 
 
@@ -362,20 +362,20 @@ def path_of(data) -> str:
 
 
 def test_another_stream_with_the_same_beginning_is_tokenised_anew(tmp_path):
-    tokenizer, cache, given = byte_tokenizer(tmp_path), tmp_path / "cache", stream_of("b")
-    first = tokenize((Dataset(path=path_of(given)),), tokenizer, cache)
-    other = tokenize((Dataset(path=path_of(stream_of("c"))),), tokenizer, cache)
-    assert len(first) == len(other) == 1001 and first.key != other.key
-    source = open_source(Dataset(path=path_of(given)))
-    assert source.identity == open_source(Dataset(path=path_of(given))).identity, "the same one is not"
+    tokenizer, cache, stream = byte_tokenizer(tmp_path), tmp_path / "cache", stream_of("b")
+    first = tokenize((Dataset(path=path_of(stream)),), tokenizer, cache)
+    second = tokenize((Dataset(path=path_of(stream_of("c"))),), tokenizer, cache)
+    assert len(first) == len(second) == 1001 and first.key != second.key
+    source = open_source(Dataset(path=path_of(stream)))
+    assert source.identity == open_source(Dataset(path=path_of(stream))).identity, "the same stream is known"
 
 
 def test_streams_with_the_same_beginning_are_refused_in_one_config():
-    """The second would take the place of the first."""
+    """Otherwise the second would replace the first."""
     one, other = stream_of("b"), stream_of("c")
     with pytest.raises(UserError, match="two IterableDatasets begin with the same 1,000 samples"):
         config_of("qwen_lora:my/model", data={"datasets": one, "eval_datasets": other})
-    again = stream_of("d")  # in another config it may
+    again = stream_of("d")  # in another config it is allowed
     config = config_of("qwen_lora:my/model", data={"datasets": again})
     problems = []
     rows = [row["text"] for _, row in open_source(config.data.datasets[0]).read(problems.append)]
@@ -383,10 +383,10 @@ def test_streams_with_the_same_beginning_are_refused_in_one_config():
 
 
 def test_a_stream_from_python_says_by_what_it_is_known():
-    said = []
-    open_source(Dataset(path=path_of(stream_of("b"))), streaming=True, say=said.append)
-    open_source(Dataset(path=path_of(datasets.Dataset.from_dict(ROWS))), streaming=True, say=said.append)
-    assert len(said) == 1 and "known by its first 1,000 samples; whether those after them are the same" in said[0]
+    log = []
+    open_source(Dataset(path=path_of(stream_of("b"))), streaming=True, say=log.append)
+    open_source(Dataset(path=path_of(datasets.Dataset.from_dict(ROWS))), streaming=True, say=log.append)
+    assert len(log) == 1 and "known by its first 1,000 samples; whether those after them are the same" in log[0]
 
 
 def test_a_dataset_from_python_is_read_once_and_then_only_where_it_was_given(tmp_path, monkeypatch):

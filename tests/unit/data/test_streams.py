@@ -1,4 +1,4 @@
-"""Streams: the rows of data of unknown length, in order, from any of them on."""
+"""Streams: rows of data of unknown length, in order, starting at any row."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ def small_windows(monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Texts of different lengths, in two files, and a tokenizer."""
+    """Write texts of different lengths in two files, and a tokenizer."""
     folder = tmp_path_factory.mktemp("streams")
     for name, count in (("a", 90), ("b", 35)):
         lines = [json.dumps({"text": f"{name}{i} " * (1 + i * 7 % 5)}) for i in range(count)]
@@ -48,20 +48,20 @@ def config_of(folder, names="ab", weights=(None, None), train=None, **data):
 
 
 def texts(stream, tokenizer, count):
-    """The documents of the first windows, as text, in the order in which they were drawn."""
-    found = []
+    """Return the documents of the first windows as text, in the order they were drawn."""
+    decoded = []
     for window in islice(stream.windows(), count):
         documents = window.documents
-        found += [tokenizer.decode(documents.read(i, 0, 10**6)[0]) for i in range(len(documents))]
-    return [str(text).removesuffix("<|im_end|>").strip() for text in found]
+        decoded += [tokenizer.decode(documents.read(i, 0, 10**6)[0]) for i in range(len(documents))]
+    return [str(text).removesuffix("<|im_end|>").strip() for text in decoded]
 
 
 def feed_of(config, tokenizer, devices=1):
     return open_feed(config, tokenizer, len(tokenizer), make_mesh(Mesh(), jax.devices()[:devices]))
 
 
-def batches(found):
-    return [(position, {name: np.asarray(batch[name]).tolist() for name in batch}) for position, batch in found]
+def batches(read):
+    return [(position, {name: np.asarray(batch[name]).tolist() for name in batch}) for position, batch in read]
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_a_run_that_goes_on_has_the_same_batches_wherever_it_stopped(folder, tok
 def test_the_rows_are_the_same_on_other_devices_and_with_other_threads(folder, tokenizer):
     def rows(devices, rows, steps, **options):
         config = config_of(folder, train=Train(max_steps=steps, micro_batch_size=rows), **options)
-        found = batches(feed_of(config, tokenizer, devices).batches({}, steps))
-        return [row for _, batch in found for row in batch["tokens"][0]], found[-1][0]
+        read = batches(feed_of(config, tokenizer, devices).batches({}, steps))
+        return [row for _, batch in read for row in batch["tokens"][0]], read[-1][0]
 
     assert rows(1, 8, 5) == rows(4, 2, 5) == rows(2, 2, 10) == rows(1, 4, 10, num_workers=0)
 
@@ -110,7 +110,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_window_is_what_rows_make_of_its_documents(tokenizer, tmp_path, monkeypatch, kind):
-    """With one window for all, a stream has the rows that the same data has without streaming."""
+    """If one window holds all data, the rows are the same as without streaming."""
     monkeypatch.setattr(streams, "_DRAWN_AT_ONCE", 64)
     sample, preference, columns = KINDS[kind]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(sample(i)) for i in range(64)))
@@ -140,7 +140,7 @@ def test_datasets_follow_each_other_or_alternate_in_their_shares_and_begin_again
 
     stream = Stream(config_of(folder, mixing="interleave_under"), tokenizer)
     of_a = [text for text in texts(stream, tokenizer, 12) if text[0] == "a"]
-    assert of_a[:38] == [*a[:36], *a[:2]]  # b, of 35, has ended
+    assert of_a[:38] == [*a[:36], *a[:2]]  # b has 35 texts and has ended
 
 
 def test_position_says_how_often_the_data_was_read(folder, tokenizer):
@@ -157,9 +157,9 @@ def test_a_bad_sample_ends_the_stream_or_is_left_out_and_counted(folder, tokeniz
     with pytest.raises(UserError, match=r"b.jsonl:6: not JSON.*on_bad_row='skip' leaves such samples out"):
         list(feed_of(bad, tokenizer).batches({}, 3))
     skipping = replace(bad, data=replace(bad.data, on_bad_row="skip"))
-    found = texts(Stream(skipping, tokenizer), tokenizer, 2)
+    read = texts(Stream(skipping, tokenizer), tokenizer, 2)
     good = texts(Stream(config_of(folder, names="b"), tokenizer), tokenizer, 3)
-    assert found == good[: len(found)] and len(found) > 10 and "bad samples skipped until row" in caplog.text
+    assert read == good[: len(read)] and len(read) > 10 and "bad samples skipped until row" in caplog.text
 
 
 def test_documents_that_are_longer_than_a_row_are_counted(folder, tokenizer, caplog):
@@ -195,6 +195,6 @@ def test_the_cache_holds_nothing_of_a_stream(folder, tokenizer, tmp_path):
     feed = feed_of(config, tokenizer)
     list(feed.batches({}, 3))
     assert not Path(config.data.cache_dir or "").exists() and not feed.eval_rows
-    other = replace(config, data=replace(config.data, datasets=config.data.datasets[:1]))
+    single = replace(config, data=replace(config.data, datasets=config.data.datasets[:1]))
     assert feed.documents.has_key(feed_of(config, tokenizer).documents.key)
-    assert not feed.documents.has_key(feed_of(other, tokenizer).documents.key)
+    assert not feed.documents.has_key(feed_of(single, tokenizer).documents.key)

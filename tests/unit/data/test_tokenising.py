@@ -1,4 +1,4 @@
-"""Tokenising in parallel, in parts, on several machines, and from the cache alone: always the same documents."""
+"""Tokenising in parallel, in parts, on several machines, or only from the cache gives the same documents."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def chat(i: int) -> dict:
 
 BAD = {5: "{not JSON", 13: '{"text": "of another type"}', 20: '{"messages": [{"role": "user", "content": "?"}]}'}
 
-BLOCKS = 10  # of the file below, with the limits of `small`
+BLOCKS = 10  # in the file below, with the limits of `small`
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def entry(tmp_path):
-    """Conversations; in three lines something is wrong."""
+    """Write conversations; three lines are bad."""
     lines = [BAD.get(i) or json.dumps(chat(i)) for i in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     return Dataset(path=str(tmp_path / "a.jsonl"))
@@ -42,7 +42,7 @@ def entry(tmp_path):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Blocks of four samples, parts of two blocks; the blocks that were tokenised here."""
+    """Set blocks of four samples and parts of two blocks; return the blocks that this process tokenised."""
     blocks, call = [], Tokeniser.__call__
     monkeypatch.setattr(module, "_BLOCK_SAMPLES", 4)
     monkeypatch.setattr(module, "_BLOCK_SIZE", 800)
@@ -58,10 +58,10 @@ def files(cache: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def expected(entry, tokenizer, tmp_path):
-    """The files that one process makes at once, leaving out what is wrong."""
-    found = tokenize((entry,), tokenizer, tmp_path / "whole", "skip")
-    assert found.skipped == 3 and "3 samples skipped" in found.losses[0]
-    assert found.losses[1].endswith("2 columns are not used: 'id', 'text'")
+    """Return the files that one process writes in one go, skipping bad lines."""
+    documents = tokenize((entry,), tokenizer, tmp_path / "whole", "skip")
+    assert documents.skipped == 3 and "3 samples skipped" in documents.losses[0]
+    assert documents.losses[1].endswith("2 columns are not used: 'id', 'text'")
     return files(tmp_path / "whole")
 
 
@@ -71,7 +71,7 @@ def test_processes_and_parts_make_the_same_bytes(entry, tokenizer, tmp_path, exp
     assert files(tmp_path / "cache") == expected
     assert len(small) == (
         1 if processes == 2 else BLOCKS
-    )  # the first decides the type, the others are tokenised elsewhere
+    )  # the first block decides the type, the others are tokenised elsewhere
 
 
 def test_of_a_classifier_too(tokenizer, tmp_path, small):
@@ -85,15 +85,15 @@ def test_of_a_classifier_too(tokenizer, tmp_path, small):
 
 
 def test_the_first_mistake_of_the_file_is_the_error_whoever_tokenises(entry, tokenizer, tmp_path, small):
-    told = []
+    errors = []
     for processes in (1, 2):
         with pytest.raises(UserError) as error:
             tokenize((entry,), tokenizer, tmp_path / "cache", num_proc=processes)
-        told.append(str(error.value))
-    assert told[0] == told[1] and "a.jsonl:6: not JSON" in told[0]
+        errors.append(str(error.value))
+    assert errors[0] == errors[1] and "a.jsonl:6: not JSON" in errors[0]
     lines = Path(entry.path).read_text().splitlines()
     Path(entry.path).write_text("\n".join([lines[20], *lines[6:13], *lines[14:]]))
-    for processes in (1, 2):  # of these all are read and counted
+    for processes in (1, 2):  # all samples are read and counted
         with pytest.raises(UserError, match=r"2 samples cannot be trained on; the first: .*a.jsonl:1: "):
             tokenize((entry,), tokenizer, tmp_path / "cache", num_proc=processes)
 
@@ -156,11 +156,11 @@ def test_the_cache_alone_is_enough(entry, tokenizer, tmp_path):
     Path(entry.path).unlink()
     with pytest.raises(UserError, match="no such file"):
         tokenize((entry,), tokenizer, cache, "skip")
-    found = tokenize((replace(entry, weight=2.0),), tokenizer, cache, "skip", cache_only=True)
-    assert found.key == whole.key and "its source was not read" in found.notes[-1]
-    for other in (replace(entry, samples=3), replace(entry, path="b.jsonl")):
-        with pytest.raises(UserError, match="cache_only: .* holds nothing made from .* with these options"):
-            tokenize((other,), tokenizer, cache, "skip", cache_only=True)
+    documents = tokenize((replace(entry, weight=2.0),), tokenizer, cache, "skip", cache_only=True)
+    assert documents.key == whole.key and "its source was not read" in documents.notes[-1]
+    for changed in (replace(entry, samples=3), replace(entry, path="b.jsonl")):
+        with pytest.raises(UserError, match="cache_only: .* holds nothing made of .* with these options"):
+            tokenize((changed,), tokenizer, cache, "skip", cache_only=True)
 
 
 def test_of_a_source_that_changed_the_cache_alone_has_what_was_made_last(tokenizer, tmp_path):
@@ -171,8 +171,8 @@ def test_of_a_source_that_changed_the_cache_alone_has_what_was_made_last(tokeniz
         for made in cache.glob("*/offsets.npy"):
             os.utime(made, (number, number)) if made.stat().st_mtime > 1 else None
     file.unlink()
-    found = tokenize((Dataset(path=str(file)),), tokenizer, cache, cache_only=True)
-    assert found.key == keys[1] != keys[0] and "1 older ones are not used" in found.notes[-1]
+    documents = tokenize((Dataset(path=str(file)),), tokenizer, cache, cache_only=True)
+    assert documents.key == keys[1] != keys[0] and "1 older ones are not used" in documents.notes[-1]
 
 
 def test_processes_answer_in_order_know_nothing_of_jax_and_are_missed_when_they_end():

@@ -1,4 +1,4 @@
-"""Units: packed whole and held out whole, with whatever columns are stored for them."""
+"""Units: packed whole and held out whole, with any columns stored for them."""
 
 import hashlib
 
@@ -22,53 +22,53 @@ UNITS = st.lists(st.lists(st.integers(2, 9), min_size=1, max_size=3), min_size=2
 
 
 def documents_of(units):
-    """A document for each length; units[i] has the lengths of unit i. Also the tokens of each unit's documents."""
+    """Return documents of these lengths, units[i] for unit i, and the tokens of each unit's documents."""
     lengths = [length for unit in units for length in unit]
-    found = numbered_documents(lengths, continuous=False, sizes=list(map(len, units)))
+    documents = numbered_documents(lengths, continuous=False, sizes=list(map(len, units)))
     ends = np.cumsum(lengths)
     tokens = iter([list(range(end - length + 1, end + 1)) for end, length in zip(ends, lengths)])
-    return found, [[next(tokens) for _ in unit] for unit in units]
+    return documents, [[next(tokens) for _ in unit] for unit in units]
 
 
 def units_in(rows: Rows) -> list[list[list[int]]]:
-    """The tokens of the documents of each unit of each row."""
-    found = []
+    """Return the tokens of the documents of each unit of each row."""
+    units = []
     for i in range(rows.stop):
         row = rows[i]
         for unit in range(1, row["unit_ids"].max(initial=0) + 1):
-            here = row["unit_ids"] == unit
-            segments = row["segment_ids"][here]
-            assert (np.diff(np.flatnonzero(here)) == 1).all() and (np.diff(segments) >= 0).all()
-            found.append([row["tokens"][here][segments == segment].tolist() for segment in np.unique(segments)])
-    return found
+            in_unit = row["unit_ids"] == unit
+            segments = row["segment_ids"][in_unit]
+            assert (np.diff(np.flatnonzero(in_unit)) == 1).all() and (np.diff(segments) >= 0).all()
+            units.append([row["tokens"][in_unit][segments == segment].tolist() for segment in np.unique(segments)])
+    return units
 
 
 @given(units=UNITS, packing=st.booleans(), shuffle=st.booleans(), fraction=st.sampled_from([None, 0.2, 0.7]))
 @settings(deadline=None)
 def test_a_unit_stands_whole_in_one_row_on_one_side(units, packing, shuffle, fraction):
-    found, tokens = documents_of([*units, [2, 3]])
+    documents, tokens = documents_of([*units, [2, 3]])
     fits = [unit for unit in tokens if sum(map(len, unit)) <= SEQ_LEN]
     data = Data(seq_len=SEQ_LEN, packing=packing, shuffle=shuffle)
     seen = []
-    for part in hold_out(found, fraction, seed=1) if fraction else [found]:
+    for part in hold_out(documents, fraction, seed=1) if fraction else [documents]:
         numbers = [tokens[i] for i in part.chosen]
         assert part.lengths.tolist() == [len(document) for unit in numbers for document in unit]
         if any(unit in fits for unit in numbers):
             rows = Rows(part, data, 1, (TOKENS, SEGMENT_IDS, UNIT_IDS, KEY_START))
-            here = units_in(rows)
-            assert sorted(here) == [unit for unit in numbers if unit in fits]
+            of_rows = units_in(rows)
+            assert sorted(of_rows) == [unit for unit in numbers if unit in fits]
             assert rows.counts.dropped_documents == sum(len(unit) for unit in numbers if unit not in fits)
-            assert packing or len(here) == rows.stop
-            seen += here
+            assert packing or len(of_rows) == rows.stop
+            seen += of_rows
     assert sorted(seen) == fits
 
 
 def test_a_unit_that_would_have_to_be_cut_is_an_error_that_says_what_to_choose():
-    found, _ = documents_of([[9, 9], [3, 4]])
+    documents, _ = documents_of([[9, 9], [3, 4]])
     for truncation in ("left", "right", "split"):
         with pytest.raises(UserError, match=f"truncation='{truncation}' would cut documents that belong together"):
-            Rows(found, Data(seq_len=SEQ_LEN, truncation=truncation))
-    rows = Rows(found, Data(seq_len=SEQ_LEN, truncation="delete"), epochs=1)
+            Rows(documents, Data(seq_len=SEQ_LEN, truncation=truncation))
+    rows = Rows(documents, Data(seq_len=SEQ_LEN, truncation="delete"), epochs=1)
     assert (rows.counts.documents, rows.counts.dropped_documents, rows.stop) == (2, 2, 1)
 
 
@@ -79,8 +79,8 @@ COLUMNS = (
 )
 
 
-def stored(folder):
-    """Two units, the first of two documents, with a value of each column for each of what it is of."""
+def store(folder):
+    """Store two units, the first with two documents, with values of each column by token, document or unit."""
     folder.mkdir()
     document = lambda *tokens: Encoded(np.array(tokens, np.int32), np.array([0, 0, 1][: len(tokens)], np.float16))  # noqa: E731
     values = [
@@ -94,10 +94,10 @@ def stored(folder):
 
 
 def test_columns_are_stored_and_stand_where_they_belong(tmp_path):
-    found = Documents.joined([stored(tmp_path / "a"), stored(tmp_path / "b")])
-    assert found.units.tolist() == [0, 2, 3, 5, 6] and found.lengths.tolist() == [3] * 6
-    _, half = hold_out(found, 0.5, seed=0)
-    for documents, rows_wanted in ((found, 4), (half, 2)):
+    two_parts = Documents.joined([store(tmp_path / "a"), store(tmp_path / "b")])
+    assert two_parts.units.tolist() == [0, 2, 3, 5, 6] and two_parts.lengths.tolist() == [3] * 6
+    _, half = hold_out(two_parts, 0.5, seed=0)
+    for documents, rows_wanted in ((two_parts, 4), (half, 2)):
         rows = Rows(documents, Data(seq_len=8, packing=False), 1, (TOKENS, LOSS_WEIGHT, *COLUMNS))
         assert rows.stop == rows_wanted
         for i in range(rows.stop):
@@ -112,9 +112,9 @@ def test_columns_are_stored_and_stand_where_they_belong(tmp_path):
 
 
 def test_a_column_that_is_not_stored_is_named():
-    found, _ = documents_of([[2], [3]])
+    documents, _ = documents_of([[2], [3]])
     with pytest.raises(UserError, match="numbers has no column 'label' with a value for each document"):
-        Rows(found, Data(seq_len=SEQ_LEN), columns=(TOKENS, COLUMNS[1]))
+        Rows(documents, Data(seq_len=SEQ_LEN), columns=(TOKENS, COLUMNS[1]))
 
 
 def test_a_column_of_another_length_is_not_written(tmp_path):
@@ -124,7 +124,7 @@ def test_a_column_of_another_length_is_not_written(tmp_path):
 
 
 def test_the_key_tells_units_and_columns_apart_and_an_old_one_is_known(tmp_path):
-    """Checkpoints written while one folder held all entries have one hash of all of them."""
+    """Checkpoints written while one folder held all entries have one hash over all."""
     documents = [Encoded(np.arange(n, dtype=np.int32), np.ones(n, np.float16)) for n in (3, 4, 5)]
     alone, pairs = [Unit((document,)) for document in documents], [Unit(tuple(documents[:2])), Unit((documents[2],))]
     parts = {}

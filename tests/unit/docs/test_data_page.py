@@ -1,4 +1,4 @@
-"""docs/data.md: every sample becomes what the page shows."""
+"""Every sample in docs/data.md becomes what the page shows."""
 
 import re
 from pathlib import Path
@@ -34,8 +34,8 @@ def test_a_layout_is_rendered_and_masked_as_the_page_says(tokenizer, tmp_path, m
         config.preference.loss = "kto" if "unpaired" in entry else "sigmoid"
     documents = tokenize(resolve(config, "docs/data.md").data.datasets, tokenizer, tmp_path / "cache", labels=labels)
     of_unit = [describe(documents, i, tokenizer, 10_000, ids=False, labels=labels) for i in range(documents.units[1])]
-    found = "".join(map(str, of_unit)).strip().splitlines()
-    assert [line.strip() for line in found] == [line.rstrip() for line in shown.splitlines()]
+    lines = "".join(map(str, of_unit)).strip().splitlines()
+    assert [line.strip() for line in lines] == [line.rstrip() for line in shown.splitlines()]
 
 
 def test_every_block_of_the_page_is_one_of_these():

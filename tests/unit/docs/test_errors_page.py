@@ -1,4 +1,4 @@
-"""docs/errors.md quotes messages that jaxtune really says."""
+"""docs/errors.md quotes messages that jaxtune really prints."""
 
 import ast
 import re
@@ -8,8 +8,8 @@ ROOT = Path(__file__).parents[3]
 QUOTED = re.findall(r"\*\*`(.*?)`\*\*", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"))
 
 
-def said() -> str:
-    """Every text of the package, a line each, with ... for what is filled in."""
+def messages() -> str:
+    """Return every text of the package, one a line, with ... for the parts that are filled in."""
     texts = []
     for file in (ROOT / "jaxtune").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -21,6 +21,6 @@ def said() -> str:
 
 
 def test_every_quoted_message_is_one_of_the_package():
-    texts = said()
+    texts = messages()
     assert len(QUOTED) >= 20
     assert [message for message in QUOTED if message not in texts] == []

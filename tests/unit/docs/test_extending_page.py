@@ -1,4 +1,4 @@
-"""docs/extending.md: its snippets run, in order, and hold what they assert."""
+"""The snippets of docs/extending.md run in order, and their assertions hold."""
 
 import json
 import re
@@ -27,10 +27,10 @@ def test_every_snippet_runs_in_order(tmp_path, monkeypatch):
     with mock.patch.dict(families.FAMILIES):
         for snippet in snippets:
             exec(compile(snippet, "docs/extending.md", "exec"), names)
-        # What the loss is worth, by the gradients that the page makes of it.
+        # The value of the loss, from the gradients that the page computes.
         batch = make_batch(np.arange(64).reshape(2, 32), jax.sharding.get_mesh())
         batch = jax.tree.map(lambda x: x[None], batch)
-        found = jax.jit(names["program"].gradients)(names["parameters"], {}, batch, jnp.int32(0))
-    plain = np.log(256) * found.sums.weight  # random weights know nothing: every token is about as likely
-    assert 0.9 * plain < found.sums.loss < plain * 1.1
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found.gradients))
+        result = jax.jit(names["program"].gradients)(names["parameters"], {}, batch, jnp.int32(0))
+    plain = np.log(256) * result.sums.weight  # random weights: every token is about equally likely
+    assert 0.9 * plain < result.sums.loss < plain * 1.1
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(result.gradients))

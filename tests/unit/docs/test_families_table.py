@@ -1,4 +1,4 @@
-"""The README's table of model families is what the code says of them."""
+"""The README's table of model families is the one in the code."""
 
 from pathlib import Path
 

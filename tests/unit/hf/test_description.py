@@ -1,4 +1,4 @@
-"""What a recipe changes in a config.json: entries, how rope is stretched, and where it is."""
+"""Changes of a recipe to config.json: entries, rope scaling, and the path."""
 
 import json
 
@@ -48,25 +48,25 @@ def test_an_entry_that_would_have_no_effect_is_refused(entry, said):
     [
         (NEW, ("yarn", 512), {"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0}, 512),
         (OLD, ("linear", 640), {"rope_type": "linear", "factor": 2.5}, 640),
-        # transformers counts a dynamic scaling from max_position_embeddings
+        # transformers bases dynamic scaling on max_position_embeddings
         (NEW, ("dynamic", 512), {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}, 256),
         (OLD, ('{"factor": 2.0, "type": "yarn"}', None), {"rope_type": "yarn", "factor": 2.0}, 512),
         (NEW, ('{"factor": 4, "rope_type": "linear"}', 800), DEFAULT | {"rope_type": "linear", "factor": 4.0}, 800),
     ],
 )
 def test_rope_is_stretched_from_the_positions_before(config, options, rope, positions):
-    found = changed(config, Model(rope_scaling=options[0], max_positions=options[1]))
+    stretched = changed(config, Model(rope_scaling=options[0], max_positions=options[1]))
     key = "rope_parameters" if config is NEW else "rope_scaling"
     original = {"original_max_position_embeddings": 256}
-    assert found == config | {key: rope | original, "max_position_embeddings": positions}
+    assert stretched == config | {key: rope | original, "max_position_embeddings": positions}
 
 
 def test_without_a_kind_rope_is_stretched_further_as_it_is():
     config = NEW | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}
-    found = changed(config, Model(max_positions=512))
-    assert found["rope_parameters"] == config["rope_parameters"] | {"factor": 16.0}
-    other = changed(config, Model(max_positions=512, rope_scaling="yarn"))["rope_parameters"]
-    assert other == {
+    stretched = changed(config, Model(max_positions=512))
+    assert stretched["rope_parameters"] == config["rope_parameters"] | {"factor": 16.0}
+    yarn = changed(config, Model(max_positions=512, rope_scaling="yarn"))["rope_parameters"]
+    assert yarn == {
         "rope_theta": 5e5,
         "rope_type": "yarn",
         "factor": 16.0,
@@ -75,11 +75,11 @@ def test_without_a_kind_rope_is_stretched_further_as_it_is():
 
 
 def test_of_two_ropes_that_of_full_attention_is_stretched_and_of_a_larger_model_the_decoders():
-    both = {"full_attention": DEFAULT, "sliding_attention": DEFAULT}
-    config = {"text_config": {"max_position_embeddings": 256, "rope_parameters": both}}
-    found = changed(config, Model(max_positions=512, rope_scaling="linear"))["text_config"]
-    assert found["rope_parameters"]["sliding_attention"] == DEFAULT
-    assert found["rope_parameters"]["full_attention"]["factor"] == 2.0 and found["max_position_embeddings"] == 512
+    ropes = {"full_attention": DEFAULT, "sliding_attention": DEFAULT}
+    config = {"text_config": {"max_position_embeddings": 256, "rope_parameters": ropes}}
+    text = changed(config, Model(max_positions=512, rope_scaling="linear"))["text_config"]
+    assert text["rope_parameters"]["sliding_attention"] == DEFAULT
+    assert text["rope_parameters"]["full_attention"]["factor"] == 2.0 and text["max_position_embeddings"] == 512
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_config_and_tokenizer_may_be_elsewhere(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "config" / "config.json").write_text(json.dumps(NEW))
     weights, config, tokenizer = (str(tmp_path / name) for name in ("weights", "config", "tokenizer"))
-    found = folders(Model(path=weights, config=config))
-    assert [str(path) for path in found] == [weights, config, config]
+    places = folders(Model(path=weights, config=config))
+    assert [str(path) for path in places] == [weights, config, config]
     assert str(folders(Model(path=weights, config=config, tokenizer=tokenizer)).tokenizer) == tokenizer
     with pytest.raises(UserError, match="weights has no config.json"):
         folders(Model(path=weights))

@@ -1,4 +1,4 @@
-"""A model is found here or on the hub, and what stands in the way is said."""
+"""A model is found locally or on the hub; errors name the reason."""
 
 import json
 from unittest.mock import Mock
@@ -53,14 +53,14 @@ def test_a_broken_config_is_a_message_with_its_path(model, text, said):
 
 
 def test_from_the_hub_come_only_safetensors_and_text(model, monkeypatch):
-    asked = {}
-    monkeypatch.setattr(hf_folder, "snapshot_download", lambda repo, **kw: asked.update(kw, repo=repo) or str(model))
+    passed = {}
+    monkeypatch.setattr(hf_folder, "snapshot_download", lambda repo, **kw: passed.update(kw, repo=repo) or str(model))
     assert resolve("owner/name", "v1") == model
-    assert (asked["repo"], asked["revision"]) == ("owner/name", "v1")
-    assert not [pattern for pattern in asked["allow_patterns"] if pattern.endswith((".bin", ".py", "*"))]
-    assert "*.safetensors" in asked["allow_patterns"]
+    assert (passed["repo"], passed["revision"]) == ("owner/name", "v1")
+    assert not [pattern for pattern in passed["allow_patterns"] if pattern.endswith((".bin", ".py", "*"))]
+    assert "*.safetensors" in passed["allow_patterns"]
     resolve("owner/name", weights=False)
-    assert "*.safetensors" not in asked["allow_patterns"]
+    assert "*.safetensors" not in passed["allow_patterns"]
 
 
 def refusal(kind):
@@ -103,12 +103,12 @@ def test_the_config_of_a_decoder_inside_a_larger_model_changes_where_it_is(tmp_p
 
 
 def test_the_card_of_an_adapter_loads_it_on_its_base(tmp_path):
-    """Two folders called `export` have different paths in the snippet, which passes what transformers needs."""
+    """Two folders named `export` have different paths in the snippet, which passes the options transformers needs."""
     base, folder = tmp_path / "first" / "export", tmp_path / "second" / "export"
     for path in (base, folder):
         path.mkdir(parents=True)
-    said = {"title": "t", "name": "export", "rows": {}, "curve": tmp_path / "none"}
-    write_card(folder, base_model=str(base), adapter=True, base_options={"num_labels": 3}, ends=[1, 2], **said)
+    fields = {"title": "t", "name": "export", "rows": {}, "curve": tmp_path / "none"}
+    write_card(folder, base_model=str(base), adapter=True, base_options={"num_labels": 3}, ends=[1, 2], **fields)
     card = (folder / "README.md").read_text()
     assert 'from_pretrained("first/export", num_labels=3), "second/export")' in card and str(tmp_path) not in card
     assert "fine-tuned from first/export" in card and 'AutoTokenizer.from_pretrained("second/export")' in card
@@ -123,10 +123,10 @@ def test_generation_config_is_optional(model):
 
 def test_the_card_tells_origin_and_numbers_but_no_local_path(tmp_path):
     curve = tmp_path / "run" / "loss.png"
-    said = {"title": "t", "name": "ada/t", "rows": {"steps": "1,200", "LoRA": "q|k"}, "curve": curve}
-    found = Evaluation({"loss": 1.25, "accuracy": 0.5}, "chats, a part held out")
-    more = {"recipe": "chat:\n  template: '```'\n", "datasets": ["ada/chats"], "evaluation": found}
-    write_card(tmp_path, base_model="owner/name", adapter=True, **said, **more)
+    fields = {"title": "t", "name": "ada/t", "rows": {"steps": "1,200", "LoRA": "q|k"}, "curve": curve}
+    evaluation = Evaluation({"loss": 1.25, "accuracy": 0.5}, "chats, a part held out")
+    more = {"recipe": "chat:\n  template: '```'\n", "datasets": ["ada/chats"], "evaluation": evaluation}
+    write_card(tmp_path, base_model="owner/name", adapter=True, **fields, **more)
     card = (tmp_path / "README.md").read_text()
     assert "| steps | 1,200 |" in card and r"| LoRA | q\|k |" in card and "![" not in card
     assert 'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("owner/name"), "ada/t")' in card
@@ -134,10 +134,10 @@ def test_the_card_tells_origin_and_numbers_but_no_local_path(tmp_path):
     head = ModelCard(card).data  # as the hub reads it
     assert (head.base_model, head.library_name, head.datasets) == ("owner/name", "peft", ["ada/chats"])
     read = [(one.metric_type, one.metric_value, one.dataset_name) for one in head.eval_results]
-    assert read == [("loss", 1.25, found.data), ("accuracy", 0.5, found.data)]
+    assert read == [("loss", 1.25, evaluation.data), ("accuracy", 0.5, evaluation.data)]
     curve.parent.mkdir()
     curve.write_bytes(b"a picture")
-    write_card(tmp_path, base_model=str(tmp_path), adapter=False, **said)
+    write_card(tmp_path, base_model=str(tmp_path), adapter=False, **fields)
     card = (tmp_path / "README.md").read_text()
     assert str(tmp_path) not in card and f"from {tmp_path.name}" in card and "<details>" not in card
     assert "](loss.png)" in card and (tmp_path / "loss.png").read_bytes() == b"a picture"

@@ -1,4 +1,4 @@
-"""What is no part of the decoder is copied as it is, under the names that its folder has."""
+"""Weights outside the decoder are copied unchanged, under the names in their folder."""
 
 import numpy as np
 import pytest
@@ -17,9 +17,9 @@ def tensor(name: str, value: np.ndarray) -> hf.Tensor:
 
 
 def contents(folder) -> dict:
-    """Dtype, shape and bytes of each tensor, by the library of the format."""
-    found = deserialize((folder / "model.safetensors").read_bytes())
-    return {name: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"])) for name, entry in found}
+    """Return dtype, shape and bytes of each tensor, read by safetensors itself."""
+    entries = deserialize((folder / "model.safetensors").read_bytes())
+    return {name: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"])) for name, entry in entries}
 
 
 @pytest.mark.parametrize("names", [NOW, OLDER], ids=["names of now", "older names"])

@@ -1,4 +1,4 @@
-"""Adapters go to the peft library and come from it unchanged; what is not plain LoRA is refused."""
+"""Adapters are exchanged with the peft library unchanged; other adapters than plain LoRA are refused."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ def write(folder, modules, lora=LORA, base_model="owner/name", targets=None):
 
 
 def halves(adapter, module):
-    """A and B as they are in the file."""
+    """Return A and B as they are in the file."""
     tensors = (adapter.tensors[f"{module}.lora_{half}.weight"] for half in "AB")
     return [tensor.rows(0, tensor.shape[0], (slice(None),)) for tensor in tensors]
 
@@ -47,11 +47,11 @@ def adapter(tmp_path):
 
 
 def test_what_is_written_is_read_back(adapter):
-    found = hf.read_adapter(adapter)
-    assert (found.rank, found.alpha, found.dropout, found.use_rslora) == (4, 8.0, 0.1, False)
-    assert (found.base_model, found.revision) == ("owner/name", "v1")
-    assert found.modules == {MODULE} and found.tensors.keys() == {f"{MODULE}.lora_{half}.weight" for half in "AB"}
-    for half, written in zip(halves(found, MODULE), pair(6, 5), strict=True):
+    back = hf.read_adapter(adapter)
+    assert (back.rank, back.alpha, back.dropout, back.use_rslora) == (4, 8.0, 0.1, False)
+    assert (back.base_model, back.revision) == ("owner/name", "v1")
+    assert back.modules == {MODULE} and back.tensors.keys() == {f"{MODULE}.lora_{half}.weight" for half in "AB"}
+    for half, written in zip(halves(back, MODULE), pair(6, 5), strict=True):
         np.testing.assert_array_equal(half, written)
 
 
@@ -107,8 +107,8 @@ def test_experts_in_one_tensor_are_known_by_their_ranks_and_the_names_of_paramet
     with pytest.raises(ValueError, match="do not match"):
         hf.write_adapter(tmp_path, tensors, LORA, "owner/name", "v1", ["q_proj"])
     hf.write_adapter(tmp_path, tensors, LORA, "owner/name", "v1", ["q_proj"], parameters)
-    found = hf.read_adapter(tmp_path)
-    assert found.modules == modules.keys() and found.targets == (*parameters, MODULE)
+    back = hf.read_adapter(tmp_path)
+    assert back.modules == modules.keys() and back.targets == (*parameters, MODULE)
 
     file = tmp_path / "adapter_model.safetensors"
     save_file(load_file(file) | {f"base_model.model.{experts}.lora_B.weight": np.zeros((5, 8), np.float32)}, file)
@@ -182,9 +182,9 @@ def test_peft_computes_what_merging_by_hand_does(tmp_path, use_rslora):
     tokens = torch.arange(24).reshape(2, 12)
     adapted = peft.PeftModel.from_pretrained(load(), tmp_path / "adapter")
     with torch.no_grad():
-        plain, wanted, found = (model(tokens).logits for model in (load(), merged, adapted))
+        plain, wanted, by_peft = (model(tokens).logits for model in (load(), merged, adapted))
     assert (plain - wanted).abs().max() > 1e-2
-    assert (found - wanted).abs().max() <= 1e-5
+    assert (by_peft - wanted).abs().max() <= 1e-5
 
     adapted.save_pretrained(tmp_path / "saved")
     read = hf.read_adapter(tmp_path / "saved")

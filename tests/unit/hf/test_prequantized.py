@@ -1,4 +1,4 @@
-"""Weights that are quantized in the file are read as they are there, or refused by name."""
+"""Weights that are quantized in the file are read without requantization, or refused by name."""
 
 import json
 import random
@@ -28,7 +28,7 @@ INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "g
 
 
 def int4(**changes) -> dict:
-    """What config.json says of compressed-tensors' INT4."""
+    """Return the config.json of compressed-tensors' INT4."""
     group = {"targets": ["Linear"], "weights": INT4 | changes}
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
 
@@ -57,7 +57,7 @@ def as_bytes(value) -> np.ndarray:
 
 
 def matrix(scheme: str, seed: int):
-    """Tensors of a module in the file, and its value in float64."""
+    """Return the tensors of a module in the file, and its float64 value."""
     generator = np.random.default_rng(seed)
     options, (rows, columns) = SCHEMES[scheme], SHAPE
     if scheme == "fp8":
@@ -109,7 +109,7 @@ def matrix(scheme: str, seed: int):
 
 @pytest.fixture
 def folder(tmp_path, request):
-    """A checkpoint with two quantized modules and one that is not; `values` are what they stand for."""
+    """Write a checkpoint with two quantized modules and one that is not."""
     scheme = request.param
     modules = [matrix(scheme, i) for i in range(LAYERS)]
     tensors = {f"{name}.{ending}": x for name, (parts, _) in zip(NAMES, modules) for ending, x in parts.items()}
@@ -119,11 +119,11 @@ def folder(tmp_path, request):
 
 
 def load(folder) -> dict[str, np.ndarray]:
-    """safetensors.numpy's own load_file knows no F8_E4M3."""
+    """Read a file; safetensors.numpy's own load_file does not support F8_E4M3."""
     dtypes = {"U8": np.uint8, "F32": np.float32, "F16": np.float16, "BF16": BF16, "F8_E4M3": E4M3}
     dtypes |= {"I32": np.int32, "I64": np.int64}
-    found = deserialize((folder / "model.safetensors").read_bytes())
-    return {name: np.frombuffer(x["data"], dtypes[x["dtype"]]).reshape(x["shape"]) for name, x in found}
+    entries = deserialize((folder / "model.safetensors").read_bytes())
+    return {name: np.frombuffer(x["data"], dtypes[x["dtype"]]).reshape(x["shape"]) for name, x in entries}
 
 
 every_scheme = pytest.mark.parametrize("folder", SCHEMES, indirect=True)
@@ -137,11 +137,11 @@ def read(folder):
     scheme = hf.read_scheme(folder)
     format = format_of(scheme.options, "mlp.down.weight")
     target = format.abstract((LAYERS, *SHAPE), jnp.float32, ("layers", "embed", "mlp"))
-    found = hf.read_quantized(folder, scheme, {"down": (target, tuple(f"{name}.weight" for name in NAMES))})["down"]
-    for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(target), strict=True):
+    array = hf.read_quantized(folder, scheme, {"down": (target, tuple(f"{name}.weight" for name in NAMES))})["down"]
+    for leaf, wanted in zip(jax.tree.leaves(array), jax.tree.leaves(target), strict=True):
         assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype)
         assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
-    return found
+    return array
 
 
 @every_scheme
@@ -164,19 +164,19 @@ def test_a_checkpoint_without_quantization_config_has_none(tmp_path):
 def test_what_is_read_stands_for_the_same_values(folder, request, devices):
     scheme = request.node.callspec.params["folder"]
     make_mesh(Mesh(data=2, fsdp=2, tensor=2) if devices == 8 else Mesh(), jax.devices()[:devices])
-    found = read(folder)
+    loaded = read(folder)
     if devices == 8:
-        assert found.codes.sharding.shard_shape(found.codes.shape)[1:] == (64, found.codes.shape[2] // 2)
-    values = np.asarray(jax.jit(lambda array: array.dequantize())(found))
+        assert loaded.codes.sharding.shard_shape(loaded.codes.shape)[1:] == (64, loaded.codes.shape[2] // 2)
+    values = np.asarray(jax.jit(lambda array: array.dequantize())(loaded))
     for i, name in enumerate(NAMES):
         tensors, wanted = matrix(scheme, i)
         np.testing.assert_allclose(values[i], wanted, rtol=1e-6, atol=1e-12)
-        codes = tensors.get("weight", tensors.get("weight_packed")).view(np.uint8).reshape(found.codes.shape[1:])
+        codes = tensors.get("weight", tensors.get("weight_packed")).view(np.uint8).reshape(loaded.codes.shape[1:])
         if "weight_packed" in tensors:
             codes = codes << 4 | codes >> 4
         if scheme.startswith("int4"):
             codes ^= 0x88
-        np.testing.assert_array_equal(found.codes[i], codes, name)
+        np.testing.assert_array_equal(loaded.codes[i], codes, name)
 
 
 @pytest.mark.parametrize("folder", ["fp4", "nvfp4"], indirect=True)
@@ -188,9 +188,9 @@ def test_a_small_part_is_read_at_a_time(folder, monkeypatch, limit):
     rows = weights.Source.rows
 
     def recorded(self, *arguments):
-        found = rows(self, *arguments)
-        held.append(found.nbytes)
-        return found
+        part = rows(self, *arguments)
+        held.append(part.nbytes)
+        return part
 
     monkeypatch.setattr(weights, "_LARGEST_CHUNK", limit)
     monkeypatch.setattr(weights.Source, "rows", recorded)
@@ -271,7 +271,7 @@ def test_another_scheme_is_named_and_refused(folder, config, said):
 
 
 def change(folder, ending, value):
-    """Replace a tensor of the second module: by None, an array, or what a function makes of it."""
+    """Remove a tensor of the second module (None), or replace it by an array or by the result of a function."""
     name = f"{NAMES[1]}.{ending}"
     tensors = load(folder)
     tensors[name] = value(tensors[name].copy()) if callable(value) else value

@@ -23,12 +23,12 @@ def test_a_tokenizer_is_loaded_with_its_chat_template(tmp_path):
 @pytest.mark.parametrize(
     ("part", "value"),
     [
-        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),  # panics when it is loaded
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),  # panics at loading
         (
             "pre_tokenizer",
             {"type": "Split", "pattern": {"Regex": r"(\w|\s)(?=("}, "behavior": "Isolated", "invert": False},
         ),
-        ("truncation", {"max_length": 2, "stride": 5, "strategy": "LongestFirst", "direction": "Right"}),  # when used
+        ("truncation", {"max_length": 2, "stride": 5, "strategy": "LongestFirst", "direction": "Right"}),  # at use
     ],
     ids=["panic", "exception", "panic in use"],
 )
@@ -41,16 +41,16 @@ def test_a_damaged_tokenizer_is_one_line(tmp_path, part, value):
 
 
 def test_transformers_does_not_say_first_that_pytorch_is_missing():
-    """Its other warnings are shown."""
-    logger, said = logging.getLogger("transformers"), []
+    """Other warnings of transformers are shown."""
+    logger, messages = logging.getLogger("transformers"), []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger.addHandler(handler)
     logger.warning("PyTorch was not found. Models won't be available")
     logger.warning("something else")
     logger.removeHandler(handler)
-    assert said == ["something else"]
-    assert '"PyTorch was not found' in Path(transformers.__file__).read_text("utf-8"), "it says so otherwise"
+    assert messages == ["something else"]
+    assert '"PyTorch was not found' in Path(transformers.__file__).read_text("utf-8"), "transformers no longer warns so"
 
 
 def test_the_chat_template_of_an_older_processor_is_found(tmp_path):
@@ -69,7 +69,7 @@ def test_files_are_copied_byte_for_byte_and_nothing_else_is(tmp_path):
     (source / "preprocessor_config.json").write_text('{"image_processor_type":   "Gemma3ImageProcessor"}')
     (source / "tokenization.py").write_text("raise SystemExit")
     target.mkdir()
-    (target / "added_tokens.json").write_text("{}")  # of what was exported there before
+    (target / "added_tokens.json").write_text("{}")  # from an earlier export
     names = hf.copy_tokenizer_files(source, target)
     assert {"tokenizer.json", "chat_template.jinja", "preprocessor_config.json", "generation_config.json"} <= set(names)
     assert {file.name for file in target.iterdir()} == set(names)
@@ -101,7 +101,7 @@ def test_code_in_the_folder_is_never_run(tmp_path):
 
 
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
-# name: special tokens of the tokenizer, what is rendered, and what of it is trained
+# name: special tokens of the tokenizer, the rendered text, and its trained part
 NAMED = {
     "chatml": (
         ("<|im_start|>", "<|im_end|>"),
@@ -160,15 +160,15 @@ def test_a_chat_template_from_a_file_is_exported_with_the_token_that_ends_its_tu
     ("special", "ends", "described", "rows", "chosen"),
     [
         (("<|end|>", "<|im_start|>", "<|pad|>"), {256}, None, 259, "<|pad|>"),
-        (("<|end|>", "<unk>", "<|reserved_1|>"), {256}, 256, 259, "<|reserved_1|>"),  # described, but documents end so
+        (("<|end|>", "<unk>", "<|reserved_1|>"), {256}, 256, 259, "<|reserved_1|>"),  # documents end with 256
         (("<|end|>", "<|im_start|>", "<|pad|>"), {256}, 257, 259, "<|im_start|>"),
-        (("<|end|>", "<|im_start|>"), set(), None, 258, "<|end|>"),  # which no document ends with
+        (("<|end|>", "<|im_start|>"), set(), None, 258, "<|end|>"),  # no document ends with it
         (("<|end|>",), {256}, None, 320, "<|pad|>"),
         (("<|end|>",), {256}, None, 257, "<|end|>"),
     ],
 )
 def test_padding_is_a_token_that_no_document_ends_with(tmp_path, caplog, special, ends, described, rows, chosen):
-    """A new one where the model has a row for it; else a line says what to do."""
+    """A new token if the model has a row for it; otherwise a line says what to do."""
     byte_tokenizer(tmp_path, special=special, eos="<|end|>")
     tokenizer = hf.load_tokenizer(tmp_path)
     assert tokenizer.pad_token is None

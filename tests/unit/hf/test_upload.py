@@ -1,4 +1,4 @@
-"""Uploads to a hub of our own: what arrives there, and what is said before and after one that fails."""
+"""Uploads to a local hub: the files that arrive, and the messages before an upload and after one that fails."""
 
 import pytest
 from hub_server import HubServer
@@ -9,7 +9,7 @@ from jaxtune.hf import check_upload, upload
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A hub to which the token in the environment may write."""
+    """Start a hub and set a token with write access in the environment."""
     with HubServer() as server:
         server.is_the_hub(monkeypatch)
         yield server
@@ -17,7 +17,7 @@ def hub(monkeypatch):
 
 @pytest.fixture
 def model(tmp_path):
-    """An exported model in two shards."""
+    """Write an exported model in two shards."""
     folder = tmp_path / "model"
     folder.mkdir()
     names = ("config.json", "README.md", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -38,7 +38,7 @@ def test_every_file_arrives_and_older_weights_go(hub, model):
     for shard in model.glob("*.safetensors"):
         shard.unlink()
     (model / "model.safetensors").write_bytes(b"all in one")
-    check_upload("mine", True, "--push_to_hub")  # of the user's own
+    check_upload("mine", True, "--push_to_hub")  # in the user's own namespace
     upload(model, "mine", private=True)
     assert hub.repos == {"ada/mine": {**files(model), "notes.txt": b"of its owner"}}
 
@@ -68,7 +68,7 @@ def test_what_cannot_be_uploaded_is_said_before_it_is_made(hub, model, monkeypat
     upload(model, "ada/public")
     assert "it is there already, and public" in refused("ada/public", private=True)
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert "token" in (said := refused()) and "run `hf auth login`" in said and "hf_wrong" not in said
+    assert "token" in (why := refused()) and "run `hf auth login`" in why and "hf_wrong" not in why
     monkeypatch.delenv("HF_TOKEN")
     assert "the hub wants to know who uploads; run `hf auth login`" in refused()
     monkeypatch.setenv("HF_TOKEN", hub.token)

@@ -1,4 +1,4 @@
-"""Weights go from safetensors into any sharding and back bit for bit, by a small part at a time."""
+"""Weights are read from safetensors into any sharding and written back bit for bit, in small parts."""
 
 import json
 import socket
@@ -77,10 +77,10 @@ def test_parts_of_fused_tensors_and_of_layers_and_experts(tmp_path, spec):
         places = tuple(Place(name, first, of=24) for name in fused)
         return hf.Target((2, 4, rows, 16), "float32", sharding, places, lead=2)
 
-    found = read(tmp_path, {"up": part(0, 8), "down": part(8, 16)})
-    np.testing.assert_array_equal(found["up"], whole[:, :, :8])
-    np.testing.assert_array_equal(found["down"], whole[:, :, 8:])
-    assert found["up"].sharding.is_equivalent_to(sharding, 4)
+    arrays = read(tmp_path, {"up": part(0, 8), "down": part(8, 16)})
+    np.testing.assert_array_equal(arrays["up"], whole[:, :, :8])
+    np.testing.assert_array_equal(arrays["down"], whole[:, :, 8:])
+    assert arrays["up"].sharding.is_equivalent_to(sharding, 4)
 
 
 @given(rows=st.integers(1, 400), padding=st.integers(0, 100), columns=st.integers(1, 3), chunk=st.integers(1, 500))
@@ -101,10 +101,10 @@ def test_any_size_in_any_chunks_is_read_whole_and_padded_with_zeros(tmp_path_fac
 @pytest.mark.parametrize("source", [np.float32, np.float16, BF16], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes_convert_as_numpy_does_and_keep_every_bit_of_their_own(tmp_path, source, dtype):
-    patterns = np.arange(2**16, dtype=np.uint16)  # every number of 16 bits, subnormal ones too
+    patterns = np.arange(2**16, dtype=np.uint16)  # every 16-bit number, including subnormal ones
     tensor = patterns.view(source) if np.dtype(source).itemsize == 2 else (patterns.view(np.int16) * 1e-9).astype("f4")
     tensor = tensor.reshape(256, 256)
-    if source != np.dtype(dtype):  # a NaN stays one, with which bits is not promised
+    if source != np.dtype(dtype):  # a NaN stays a NaN; its bits are not guaranteed
         with np.errstate(invalid="ignore"):
             tensor = np.where(np.isnan(tensor), np.zeros_like(tensor), tensor)
     save_file({"w": tensor}, tmp_path / "model.safetensors")
@@ -154,10 +154,10 @@ def test_one_file_is_written_where_it_is_small_enough(tmp_path):
     tensors = some_tensors()
     hf.write(tmp_path, as_written(tensors))
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
-    found = load_file(tmp_path / "model.safetensors")
-    assert found.keys() == tensors.keys()
+    tensors_read = load_file(tmp_path / "model.safetensors")
+    assert tensors_read.keys() == tensors.keys()
     for name, value in tensors.items():
-        assert found[name].dtype == value.dtype and found[name].tobytes() == value.tobytes()
+        assert tensors_read[name].dtype == value.dtype and tensors_read[name].tobytes() == value.tobytes()
 
 
 @given(limit=st.integers(1, 400))
@@ -196,9 +196,9 @@ def test_torch_reads_what_is_written(tmp_path):
 
     value = random(3, 5, dtype=BF16)
     hf.write(tmp_path, as_written({"a": value, "b": random(2, 2)}))
-    found = load_torch(tmp_path / "model.safetensors")["a"]
-    assert found.dtype == torch.bfloat16
-    np.testing.assert_array_equal(found.float().numpy(), value.astype(np.float32))
+    tensor = load_torch(tmp_path / "model.safetensors")["a"]
+    assert tensor.dtype == torch.bfloat16
+    np.testing.assert_array_equal(tensor.float().numpy(), value.astype(np.float32))
 
 
 def test_a_failed_write_leaves_the_weights_that_were_there(tmp_path):

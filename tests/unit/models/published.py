@@ -1,6 +1,7 @@
-"""config.json of each family with the entries that its makers' files have, but fewer layers.
+"""config.json of each family with the entries of its publisher's files, but fewer layers.
 
-They are older than what transformers writes now: `rope_theta`, `rope_scaling`, `torch_dtype`, and some no class knows.
+These files are older than the form that transformers writes now: they have `rope_theta`, `rope_scaling`, `torch_dtype`,
+and some entries that no class reads.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The attention kernel that is asked for runs, or says why it cannot."""
+"""The requested attention kernel runs, or an error says why it cannot."""
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,10 @@ def trace(mesh, **attention):
 
 
 def test_a_kernel_that_cannot_run_is_refused_with_its_reason(one_device):
-    said = (
+    message = (
         r"attention\.backend='mosaic': .*cannot run this on cpu .*: it needs a Hopper GPU.*attention\.fallback='warn'"
     )
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         trace(one_device, backend="mosaic")
 
 

@@ -1,4 +1,4 @@
-"""Backends of a mixture of experts give the same numbers, whatever experts are stored or adapted as."""
+"""Backends of a mixture of experts give the same numbers, however experts are stored or adapted."""
 
 import dataclasses
 from functools import partial
@@ -44,18 +44,18 @@ def numbers(
     quant: Quant = Quant(),
     factor: float | None = None,
 ):
-    """Output, and gradients of the input and of what is trained, of a layer's experts. factor: of their capacity."""
+    """Return the output and gradients (input, trained weights) of a layer's experts. factor: capacity factor."""
     quant = dataclasses.replace(quant, exclude="self_attn" if quant.format else None)
     mesh = make_mesh(layout, jax.devices()[: 1 if layout == ONE else 8])
     config = Config(Model(dtype="float32"), Data(seq_len=32), lora=lora, quant=quant, precision=Precision("fp32"))
     model = declare_model(base_of(experts), config, mesh)
-    values = {name: stored(model.parameters[name], value) for name, value in random_values(model.parameters).items()}
+    values = {name: store(model.parameters[name], value) for name, value in random_values(model.parameters).items()}
     module = bind(model.graph, values).stacks[0].blocks[0].mlp
     graph, adapters, rest = nnx.split(module, nnx.LoRAParam, ...)
     adapters, rest = jax.tree.map(lambda stack: stack[0], (adapters, rest))
     rng = np.random.default_rng(1)
     x, dy = rng.normal(size=(2, 8, 32, 256)).astype(np.float32)
-    x[: len(x) // 2] = x[0, 1]  # tokens that go to the same experts: devices that have them are not loaded as others
+    x[: len(x) // 2] = x[0, 1]  # same tokens, same experts: devices are loaded unequally
     x, dy = (put(array, by_token(None)) for array in (x, dy))
     valid, rows = put(np.ones((8, 32), bool), by_token()), put(np.arange(8, dtype=np.int32), jax.P(by_token()[0]))
 
@@ -77,8 +77,8 @@ def put(value: np.ndarray, layout: jax.P) -> jax.Array:
     return jax.device_put(value, jax.NamedSharding(jax.sharding.get_mesh(), layout))
 
 
-def stored(parameter, value):
-    """A parameter's value as it is stored, quantized or not."""
+def store(parameter, value):
+    """Return a parameter's value as it is stored, quantized or not."""
     if parameter.storage is None:
         return value
     matrices = [
@@ -88,9 +88,9 @@ def stored(parameter, value):
     return jax.tree.map(lambda part, of: jax.device_put(part, of.sharding), whole, parameter.abstract())
 
 
-def assert_equal(found, expected):
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected):
+def assert_equal(actual, expected):
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected):
         assert np.abs(one - other).max() <= 1e-6 * np.abs(other).max()
 
 
@@ -114,7 +114,7 @@ def test_adapters_drop_the_same_elements_on_any_mesh(quant):
 
 @pytest.mark.parametrize(("lora", "quant"), [(Lora(), Quant()), (ADAPTERS, Quant("mxfp4"))], ids=["full", "adapters"])
 def test_no_token_is_dropped_whatever_the_capacity(lora, quant):
-    """Of experts with biases; less than even routing needs takes rounds, of which devices of other rows need more."""
+    """Experts have biases; a factor below even routing takes rounds, and devices with other rows need more rounds."""
     expected = numbers(CLAMPED, "dense", lora=lora, quant=quant)
     for factor in (2.0, 0.3):
         assert_equal(numbers(CLAMPED, "loop", APART, lora, quant, factor), expected)
@@ -123,19 +123,19 @@ def test_no_token_is_dropped_whatever_the_capacity(lora, quant):
 def test_what_cannot_run_is_refused(one_device):
     with pytest.raises(UserError, match=r"experts.backend='kernel': .* cpu .*: it needs an NVIDIA GPU"):
         numbers(PLAIN, "kernel")
-    for asked, named in (
+    for backend, named in (
         (Options("loop"), "backend='loop'"),
         (Options(router_loss=0.0), "router_loss=0.0"),
         (Options(router_z_loss=0.1), "router_z_loss=0.1"),
     ):
         with pytest.raises(UserError, match=f"experts.{named}: the model, a qwen3, has no experts"):
-            declare_model(Base(spec(1)), Config(experts=asked), one_device)
+            declare_model(Base(spec(1)), Config(experts=backend), one_device)
     with pytest.raises(UserError, match="memory.remat='experts': the model, a qwen3, has no experts"):
         declare_model(Base(spec(1)), Config(memory=Memory("experts")), one_device)
 
 
 def test_products_of_experts_alone_can_be_computed_again(one_device):
-    """Less is saved for the backward pass, by those products alone, and the gradients are the same."""
+    """The backward pass saves less, by exactly these products, and the gradients are the same."""
     rows, length = 2, 16
     config = Config(Model(dtype="float32"), Data(seq_len=length), precision=Precision("fp32"))
     model = declare_model(base_of(PLAIN), config, one_device)

@@ -1,4 +1,4 @@
-"""A mixture of experts: what is computed of all of them is transformers' (tests/parity); here, how it is trained."""
+"""Training of a mixture of experts; its output is compared with transformers in tests/parity."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ EXPERTS = "stacks.1.blocks.0.mlp.experts.up.weight"
 
 
 def trained(mesh, model=SPEC, dtype="float32", **sections):
-    """(program, parameters before, after three steps, metrics of each)."""
+    """Return (program, parameters before, parameters after three steps, metrics of each step)."""
     config = Config(model=Model(dtype=dtype), data=Data(seq_len=32), memory=Memory("none"), **sections)
     program = assemble(Base(model), config, mesh)
     batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 32), mesh))
@@ -78,7 +78,7 @@ def test_a_router_is_in_float32_and_what_corrects_it_is_never_trained(one_device
 
 
 def test_the_correction_of_each_layer_moves_by_its_own_load_alone(one_device):
-    """Experts that are always chosen go down and the others up, by the rate; a step that is not finite moves none."""
+    """The correction of experts always chosen falls by the rate, of others it rises; a non-finite step changes none."""
     experts = dataclasses.replace(SPARSE.feed_forward, scores="sigmoid", corrected=True, float32=True)
     sparse = dataclasses.replace(SPARSE, feed_forward=experts)
     config = Config(
@@ -92,9 +92,9 @@ def test_the_correction_of_each_layer_moves_by_its_own_load_alone(one_device):
     program = assemble(Base(spec(layers, family="glm4_moe")), config, one_device)
     trained = random_values(program.model.trained)
     favoured = {0: (0, 1), 2: (1, 3), 4: (0, 2)}  # 10 is more than any score
-    found = {name: p.layers for name, p in program.model.trained.items() if p.kind == "correction"}
-    assert sorted(layer for layers in found.values() for layer in layers) == [0, 2, 4]
-    for name, numbers in found.items():
+    corrections = {name: p.layers for name, p in program.model.trained.items() if p.kind == "correction"}
+    assert sorted(layer for layers in corrections.values() for layer in layers) == [0, 2, 4]
+    for name, numbers in corrections.items():
         start = [[10.0 * (expert in favoured[number]) for expert in range(4)] for number in numbers]
         trained[name] = jax.device_put(np.array(start, np.float32), trained[name].sharding)
     rows = make_batch(tokens(2, 16), one_device)
@@ -103,12 +103,12 @@ def test_the_correction_of_each_layer_moves_by_its_own_load_alone(one_device):
     }
     step, start = jax.jit(program.step), program.start(trained)
     after, metrics = step(start, {}, batch, jnp.float32(1e-3))
-    for name, numbers in found.items():
+    for name, numbers in corrections.items():
         expected = [[9.75 if expert in favoured[number] else 0.25 for expert in range(4)] for number in numbers]
         assert np.array_equal(after.trained[name], expected)
     assert metrics["expert_load_max"] == metrics["expert_load_worst"] == 2
     broken, _ = step(start, {}, batch | {"loss_weight": batch["loss_weight"] * jnp.nan}, jnp.float32(1e-3))
-    assert all(np.array_equal(broken.trained[name], trained[name]) for name in found)
+    assert all(np.array_equal(broken.trained[name], trained[name]) for name in corrections)
 
 
 def test_a_rate_that_moves_no_correction_is_refused(one_device):
@@ -127,7 +127,7 @@ def test_experts_in_one_tensor_are_adapted_by_the_names_that_transformers_gives_
     base = Base(spec((sparse, sparse), family="granitemoe"))
 
     def adapted(*modules: str) -> dict[str, str]:
-        """The place of each A."""
+        """Return the place of each A."""
         lora = Lora(enabled=True, rank=2, target_modules=modules)
         trained = assemble(base, Config(data=Data(seq_len=32), lora=lora), one_device).model.trained
         return {name: p.places[0].name for name, p in trained.items() if name.endswith("lora_a")}
@@ -138,7 +138,7 @@ def test_experts_in_one_tensor_are_adapted_by_the_names_that_transformers_gives_
         "stacks.0.blocks.0.mlp.experts.down.lora_a": f"{layer}.block_sparse_moe.experts.lora_A.weight",
     }
     assert set(adapted("gate_up_proj").values()) == {f"{layer}.block_sparse_moe.experts.lora_A.weight"}
-    with pytest.raises(UserError, match="output_linear"):  # as the files call it
+    with pytest.raises(UserError, match="output_linear"):  # as the files name it
         adapted("output_linear")
 
 

@@ -1,4 +1,4 @@
-"""config.json of each family: defaults, older forms, and what is refused."""
+"""config.json of each family: defaults, older forms, and refusals."""
 
 import copy
 import dataclasses
@@ -25,7 +25,7 @@ SIZES = {
 
 
 def config(kind: str) -> dict:
-    """As transformers would write it."""
+    """Return config.json as transformers would write it."""
     return CLASSES[kind]().to_dict() | SIZES
 
 
@@ -105,7 +105,7 @@ GEMMA3 = {"hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
     ],
 )
 def test_a_decoder_inside_a_larger_model(kind, decoder, text, tied):
-    """What text_config leaves out is the default of its class; whether the head is tied, config.json alone says."""
+    """Entries missing in text_config have the defaults of its class; the outer config.json says if the head is tied."""
     written = {"model_type": kind, "text_config": text | {"model_type": decoder}}
     written |= {} if tied is None else {"tie_word_embeddings": tied}
     newest = CLASSES[kind](**copy.deepcopy(written)).to_dict()
@@ -154,7 +154,7 @@ def test_what_is_not_computed_is_refused(kind, fields, message):
     ],
 )
 def test_layers_that_predict_more_tokens_are_known(kind, name):
-    """By a name of their own, or as the layer after the last: no other layer that config.json does not count."""
+    """They have a name of their own, or the number after the last layer; no other layer beyond the count is allowed."""
     spec = read_spec(CLASSES[kind](num_hidden_layers=4).to_dict())
     assert families.is_untouched(spec, name.format(layer=4)) and families.is_ignorable(spec, name.format(layer=4))
     for layer in (3, 5):
@@ -173,7 +173,7 @@ def test_the_published_form_is_read_as_transformers_reads_it(kind):
 
 
 def test_letters_say_which_layers_have_a_window():
-    """As transformers documents them, though its class computes with numbers alone: the last layer has none."""
+    """As transformers documents it, though its class computes with numbers only: the last layer has no window."""
     pattern = FORMS["exaone4"] | {"model_type": "exaone4", "layer_types": None, "num_hidden_layers": 7}
     windows = [layer.mixer.window for layer in read_spec(pattern | {"sliding_window_pattern": "LLG"}).layers]
     assert windows == [4096, 4096, None, 4096, 4096, None, None]

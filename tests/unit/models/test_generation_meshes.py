@@ -1,4 +1,4 @@
-"""Decoding on every mesh: the tokens of one device, whichever device has a row and which heads."""
+"""Decoding gives the tokens of one device on every mesh, whichever device has a row and which heads."""
 
 import functools
 
@@ -19,20 +19,20 @@ PROMPTS = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (3, 17
 
 
 def tokens(model: str, mesh: Mesh, devices: int, sampling: Sampling) -> list[list[int]]:
-    """What follows each prompt."""
+    """Return the tokens generated for each prompt."""
     made = make_mesh(mesh, jax.devices()[:devices])
     config = Config(model=Model(path=str(folder(model, False, False)), dtype="float32"), data=Data(seq_len=64))
     declared = declare_model(read_base(config), config, made, train=False)
     how = {"max_new_tokens": 8, "dtype": jnp.dtype("float32"), "sampling": sampling}
     generate = make_generate(declared.graph, declared.spec, **how)
     with jax.default_matmul_precision("highest"):
-        found = list(generate(read_parameters(declared, declared.whole), PROMPTS))
-    return np.stack(found, axis=1).tolist()
+        steps = list(generate(read_parameters(declared, declared.whole), PROMPTS))
+    return np.stack(steps, axis=1).tolist()
 
 
 @functools.cache
 def of_one_device(model: str, sampling: Sampling) -> list[list[int]]:
-    """What every mesh must give."""
+    """Return the tokens that every mesh must generate."""
     return tokens(model, Mesh(), 1, sampling)
 
 

@@ -1,4 +1,4 @@
-"""The gradient of an embedding table: every place of a token counts, in float32."""
+"""The gradient of an embedding table sums all positions of a token, in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxtune.models.layers.lookup import lookup
 
 @pytest.fixture(autouse=True)
 def on_one_device(one_device):
-    """The mesh that activations are laid out on."""
+    """Set the mesh that activations are laid out on."""
 
 
 def gradient(table, tokens, dy):
@@ -28,13 +28,13 @@ def test_the_gradient_is_the_sum_over_the_places_of_a_token(vocabulary):
     tokens = rng.integers(0, vocabulary, size=(3, 40))
     expected = np.zeros_like(table)
     np.add.at(expected, tokens, dy)
-    found = gradient(jnp.asarray(table, jnp.float32), jnp.asarray(tokens), jnp.asarray(dy, jnp.float32))
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    result = gradient(jnp.asarray(table, jnp.float32), jnp.asarray(tokens), jnp.asarray(dy, jnp.float32))
+    np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_frequent_token_is_not_lost_in_few_bits(dtype):
-    """Added one by one in bfloat16, ones would stay at 256, and at 2048 in float16."""
+    """Added one by one, ones would stop at 256 in bfloat16, and at 2048 in float16."""
     ones = jnp.ones((1, 4096, 2), dtype)
-    found = gradient(jnp.zeros((3, 2), dtype), jnp.ones((1, 4096), jnp.int32), ones)
-    np.testing.assert_array_equal(found, [[0, 0], [4096, 4096], [0, 0]])
+    result = gradient(jnp.zeros((3, 2), dtype), jnp.ones((1, 4096), jnp.int32), ones)
+    np.testing.assert_array_equal(result, [[0, 0], [4096, 4096], [0, 0]])

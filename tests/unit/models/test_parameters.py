@@ -11,7 +11,7 @@ from jaxtune.models.parameters import declare, randomize
 def test_random_weights_depend_on_neither_stack_nor_mesh(one_device):
     def weights(layers):
         _, declared = declare(spec(layers))
-        # Two are enough, as each is drawn by itself, and each takes a second to compile.
+        # Two are enough: each is drawn independently, and takes a second to compile.
         declared = {name: p for name, p in declared.items() if p.local in ("attention.q.weight", "mlp.down.weight")}
         values = randomize(declared, seed=3)
         return {

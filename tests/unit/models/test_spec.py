@@ -25,8 +25,8 @@ def test_a_repeating_pattern_scans_its_period():
 
 
 def test_the_longest_stack_is_the_pipeline_and_leaves_over_what_stages_do_not_divide():
-    found = stacks((B, *[A] * 11, B), stages=2, chunks=2)
-    assert [(s.first, s.repeats, s.stages) for s in found] == [(0, 1, 1), (1, 8, 2), (9, 3, 1), (12, 1, 1)]
+    arranged = stacks((B, *[A] * 11, B), stages=2, chunks=2)
+    assert [(s.first, s.repeats, s.stages) for s in arranged] == [(0, 1, 1), (1, 8, 2), (9, 3, 1), (12, 1, 1)]
 
 
 def test_a_stage_has_every_second_part_of_the_layers():
@@ -44,10 +44,10 @@ def test_fewer_layers_than_parts_are_no_pipeline():
     st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)]),
 )
 def test_every_layer_is_in_exactly_one_place(layers, parts):
-    found = {}
+    by_number = {}
     for stack in stacks(tuple(layers), *parts):
         for position, one in enumerate(stack.period):
             for number in stack.layer_numbers(position):
-                assert number not in found
-                found[number] = one
-    assert [found[number] for number in range(len(layers))] == layers
+                assert number not in by_number
+                by_number[number] = one
+    assert [by_number[number] for number in range(len(layers))] == layers

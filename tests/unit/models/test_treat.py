@@ -1,4 +1,4 @@
-"""What is chosen by name is treated so in the layers, and unlike layers are stacks of their own."""
+"""Options that select layers by name apply to them, and unlike layers form stacks of their own."""
 
 import dataclasses
 
@@ -29,8 +29,8 @@ def test_what_is_skipped_or_excluded_falls_into_stacks_of_its_own():
 @pytest.mark.parametrize("name", ["lm_head", "lm_head.weight", "embed_tokens", "layers.5.input_layernorm"])
 def test_excluding_what_is_not_selectable_says_that_it_needs_none(options, name):
     section = "quant" if isinstance(options, Quant) else "precision"
-    said = rf"{section}.exclude='{name}' matches none.*{section} leaves \S*{name} alone, so it needs no"
-    with pytest.raises(UserError, match=said):
+    message = rf"{section}.exclude='{name}' matches none.*{section} leaves \S*{name} alone, so it needs no"
+    with pytest.raises(UserError, match=message):
         selected(spec(layers=6), dataclasses.replace(options, exclude=name), section)
     for near in ("nothing", "q_proj.weight"):
         with pytest.raises(UserError, match="matches none") as error:

@@ -1,4 +1,4 @@
-"""Where the wall time of a run goes."""
+"""How a run's wall time is spent."""
 
 import collections
 
@@ -22,7 +22,7 @@ def test_goodput_parts_sum_to_the_wall_time(spans):
                 now += inside
             now += before
         now += 1
-    seconds = collections.defaultdict(float, goodput.seconds())  # what took no time may be left out
+    seconds = collections.defaultdict(float, goodput.seconds())  # parts that took no time may be missing
     assert sum(seconds.values()) == now
     assert seconds["data wait"] == sum(inside for _, _, inside in spans)
     assert seconds["save"] == sum(2 * before for outer, before, _ in spans if outer == "save")
@@ -34,7 +34,7 @@ def test_goodput_report_is_one_line_with_the_largest_first():
     goodput = Goodput(clock=lambda: next(ticks))
     with goodput.measure("step"):
         pass
-    with goodput.measure("teacher"):  # what is shown as 0.0 s is left out
+    with goodput.measure("teacher"):  # a part that would be shown as 0.0 s is left out
         pass
     assert goodput.report() == "wall time 10.0 s: step 7.0 s (70%), other 3.0 s (30%)"
 

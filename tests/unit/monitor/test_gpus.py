@@ -1,4 +1,4 @@
-"""Readings of NVML, here a module in its form: the machine that tests run on has no GPU."""
+"""Readings of NVML, replaced here by a module of the same form: test machines have no GPU."""
 
 import sys
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from jaxtune.monitor.gpus import Gpus
 
 
 class NVMLError(Exception):
-    """NVML's own."""
+    """NVML's error."""
 
 
 NVML = SimpleNamespace(
@@ -56,7 +56,7 @@ def test_what_is_missing_is_said(two_gpus, monkeypatch):
 
 
 def test_those_that_cuda_hides_are_not_read(two_gpus, monkeypatch):
-    """CUDA counts what it sees, by numbers or by names; NVML counts all."""
+    """CUDA numbers or names only visible GPUs; NVML counts all."""
     monkeypatch.setitem(sys.modules, "pynvml", NVML)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,1,2,3,GPU-b")
     assert Gpus().read()["gpu_memory_bytes"] == 7_000_000_007

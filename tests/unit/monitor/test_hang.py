@@ -1,4 +1,4 @@
-"""A run in which nothing ends any more is ended, and what its threads were doing is written down."""
+"""A run that makes no progress is ended, and the stacks of its threads are written to a file."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ from jaxtune.monitor.goodput import Goodput
 
 @pytest.fixture
 def left(monkeypatch):
-    """Set where the process would end."""
+    """Return an event that is set when the process would end."""
     left = threading.Event()
     monkeypatch.setattr(hang, "TICK_SECONDS", 0.01)
     monkeypatch.setattr(hang, "LEAVE_SECONDS", 0.2)

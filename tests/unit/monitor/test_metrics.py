@@ -1,4 +1,4 @@
-"""metrics.jsonl keeps every bit, and that of a resumed run is that of an uninterrupted one."""
+"""metrics.jsonl has every bit, and a resumed run writes the same file as an uninterrupted one."""
 
 import dataclasses
 import json
@@ -133,7 +133,7 @@ def test_wandb_gets_a_row_now_and_then(tmp_path, monkeypatch):
 
 
 class FakeAim(dict):
-    """aim.Run, as its documentation has it; Aim itself is large."""
+    """aim.Run, by its documentation; Aim itself is large."""
 
     def __init__(self, run_hash, repo, experiment):
         super().__init__()

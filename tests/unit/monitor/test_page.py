@@ -1,4 +1,4 @@
-"""The page of a report holds all that it needs, and nothing of a run can become a part of its code."""
+"""The page of a report is self-contained, and no content of a run can become code in it."""
 
 import base64
 import hashlib
@@ -19,7 +19,7 @@ def record(name="a", **more):
 
 
 def block(text):
-    """The JSON of a page, as a browser cuts it out: it ends at the first end tag."""
+    """Return the JSON of a page as a browser reads it: up to the first end tag."""
     return json.loads(text.partition('id="data">')[2].partition("</script>")[0])
 
 
@@ -33,7 +33,7 @@ def test_hostile_texts_of_a_run_stay_data():
     text, plain = page([hostile], {}), page([record()], {})
     assert block(text) == contents([hostile], {})
     tags = [re.findall(r"<[^>]*>|<!--", each) for each in (text, plain)]
-    assert tags[0] == tags[1]  # not one more, whatever the run holds
+    assert tags[0] == tags[1]  # not one more, whatever the run contains
 
 
 def test_a_browser_runs_the_script_of_the_page_alone_and_loads_nothing():
@@ -66,11 +66,11 @@ def test_charts_are_of_the_metrics_that_there_are_losses_first():
 
 
 def test_runs_share_a_chart_and_the_axes_that_all_of_them_have():
-    other = record("b", rows=[{"step": 3, "loss": float("nan")}, {"step": 4, "loss": 0.5, "eval_loss": float("inf")}])
-    found = contents([record(), other], {})
-    assert found["axes"] == ["step"] and contents([record()], {})["axes"] == ["step", "tokens", "hours"]
-    loss, evaluation = found["charts"][:2]
-    assert not loss["exact"], "smoothed"
+    second = record("b", rows=[{"step": 3, "loss": float("nan")}, {"step": 4, "loss": 0.5, "eval_loss": float("inf")}])
+    page = contents([record(), second], {})
+    assert page["axes"] == ["step"] and contents([record()], {})["axes"] == ["step", "tokens", "hours"]
+    loss, evaluation = page["charts"][:2]
+    assert not loss["exact"], "the line is smoothed"
     assert [line["drawn"]["step"] for line in loss["lines"]] == [list(range(1, 9)), [3, 4]]
     assert loss["lines"][1]["drawn"]["values"] == ["NaN", 0.5]
     assert evaluation["lines"][0] is None and evaluation["lines"][1]["drawn"]["values"] == ["Infinity"]
@@ -89,9 +89,9 @@ def test_of_completions_the_best_and_the_worst_of_some_steps_are_shown():
         for step in range(1, 101)
         for i in range(4)
     ]
-    found = of_some_steps(made, most=3)
-    assert [each["text"] for each in found] == ["1.0", "51.3", "51.0", "100.3", "100.0"]
-    assert found[1] == {"step": 51, "prompt": '[{"role": "user"}]', "text": "51.3", "reward": 3.0}
+    shown = of_some_steps(made, most=3)
+    assert [each["text"] for each in shown] == ["1.0", "51.3", "51.0", "100.3", "100.0"]
+    assert shown[1] == {"step": 51, "prompt": '[{"role": "user"}]', "text": "51.3", "reward": 3.0}
     assert of_some_steps([]) == [] and len(of_some_steps(made[:8])) == 3
 
 
@@ -104,10 +104,10 @@ def test_options_that_differ_are_listed_and_one_run_is_compared_with_the_default
 
 
 def test_the_time_within_a_step_is_of_the_runs_that_have_a_profile():
-    found = StepTime(
+    times = StepTime(
         "/device:GPU:0", 3, 12.0, 9.0, {"attention": {"forward": 4.0, "backward": 6.0}}, {"attention": 8.5}
     )
-    assert contents([record(), record("b", step_time=found)], {})["step_times"] == [
+    assert contents([record(), record("b", step_time=times)], {})["step_times"] == [
         {
             "run": 1,
             "rows": [
@@ -123,9 +123,9 @@ def test_the_time_within_a_step_is_of_the_runs_that_have_a_profile():
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colours_of_runs_stand_out_from_the_page_and_from_each_other_for_colour_blind_readers(scheme):
     style = page([record()], {}).partition("<style>")[2].partition("</style>")[0]
-    found = re.findall(r"--(\w+): #(\w{6});", style)
-    half = len(found) // 2
-    colours = {name: _linear(code) for name, code in (found[:half] if scheme == "light" else found[half:])}
+    variables = re.findall(r"--(\w+): #(\w{6});", style)
+    half = len(variables) // 2
+    colours = {name: _linear(code) for name, code in (variables[:half] if scheme == "light" else variables[half:])}
     back, runs = colours["back"], [colours[name] for name in colours if name.startswith("run")]
     assert len(runs) == 6
     for colour in [*runs, colours["ink"], colours["faint"]]:
@@ -135,7 +135,7 @@ def test_colours_of_runs_stand_out_from_the_page_and_from_each_other_for_colour_
         assert min(_apart(one, other) for i, one in enumerate(eyes) for other in eyes[:i]) > 0.1
 
 
-# What is seen of linear red, green and blue (Machado, Oliveira and Fernandes 2009, severity 1).
+# Linear red, green and blue as colour-blind readers see them (Machado, Oliveira and Fernandes 2009, severity 1).
 _NORMAL = ((1, 0, 0), (0, 1, 0), (0, 0, 1))
 _NO_RED = ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998))
 _NO_GREEN = ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881))
@@ -147,13 +147,13 @@ def _linear(code):
 
 
 def _contrast(one, other):
-    """WCAG's."""
+    """Return the contrast by WCAG."""
     light = sorted(0.2126 * red + 0.7152 * green + 0.0722 * blue for red, green, blue in (one, other))
     return (light[1] + 0.05) / (light[0] + 0.05)
 
 
 def _apart(one, other):
-    """Distance in OKLab, in which 0.02 is just visible."""
+    """Return the distance in OKLab; 0.02 is just visible."""
     lab = []
     for red, green, blue in (one, other):
         long = max(0.4122214708 * red + 0.5363325363 * green + 0.0514459929 * blue, 0) ** (1 / 3)

@@ -1,4 +1,4 @@
-"""A trace covers the steps asked for."""
+"""A trace covers the requested steps."""
 
 import os
 import pathlib
@@ -80,6 +80,6 @@ def test_a_signal_traces_the_next_steps(tmp_path, monkeypatch):
             calls.append(str(step))
             profiler.after_step(jnp.zeros(()))
         profiler.close()
-        os.kill(os.getpid(), signal.SIGUSR1)  # after it: of no effect
+        os.kill(os.getpid(), signal.SIGUSR1)  # after the loop: no effect
     assert calls == ["start", "1", "2", "stop", "3", "start", "4", "5", "stop", "6", "7"]
     assert signal.getsignal(signal.SIGUSR1) == before

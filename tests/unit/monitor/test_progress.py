@@ -1,4 +1,4 @@
-"""What a user sees of a run while it goes on."""
+"""The progress that a user sees during a run."""
 
 import io
 import math
@@ -36,7 +36,7 @@ def test_without_a_terminal_progress_is_plain_lines(capsys):
 def test_the_mean_loss_is_of_the_last_twenty_finite_steps(capsys):
     show(30, 0, 30, [(step, {"loss": math.nan if step == 25 else float(step)}) for step in range(1, 31)])
     last = capsys.readouterr().out.splitlines()[-2]
-    assert "loss 30.0000  mean 19.750" in last  # of 10, ..., 24, 26, ..., 30
+    assert "loss 30.0000  mean 19.750" in last  # mean of 10, ..., 24, 26, ..., 30
 
 
 def test_a_step_that_is_not_finite_is_always_shown(capsys):
@@ -75,7 +75,7 @@ def test_in_a_notebook_one_line_changes_in_place(monkeypatch, capsys):
     assert shown[-1]["text/plain"].startswith("7/7  0:00:00 left  loss 2.3457")
     assert shown[-1]["text/html"].startswith('<progress value="7" max="7"></progress> <code>7/7  0:00:00 left')
     printed = capsys.readouterr().out.splitlines()
-    assert [line[:8] for line in printed] == ["step 3/7", "[saved] "], "what must not be overwritten"
+    assert [line[:8] for line in printed] == ["step 3/7", "[saved] "], "lines that must not be overwritten"
 
 
 def test_other_processes_show_nothing(capsys):
@@ -90,7 +90,7 @@ def test_lines_are_for_programs_if_they_are_to_be(capsys, monkeypatch):
     ]
     show(4, 0, 0, [(step, ROW) for step in range(1, 5)], format="lines")
     assert capsys.readouterr().out.splitlines() == ["[saved] step 3"]
-    # No bar on a terminal either.
+    # A terminal gets no bar either.
     screen = io.StringIO()
     console = rich.console.Console
     monkeypatch.setattr(rich.console, "Console", lambda **more: console(file=screen, force_terminal=True, **more))

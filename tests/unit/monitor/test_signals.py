@@ -1,4 +1,4 @@
-"""SIGTERM and the first Ctrl-C ask a run to stop, the second Ctrl-C ends it at once."""
+"""SIGTERM and the first Ctrl-C request a stop; the second Ctrl-C ends the run immediately."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: of a traced tiny step, and of a trace of a GPU as XLA writes them."""
+"""Time by part of a step: for a traced tiny step, and for a GPU trace as XLA writes it."""
 
 import logging
 import re
@@ -17,7 +17,7 @@ from jaxtune.parallel.mesh import make_mesh
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import Base
 
-# Of each file in the table of lines, and of the innermost function.
+# A line for each file in the table of lines, and for the innermost function.
 LINES = """
 FileNames
 1 "/x/jaxtune/models/mlp.py"
@@ -106,7 +106,7 @@ metadata={{op_name="jit(step)/transpose(jvp())/while" stack_frame_id=1}}
   ROOT %update = (f32[8]{{0}}, f32[8]{{0}}) fusion(%loop), kind=kLoop, calls=%updated
 }}
 """
-# Of each stream: the instruction, its module and program, and the microseconds of its start and its end.
+# For each stream: the instruction, its module and program, and start and end in microseconds.
 STEP = ("jit_step", 7)
 STREAMS = {
     "Stream #13(Kernel,Memset)": [
@@ -117,7 +117,7 @@ STREAMS = {
         ("made", *STEP, 55, 56),
         ("summed", *STEP, 60, 64),
         ("update", *STEP, 64, 70),
-        ("gate", "jit_step", 8, 80, 84),  # an evaluation's, whose module has the same name
+        ("gate", "jit_step", 8, 80, 84),  # from an evaluation, whose module has the same name
         ("update", *STEP, 90, 100),
         ("gate", "jit_other", 9, 120, 130),  # after the last operation of a step
     ],
@@ -138,7 +138,7 @@ EXPECTED = {
 
 
 def gpu_trace() -> ProfileData:
-    """As the collector of XLA writes it (xla/backends/profiler/gpu/cupti_collector.cc), with the host's plane."""
+    """Return a trace as XLA writes it (xla/backends/profiler/gpu/cupti_collector.cc), with the host's plane."""
     stats = dict(enumerate(("hlo_op", "hlo_module", "program_id"), start=1))
     names = "".join(f'stat_metadata {{ key: {k} value {{ id: {k} name: "{name}" }} }}\n' for k, name in stats.items())
     lines = ""
@@ -158,21 +158,21 @@ def gpu_trace() -> ProfileData:
 
 
 def test_the_streams_of_the_first_gpu_with_collectives_that_computation_hides_and_that_it_does_not():
-    found = step_time(TEXT, *operations(gpu_trace()), steps=2)
-    assert (found.device, found.steps) == ("/device:GPU:0", 2)
-    us = {part: {phase: round(2000 * ms, 6) for phase, ms in own.items()} for part, own in found.parts.items()}
+    times = step_time(TEXT, *operations(gpu_trace()), steps=2)
+    assert (times.device, times.steps) == ("/device:GPU:0", 2)
+    us = {part: {phase: round(2000 * ms, 6) for phase, ms in phases.items()} for part, phases in times.parts.items()}
     assert us == EXPECTED
-    alone = {part: round(2000 * ms, 6) for part, ms in found.alone.items()}
-    # Of the all-gather from 6 to 16 a kernel hides 6 to 10 and a copy 10 to 12; of the reduce-scatter, all.
+    alone = {part: round(2000 * ms, 6) for part, ms in times.alone.items()}
+    # The all-gather runs from 6 to 16; a kernel hides 6 to 10, a copy 10 to 12. The reduce-scatter is hidden entirely.
     assert alone == {
-        **{part: sum(own.values()) for part, own in EXPECTED.items()},
+        **{part: sum(phases.values()) for part, phases in EXPECTED.items()},
         "feed-forward": 37,
         "collectives": 4,
         "copies": 2,
         "gradient accumulation": 3,
     }
-    assert (round(2000 * found.wall, 6), round(2000 * found.busy, 6)) == (100, 79)
-    assert re.search(r"^collectives +0.01 +- +- +0.00 +0.01 +13% +0.00$", found.text(), re.M)
+    assert (round(2000 * times.wall, 6), round(2000 * times.busy, 6)) == (100, 79)
+    assert re.search(r"^collectives +0.01 +- +- +0.00 +0.01 +13% +0.00$", times.text(), re.M)
 
 
 def test_a_trace_without_the_step_says_so():
@@ -182,7 +182,7 @@ def test_a_trace_without_the_step_says_so():
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
-    """The folder of a profile of two steps of a tiny LoRA run, with another program called step."""
+    """Return the profile folder for two steps of a tiny LoRA run; another program is called step, too."""
     mesh = make_mesh(Mesh(), jax.devices()[:1])
     config = Config(
         model=Model(dtype="float32"),
@@ -215,13 +215,13 @@ def traced(tmp_path_factory):
 
 
 def test_a_traced_step_goes_into_parts_that_sum_to_its_operations(traced):
-    found = StepTime.read(traced / NAME)
-    phases = {phase for own in found.parts.values() for phase in own}
+    times = StepTime.read(traced / NAME)
+    phases = {phase for by_phase in times.parts.values() for phase in by_phase}
     assert phases == {"forward", "recomputed", "backward", "rest"}
     for part in ("attention", "feed-forward", "norms", "adapters", "embedding, head and loss"):
-        assert found.parts[part]["forward"] > 0 and found.parts[part]["backward"] > 0, part
-    assert found.parts["optimizer"]["rest"] > 0 and set(found.parts["optimizer"]) == {"rest"}
-    assert "unknown" not in found.parts and found.parts["other programs"]["rest"] > 0
+        assert times.parts[part]["forward"] > 0 and times.parts[part]["backward"] > 0, part
+    assert times.parts["optimizer"]["rest"] > 0 and set(times.parts["optimizer"]) == {"rest"}
+    assert "unknown" not in times.parts and times.parts["other programs"]["rest"] > 0
 
     (file,) = traced.rglob("*.xplane.pb")
     by_program: dict[int, list[float]] = {}
@@ -229,13 +229,13 @@ def test_a_traced_step_goes_into_parts_that_sum_to_its_operations(traced):
         found_there = ((event, dict(event.stats)) for event in line.events)
         events = sorted((e.start_ns, e.end_ns, stats["program_id"]) for e, stats in found_there if "hlo_op" in stats)
         for (start, end, program), after in zip(events, [*events[1:], (float("inf"), 0, 0)]):
-            if after[0] >= end:  # of one thread: otherwise a loop, or a call, of what comes after it
+            if after[0] >= end:  # in one thread: otherwise a loop or call that contains the next operation
                 by_program.setdefault(program, []).append(end - start)
     expected = sum(max(by_program.values(), key=len)) / 2e6
-    total = sum(sum(own.values()) for part, own in found.parts.items() if part != "other programs")
+    total = sum(sum(by_phase.values()) for part, by_phase in times.parts.items() if part != "other programs")
     assert total == pytest.approx(expected, rel=1e-9)
-    assert 0 < found.busy <= found.wall
-    assert all(0 <= found.alone[part] <= sum(own.values()) + 1e-9 for part, own in found.parts.items())
+    assert 0 < times.busy <= times.wall
+    assert all(0 <= times.alone[part] <= sum(by_phase.values()) + 1e-9 for part, by_phase in times.parts.items())
 
 
 @pytest.mark.parametrize("text", ["", TEXT], ids=["none", "another program's"])

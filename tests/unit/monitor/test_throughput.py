@@ -1,4 +1,4 @@
-"""Model FLOPs a token, and the share of the peak that they are."""
+"""Model FLOPs per token, and the share of the peak that they reach."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def test_flops_by_hand():
 def test_a_window_costs_the_keys_it_sees(seq_len, window):
     seen = np.minimum(np.arange(1, seq_len + 1), window)
     work = Work(trained=0, frozen=0, layers=1, attention_width=1, seq_len=seq_len, window=window)
-    # The formula counts a token as half seen by itself: half a key less than what is seen.
+    # The formula counts a token's own position as half a key, so it has half a key less than the token sees.
     assert flops_per_token(work) / 12 == pytest.approx(seen.mean() - min(window, seq_len) / (2 * seq_len), rel=1e-9)
 
 

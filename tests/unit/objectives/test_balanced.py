@@ -1,4 +1,4 @@
-"""Losses that balance experts, against their definitions in numpy, of padded rows; float32 whatever activations are."""
+"""Losses that balance experts, on padded rows, against numpy; they are float32 whatever activations are."""
 
 import dataclasses
 from functools import partial
@@ -25,7 +25,7 @@ from jaxtune.weights.model import Base, declare_model
 ROWS, POSITIONS, COUNT, ACTIVE = 3, 20, 6, 2
 SOFTMAX = Experts(16, COUNT, ACTIVE, normalized=True, float32=True)
 SIGMOID = dataclasses.replace(SOFTMAX, scores="sigmoid", corrected=True)
-TOKENS = (20, 13, 5)  # of each row
+TOKENS = (20, 13, 5)  # in each row
 
 
 def of_family(experts: Experts, layers: int = 2):
@@ -69,8 +69,8 @@ def test_a_row_balances_alone_and_padding_does_not_count(one_device, experts):
     assert abs(float(z_loss(scores, batch)) - np.mean(z)) <= 1e-5 * np.mean(z)
 
 
-def summed(mesh, micro_batches: int, **options):
-    """(loss, metrics, gradient of the router) of two rows of unlike lengths, in one micro-batch or two."""
+def gradients_of(mesh, micro_batches: int, **options):
+    """Return (loss, metrics, router gradient) of two rows of unlike lengths, in one micro-batch or two."""
     config = Config(
         Model(dtype="float32"),
         Data(seq_len=16),
@@ -80,24 +80,24 @@ def summed(mesh, micro_batches: int, **options):
         experts=Options("dense", **options),
     )
     program = assemble(Base(of_family(SOFTMAX, layers=1)), config, mesh)
-    batch, kept = make_batch(tokens(2, 16), mesh), np.arange(16) < np.array([[15], [5]])
-    batch |= {name: batch[name] * kept for name in ("segment_ids", "loss_weight")}
+    batch, valid = make_batch(tokens(2, 16), mesh), np.arange(16) < np.array([[15], [5]])
+    batch |= {name: batch[name] * valid for name in ("segment_ids", "loss_weight")}
     batch = {
         name: jax.device_put(np.asarray(batch[name]).reshape(leaf.shape), leaf.sharding)
         for name, leaf in program.batch.items()
     }
-    found = jax.jit(program.gradients)(random_values(program.model.trained), {}, batch, jnp.zeros((), jnp.int32))
-    metrics = {name: value / weight for name, (value, weight) in found.sums.metrics.items()}
-    assert found.sums.weight == 20
-    return found.sums.loss / 20, metrics, np.asarray(found.gradients["stacks.0.blocks.0.mlp.router.weight"])
+    result = jax.jit(program.gradients)(random_values(program.model.trained), {}, batch, jnp.zeros((), jnp.int32))
+    metrics = {name: value / weight for name, (value, weight) in result.sums.metrics.items()}
+    assert result.sums.weight == 20
+    return result.sums.loss / 20, metrics, np.asarray(result.gradients["stacks.0.blocks.0.mlp.router.weight"])
 
 
 def test_losses_are_added_with_their_weights_and_a_row_may_be_in_any_micro_batch(one_device):
-    both = {"router_loss": 0.5, "router_loss_over": "sequence", "router_z_loss": 0.25}
-    loss, metrics, gradient = summed(one_device, 1, **both)
+    options = {"router_loss": 0.5, "router_loss_over": "sequence", "router_z_loss": 0.25}
+    loss, metrics, gradient = gradients_of(one_device, 1, **options)
     added = 0.5 * metrics["router_loss"] + 0.25 * metrics["router_z_loss"]
-    assert abs(loss - np.log(VOCABULARY) - added) <= 0.05 < added  # any token is as likely
-    apart, in_two, of_two = summed(one_device, 2, **both)
-    assert abs(loss - apart) <= 1e-6
-    assert all(abs(metrics[name] - in_two[name]) <= 1e-6 for name in ("router_loss", "router_z_loss"))
-    assert np.abs(gradient - of_two).max() <= 1e-5 * np.abs(gradient).max()
+    assert abs(loss - np.log(VOCABULARY) - added) <= 0.05 < added  # every token is about equally likely
+    loss_in_two, metrics_in_two, gradient_in_two = gradients_of(one_device, 2, **options)
+    assert abs(loss - loss_in_two) <= 1e-6
+    assert all(abs(metrics[name] - metrics_in_two[name]) <= 1e-6 for name in ("router_loss", "router_z_loss"))
+    assert np.abs(gradient - gradient_in_two).max() <= 1e-5 * np.abs(gradient).max()

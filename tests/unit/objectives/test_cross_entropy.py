@@ -1,4 +1,7 @@
-"""train.label_smoothing, train.z_loss (PaLM's, arXiv:2204.02311) and temperatures, on the tokens that are trained."""
+"""train.label_smoothing, train.z_loss (PaLM's, arXiv:2204.02311) and temperatures, on trained tokens.
+
+B batch (rows), S sequence, V vocabulary (with padding), D hidden.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +26,13 @@ OBJECTIVE = cross_entropy(Z_LOSS, SMOOTHING)
 
 
 def only_a_head(head: jax.Array, logit_cap: float | None = None) -> Any:
-    """A decoder whose hidden states are given."""
+    """Return a stand-in for a decoder that has only a head [V, D]."""
     spec = SimpleNamespace(vocabulary=VOCABULARY, logit_cap=logit_cap, family="made here")
     return SimpleNamespace(head_weight=head, spec=spec)
 
 
 def sums(hidden: jax.Array, head: jax.Array, batch: dict) -> Sums:
-    """What the objective makes of them."""
+    """Return the objective's sums for hidden states [B, S, D] and a head [V, D]."""
     call = Call(jnp.dtype("float32"))
     scores = score(
         only_a_head(head), batch, call, (hidden, {}), head_gradient=True, z_loss=Z_LOSS, label_smoothing=SMOOTHING
@@ -38,7 +41,7 @@ def sums(hidden: jax.Array, head: jax.Array, batch: dict) -> Sums:
 
 
 def make(mesh):
-    """(hidden states, head, batch whose second half has no weight)."""
+    """Return (hidden states, head, batch whose second half has no weight)."""
     random = np.random.default_rng(0)
     hidden = random.normal(size=(1, POSITIONS, WIDTH)).astype(np.float32)
     head = random.normal(size=(PADDED, WIDTH)).astype(np.float32)
@@ -88,9 +91,9 @@ def test_a_temperature_divides_the_logits(one_device):
     hidden, head, batch = make(one_device)
     call = Call(jnp.dtype("float32"))
     with jax.default_matmul_precision("highest"):
-        found = score(only_a_head(head), batch, call, (hidden, {}), temperature=0.6).log_prob[0, :TRAINED]
+        log_prob = score(only_a_head(head), batch, call, (hidden, {}), temperature=0.6).log_prob[0, :TRAINED]
     logits = np.asarray(hidden, np.float64)[0, :TRAINED] @ np.asarray(head, np.float64)[:VOCABULARY].T / 0.6
-    own = logits[np.arange(TRAINED), np.asarray(batch["targets"])[0, :TRAINED]]
-    np.testing.assert_allclose(found, own - np.log(np.exp(logits).sum(-1)), rtol=1e-5)
+    of_targets = logits[np.arange(TRAINED), np.asarray(batch["targets"])[0, :TRAINED]]
+    np.testing.assert_allclose(log_prob, of_targets - np.log(np.exp(logits).sum(-1)), rtol=1e-5)
     with pytest.raises(UserError, match="logits of a made here are capped"):
         score(only_a_head(head, 30.0), batch, call, (hidden, {}), temperature=0.6)

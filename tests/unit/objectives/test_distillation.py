@@ -1,4 +1,7 @@
-"""The divergence from a teacher's likeliest tokens, as the definition has it in float64, and its loss."""
+"""The divergence from a teacher's likeliest tokens and its loss, against the definition in float64.
+
+B batch (rows), S sequence, V vocabulary (with padding), D hidden.
+"""
 
 import dataclasses
 from types import SimpleNamespace
@@ -30,12 +33,12 @@ OPTIONS = {
 
 
 def a_head(weight: jax.Array, cap: float | None = None) -> Any:
-    """A decoder whose hidden states are given."""
+    """Return a stand-in for a decoder that has only a head [V, D]."""
     return SimpleNamespace(head_weight=weight, spec=SimpleNamespace(vocabulary=VOCABULARY, logit_cap=cap))
 
 
-def made(seed: int, rows: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Hidden states of rows, and a head."""
+def draw(seed: int, rows: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Draw hidden states [B, S, D] and a head [V, D]."""
     random = np.random.default_rng(seed)
     shapes = (rows, POSITIONS, WIDTH), (PADDED, WIDTH)
     hidden, head = (random.normal(size=shape).astype(np.float32) for shape in shapes)
@@ -43,7 +46,7 @@ def made(seed: int, rows: int = 1) -> tuple[np.ndarray, np.ndarray]:
 
 
 def log_softmax(hidden, head, temperature: float, cap: float | None):
-    """Of the definition, in the dtype of what it is given."""
+    """Compute log-probabilities by definition, in the dtype of the inputs."""
     logits = hidden @ head[:VOCABULARY].T
     logits = logits if cap is None else cap * np.tanh(logits / cap)
     logits = logits / temperature
@@ -51,8 +54,8 @@ def log_softmax(hidden, head, temperature: float, cap: float | None):
     return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
 
 
-def expected(options: Distill, student, teacher, targets, weight, cap=None) -> dict[str, float]:
-    """In float64: sums of the loss and its parts."""
+def define(options: Distill, student, teacher, targets, weight, cap=None) -> dict[str, float]:
+    """Compute the sums of the loss and its parts in float64."""
     (student_hidden, student_head), (teacher_hidden, teacher_head) = (
         [x.astype(np.float64) for x in pair] for pair in (student, teacher)
     )
@@ -61,8 +64,8 @@ def expected(options: Distill, student, teacher, targets, weight, cap=None) -> d
     best = np.argsort(-p, axis=-1)[..., : options.top_k]
 
     def outcomes(all):
-        own = np.take_along_axis(all, best, -1)
-        return np.concatenate([own, np.maximum(1 - own.sum(-1, keepdims=True), 0)], -1)
+        of_best = np.take_along_axis(all, best, -1)
+        return np.concatenate([of_best, np.maximum(1 - of_best.sum(-1, keepdims=True), 0)], -1)
 
     def kl(a, b):
         return np.where(a > 1e-12, a * np.log(np.maximum(a, 1e-300) / np.maximum(b, 1e-300)), 0).sum(-1)
@@ -82,8 +85,8 @@ def expected(options: Distill, student, teacher, targets, weight, cap=None) -> d
     return {"loss": loss, "divergence": divergence, "cross_entropy": cross_entropy}
 
 
-def found(options: Distill, student, teacher, mesh, cap=None, rows=1):
-    """(sums, gradients of hidden states and head, batch) of the objective, of a teacher that is scored on the mesh."""
+def compute(options: Distill, student, teacher, mesh, cap=None, rows=1):
+    """Return (sums, gradients of hidden states and head, batch); the teacher is scored on the same mesh."""
 
     def place(x, spec):
         return jax.device_put(x, jax.NamedSharding(mesh, spec))
@@ -107,8 +110,8 @@ def found(options: Distill, student, teacher, mesh, cap=None, rows=1):
 
             def loss(parts):
                 hidden, head = parts
-                decoder, own = a_head(head, cap), objective.divergence
-                scores = score(decoder, batch, call, (hidden, {}), head_gradient=True, divergence=own)
+                decoder, divergence = a_head(head, cap), objective.divergence
+                scores = score(decoder, batch, call, (hidden, {}), head_gradient=True, divergence=divergence)
                 sums = objective.loss(scores, batch)
                 return sums.loss, sums
 
@@ -121,10 +124,10 @@ def found(options: Distill, student, teacher, mesh, cap=None, rows=1):
 @pytest.mark.parametrize("cap", [None, CAP])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_loss_and_gradients_are_those_of_the_definition(one_device, options, cap):
-    student, teacher = made(0), made(1)
-    sums, gradients, batch = found(options, student, teacher, one_device, cap)
+    student, teacher = draw(0), draw(1)
+    sums, gradients, batch = compute(options, student, teacher, one_device, cap)
     how = dict(targets=batch["targets"], weight=batch["loss_weight"], cap=cap)
-    wanted = expected(options, student, teacher, **how)
+    wanted = define(options, student, teacher, **how)
     assert sums.weight == TRAINED
     assert np.isclose(sums.loss, wanted["loss"], rtol=1e-5)
     for name in ("divergence", "cross_entropy"):
@@ -133,7 +136,7 @@ def test_loss_and_gradients_are_those_of_the_definition(one_device, options, cap
     random = np.random.default_rng(2)
     directions = [random.normal(size=x.shape) for x in student]
     ends = [
-        expected(options, [x + s * 1e-5 * d for x, d in zip(student, directions)], teacher, **how)["loss"]
+        define(options, [x + s * 1e-5 * d for x, d in zip(student, directions)], teacher, **how)["loss"]
         for s in (1, -1)
     ]
     slope = sum((g * d).sum() for g, d in zip(gradients, directions))
@@ -145,25 +148,25 @@ def test_loss_and_gradients_are_those_of_the_definition(one_device, options, cap
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(one_device, options):
     options = dataclasses.replace(options, weight=1.0)
-    sums, gradients, _ = found(options, made(0), made(0), one_device)
+    sums, gradients, _ = compute(options, draw(0), draw(0), one_device)
     assert abs(sums.loss) <= 1e-5 and all(np.abs(g).max() <= 1e-5 for g in gradients)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_certain_teachers_and_students_have_finite_losses_and_gradients(one_device, options):
-    """Logits thousands apart: whole outcomes have the probability 0 on either side."""
-    student, teacher = ([x * 50 for x in made(seed)] for seed in (0, 1))
-    sums, gradients, _ = found(options, student, teacher, one_device)
+    """Logits differ by thousands: outcomes have the probability 0 in the student or in the teacher."""
+    student, teacher = ([x * 50 for x in draw(seed)] for seed in (0, 1))
+    sums, gradients, _ = compute(options, student, teacher, one_device)
     assert np.isfinite(sums.loss) and sums.loss > 1 and all(np.isfinite(g).all() for g in gradients)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_sharded_vocabulary_changes_nothing(one_device, options):
-    """Of the student's head and of the teacher's, whose likeliest tokens are then on several devices."""
-    student, teacher = made(0, rows=2), made(1, rows=2)
-    one, one_gradients, _ = found(options, student, teacher, one_device, rows=2)
+    """Both heads are sharded, so that a teacher's likeliest tokens are on several devices."""
+    student, teacher = draw(0, rows=2), draw(1, rows=2)
+    one, one_gradients, _ = compute(options, student, teacher, one_device, rows=2)
     mesh = make_mesh(Mesh(fsdp=2, tensor=4), jax.devices())
-    many, gradients, _ = found(options, student, teacher, mesh, rows=2)
+    many, gradients, _ = compute(options, student, teacher, mesh, rows=2)
     assert np.isclose(many.loss, one.loss, rtol=1e-6)
     for ours, theirs in zip(gradients, one_gradients):
         np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())

@@ -1,4 +1,4 @@
-"""What options of preferences change of a loss, of one row of two pairs; the losses themselves: tests/parity."""
+"""Effects of preference options on the loss of one row with two pairs; the losses themselves: tests/parity."""
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +20,23 @@ MARGINS = np.array([chosen - rejected for chosen, rejected in GAINED]).ravel()
 
 def loss_of(options: Preference, mesh, reference=REFERENCE) -> float:
     batch = {"segment_ids": jnp.array(SEGMENTS), "loss_weight": jnp.array(WEIGHT)}
-    model, given = jnp.array(MODEL), jnp.array(reference)
+    model, of_reference = jnp.array(MODEL), jnp.array(reference)
     objective = preference(options)
-    sums = objective.loss(Scores(model, -model * WEIGHT, {}, given if objective.reference else None), batch)
+    sums = objective.loss(Scores(model, -model * WEIGHT, {}, of_reference if objective.reference else None), batch)
     assert sums.weight == 2
     return float(sums.loss) / 2
 
 
 def test_sums_of_documents_are_in_their_order(one_device):
-    found = of_documents(jnp.ones(SEGMENTS.shape), jnp.array(SEGMENTS), 6)
-    assert found.tolist() == [[3, 3, 3, 3, 0, 0]]
+    sums = of_documents(jnp.ones(SEGMENTS.shape), jnp.array(SEGMENTS), 6)
+    assert sums.tolist() == [[3, 3, 3, 3, 0, 0]]
 
 
 def test_weights_of_both_losses(one_device):
     of_pairs = loss_of(Preference("sigmoid"), one_device)
     answers = -np.sum(MODEL * WEIGHT * np.isin(SEGMENTS, (1, 3))) / 3  # three tokens of chosen answers
-    both = loss_of(Preference("sigmoid", loss_weight=0.5, sft_weight=2.0), one_device)
-    assert abs(both - (0.5 * of_pairs + 2 * answers)) <= 1e-5
+    weighted = loss_of(Preference("sigmoid", loss_weight=0.5, sft_weight=2.0), one_device)
+    assert abs(weighted - (0.5 * of_pairs + 2 * answers)) <= 1e-5
 
 
 def test_smoothed_labels(one_device):
@@ -52,7 +52,7 @@ def test_without_a_reference_log_probabilities_are_compared(one_device):
 
 @pytest.mark.parametrize("name", ["orpo", "exo_pair", "simpo", "kto_pair"])
 def test_a_row_without_pairs_has_no_gradient(one_device, name):
-    """Nor NaN: of padding, where the logarithm of a probability is 0."""
+    """No NaN either: on padding a log-probability is 0."""
     batch = {"segment_ids": jnp.zeros((1, 16), jnp.int32), "loss_weight": jnp.zeros((1, 16))}
     objective = preference(Preference(name, label_smoothing=0.1 if name == "exo_pair" else 0.0))
 

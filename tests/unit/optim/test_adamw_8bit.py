@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments: its rounding, its rule in float64, its memory, and that it trains as AdamW does."""
+"""AdamW with 8-bit moments: rounding, update rule (against float64), memory, and training compared with AdamW."""
 
 import math
 from pathlib import Path
@@ -32,9 +32,9 @@ def bounds(table: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(("signed", "table"), [(True, DYNAMIC_MAP), (False, UNSIGNED_DYNAMIC_MAP)])
 def test_codes_are_the_nearest_of_the_map(signed, table):
-    """At every bound, one float32 above and below it, and at a million values of all sizes.
+    """Checked at every bound, one float32 above and below it, and at a million values of all sizes.
 
-    And where the high 17 bits of a float32 change, the only places at which another line finds the bound.
+    Also at each change of a float32's high 17 bits: only there does `encode` use another line to find the bound.
     """
     rng = np.random.default_rng(0)
     sizes = 10.0 ** -rng.uniform(0, 9, 500_000)
@@ -54,20 +54,20 @@ def test_codes_are_the_nearest_of_the_map(signed, table):
 
 
 def weights(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Normal, with rows of very different size."""
+    """Draw normal weights, with rows of very different size."""
     rng = np.random.default_rng(seed)
     return (rng.normal(size=shape) * np.exp(2 * rng.normal(size=(*shape[:-1], 1)))).astype(np.float32)
 
 
 def spread(absmax: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The scale of each element."""
+    """Return the scale of each element."""
     rows, columns = block_of(shape)
     absmax = absmax.reshape(-1, absmax.shape[-1])
     return absmax.repeat(rows, 0).repeat(columns, 1).reshape(shape)
 
 
 def in_float64(gradient, state, parameter, at: At):
-    """(parameter, unrounded moments) by Loshchilov & Hutter's algorithm 2, from moments in 8 bits."""
+    """Return (parameter, unrounded moments) by Loshchilov & Hutter's algorithm 2, from moments in 8 bits."""
     mu, nu = (
         MAPS[name][moment.codes] * np.float64(spread(moment.absmax, parameter.shape)) for name, moment in state.items()
     )
@@ -85,7 +85,7 @@ def block_absmax(moment: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("shape", [(32, 512), (64, 192), (8192,)], ids=str)
 def test_an_update_is_adamw_of_moments_in_8_bits(one_device, shape):
-    """20 updates, each against float64 from the same state: the parameter, the scales, and the codes but at ties."""
+    """20 updates, each against float64 from the same state: parameter, scales, and codes except at ties."""
     parameter, update = jnp.asarray(weights(shape)), jax.jit(RULE.update)
     state, differ = jax.jit(RULE.init)(parameter), 0
     for count in range(20):
@@ -101,9 +101,9 @@ def test_an_update_is_adamw_of_moments_in_8_bits(one_device, shape):
             np.testing.assert_allclose(state[name].absmax, absmax.reshape(state[name].absmax.shape), rtol=1e-6)
             codes = np.searchsorted(bounds(MAPS[name]), np.float32(moment / spread(absmax, shape)))
             codes = np.maximum(codes, (moment > 0) & (name == "nu"))
-            apart = np.abs(codes - np.asarray(state[name].codes, int))
-            assert apart.max() <= 1
-            differ += apart.sum()
+            distance = np.abs(codes - np.asarray(state[name].codes, int))
+            assert distance.max() <= 1
+            differ += distance.sum()
     print(shape, "codes that differ:", differ, "of", 40 * math.prod(shape))
     assert differ <= 1e-4 * 40 * math.prod(shape)
 
@@ -141,30 +141,30 @@ def test_the_readme_has_the_bytes_of_real_models(
 
 
 def test_small_and_odd_parameters_are_adamw_itself(one_device):
-    """Under 4096 elements, rows that no block divides, and vectors likewise."""
+    """Below 4096 elements, rows that no block divides, and vectors of that kind."""
     assert block_of((63, 64)) is block_of((100, 4099)) is block_of((4099,)) is block_of((64, 16 * 257)) is None
     adamw = rules.adamw(BETA1, BETA2, EPSILON)
     parameter, gradient, at = jnp.asarray(weights((63, 64))), jnp.asarray(weights((63, 64), 1)), At(3, 1e-2, 1.0, 0.1)
-    for expected, found in zip(
+    for expected, actual in zip(
         jax.tree.leaves(adamw.update(gradient, adamw.init(parameter), parameter, at)),
         jax.tree.leaves(RULE.update(gradient, RULE.init(parameter), parameter, at)),
         strict=True,
     ):
-        np.testing.assert_array_equal(expected, found)
+        np.testing.assert_array_equal(expected, actual)
 
 
 @pytest.mark.parametrize("width", [64, 100, 256, 896, 1152, 1536, 2048, 2560, 3584, 5120, 11008, 18944, 29568])
 def test_a_block_lies_in_a_row(width):
-    """And 8 devices can share the rows of real models."""
+    """On real models 8 devices can share the rows."""
     rows, columns = block_of((152, width))
     assert rows == 1 and 16 <= columns <= 256 and width % columns == 0
     assert width < 128 or width // columns % 8 == 0
 
 
 def test_short_rows_are_together_in_a_block():
-    """Adapters have rows of their rank."""
+    """Adapters have rows as long as their rank."""
     assert [block_of((4096, rank)) for rank in (4, 8, 15, 16)] == [(64, 4), (32, 8), (16, 15), (1, 16)]
-    assert block_of((992, 8)) == (31, 8), "of which 8 devices have 4 each"
+    assert block_of((992, 8)) == (31, 8), "32 blocks, 4 on each of 8 devices"
 
 
 @given(st.integers(1, 6000), st.integers(1, 6000))
@@ -175,13 +175,13 @@ def test_blocks_divide_the_matrix(height, width):
 
 
 def test_the_first_moments_are_written_down_not_computed(one_device):
-    """XLA folds what is computed of constants: of a model's moments that took seconds, and an essay in the log."""
+    """XLA would fold a computation on constants: for a model's moments that took seconds and filled the log."""
     program = jax.jit(RULE.init).lower(jnp.zeros((64, 2048))).as_text()
     assert "broadcast" in program and "reduce" not in program and "divide" not in program
 
 
 def test_zero_and_tiny_gradients_leave_the_parameter(one_device):
-    """A block of zeros has absmax 0 and the codes of 0; squares that underflow do not cause a division by zero."""
+    """A block of zeros has absmax 0 and the codes of 0; squares that underflow cause no division by zero."""
     parameter = jnp.asarray(weights((32, 256)))
     state = jax.jit(RULE.init)(parameter)
     assert {name: np.unique(moment.codes).tolist() for name, moment in state.items()} == {"mu": [127], "nu": [0]}
@@ -194,7 +194,7 @@ def test_zero_and_tiny_gradients_leave_the_parameter(one_device):
 
 
 def test_rare_gradients_move_a_parameter_no_further_than_in_adamw(one_device):
-    """Rows of an embedding have gradients in few steps, and exact zeros in the others."""
+    """Rows of an embedding have gradients in few steps, and exact zeros in all others."""
     rng = np.random.default_rng(0)
     parameter = jnp.zeros((256, 64))
     sizes = 10.0 ** rng.uniform(-4, 0, (256, 64))
@@ -213,8 +213,8 @@ def test_rare_gradients_move_a_parameter_no_further_than_in_adamw(one_device):
     assert largest_step(RULE) <= 1.5 * largest_step(rules.adamw(BETA1, BETA2, EPSILON))
 
 
-def declared(shape, axes, layers) -> Parameter:
-    """A trained matrix, or a stack of so many layers."""
+def declare(shape, axes, layers) -> Parameter:
+    """Return a trained matrix, or a stack of `layers`."""
     places, lead = tuple(Place(f"{layer}.up_proj.weight") for layer in layers or (0,)), (len(layers),) if layers else ()
     init = jax.nn.initializers.zeros
     return Parameter(shape, axes, init, "linear", "mlp.up.weight", layers, lead, places, Treatment())
@@ -223,10 +223,10 @@ def declared(shape, axes, layers) -> Parameter:
 def test_a_mesh_that_splits_a_block_is_refused():
     """300 columns are 2 blocks: 8 devices cannot share them."""
     mesh = make_mesh(Mesh(fsdp=8))
-    wide = declared((2, 64, 300), ("layers", "mlp", "embed"), (0, 1))
-    small = declared((2, 3, 300), ("layers", None, None), (0, 1))
+    wide = declare((2, 64, 300), ("layers", "mlp", "embed"), (0, 1))
+    small = declare((2, 3, 300), ("layers", None, None), (0, 1))
     assert undivided_moments({"small": small}, mesh) == []
-    assert undivided_moments({"even": declared((64, 4096), ("mlp", "embed"), ())}, mesh) == []
+    assert undivided_moments({"even": declare((64, 4096), ("mlp", "embed"), ())}, mesh) == []
     (complaint,) = undivided_moments({"wide": wide, "small": small}, mesh)
     assert complaint == (
         "mesh.fsdp=8 does not divide embed=300 in blocks of 150, which optim.name='adamw_8bit' has; these would: "
@@ -241,8 +241,8 @@ def test_a_mesh_that_splits_a_block_is_refused():
 
 def test_moments_that_stay_float32_are_named():
     shapes = {"odd": ((2, 64, 257), (0, 1)), "small": ((63, 64), ()), "even": ((64, 64), ())}
-    found = {name: declared(shape, (None,) * len(shape), layers) for name, (shape, layers) in shapes.items()}
-    assert float32_moments(found) == ["odd [64, 257]"]
+    parameters = {name: declare(shape, (None,) * len(shape), layers) for name, (shape, layers) in shapes.items()}
+    assert float32_moments(parameters) == ["odd [64, 257]"]
 
 
 def test_it_trains_as_adamw_does(one_device):
@@ -266,17 +266,17 @@ def test_it_trains_as_adamw_does(one_device):
             loss, gradients = jax.value_and_grad(loss_of)(parameters, *tokens)
             at = At(count, jnp.float32(3e-3), 1.0, 0.01)
             after = {name: rule.update(gradients[name], states[name], parameters[name], at) for name in parameters}
-            return loss, *({name: both[part] for name, both in after.items()} for part in (0, 1))
+            return loss, *({name: pair[part] for name, pair in after.items()} for part in (0, 1))
 
-        found = []
+        values = []
         for count in range(300):
             first, second = rng.integers(0, vocabulary, (2, rows))
             target = (chain[first + second % 2 * vocabulary] > rng.random((rows, 1))).argmax(1)
             loss, parameters, states = step(parameters, states, count, first, second, target)
-            found.append(loss.item())
-        return np.asarray(found)
+            values.append(loss.item())
+        return np.asarray(values)
 
-    expected, found = (losses(rule(0.9, 0.999, 1e-8)).reshape(6, 50).mean(1) for rule in (rules.adamw, adamw_8bit))
-    print("means of 50 losses: AdamW", expected, "in 8 bits", found)
+    expected, means = (losses(rule(0.9, 0.999, 1e-8)).reshape(6, 50).mean(1) for rule in (rules.adamw, adamw_8bit))
+    print("means of 50 losses: AdamW", expected, "in 8 bits", means)
     assert expected[-1] < 0.7 * expected[0]
-    np.testing.assert_allclose(found, expected, rtol=0.01)
+    np.testing.assert_allclose(means, expected, rtol=0.01)

@@ -1,4 +1,4 @@
-"""How rules are run: layer after layer in place, rounding of bfloat16, rates and decays of layers, what is kept."""
+"""How rules run: in place, layer after layer, with bfloat16 rounding, rates and decays by layer, and a saved state."""
 
 import functools
 
@@ -33,12 +33,12 @@ def at(rate=1e-2, factor=1.0, finite=True, key=0) -> Step:
 
 @functools.cache
 def compiled(optim):
-    """(init, update) of an optimizer, compiled once for all tests."""
+    """Return (init, update) of an optimizer, compiled once for all tests."""
     optimizer = build(optim, NAMES, LAYERS, jnp.float32)
     return jax.jit(optimizer.init), jax.jit(optimizer.update)
 
 
-def updated(optim, start, steps=3, **options):
+def update_from(optim, start, steps=3, **options):
     init, update = compiled(optim)
     state = init(start)
     for number in range(steps):
@@ -49,7 +49,7 @@ def updated(optim, start, steps=3, **options):
 @pytest.mark.parametrize("name", EVERY)
 def test_each_layer_of_a_stack_is_updated_as_if_it_were_alone(one_device, name):
     optim = Optim(name=name, weight_decay=0.1)
-    together, _ = updated(optim, parameters())
+    together, _ = update_from(optim, parameters())
     layer_names = {"stack": Trained(NAMES["stack"].names[1:2], (1,), is_matrix=True)}
     optimizer = build(optim, layer_names, LAYERS, jnp.float32)
     alone = {"stack": parameters()["stack"][1:2]}
@@ -62,29 +62,29 @@ def test_each_layer_of_a_stack_is_updated_as_if_it_were_alone(one_device, name):
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "muon"])
 def test_experts_of_layers_are_updated_as_one_stack(one_device, name):
-    """Bit by bit: a parameter of 3 layers x 2 experts, and of 6 layers."""
+    """Bit for bit: a parameter of 3 layers x 2 experts, and one of 6 layers."""
     names = tuple(f"model.layers.{layer}.mlp.experts.{e}.up_proj.weight" for layer in range(LAYERS) for e in range(2))
-    found = []
+    results = []
     for lead in ((LAYERS, 2), (LAYERS * 2,)):
         optimizer = build(Optim(name=name), {"up": Trained(names, lead, is_matrix=True)}, LAYERS, jnp.float32)
         start, gradient = (parameters(seed=seed)["stack"].reshape(*lead, 64, -1) for seed in (0, 1))
         state = jax.jit(optimizer.init)({"up": start})
-        found.append(jax.jit(optimizer.update)({"up": gradient}, state, {"up": start}, at()))
-    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        results.append(jax.jit(optimizer.update)({"up": gradient}, state, {"up": start}, at()))
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_array_equal(one.reshape(other.shape), other)
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_step_that_is_not_finite_changes_no_bit(one_device, name):
     optim = Optim(name=name, weight_decay=0.1)
-    before = updated(optim, parameters())
+    before = update_from(optim, parameters())
     nan = jax.tree.map(lambda x: x * jnp.nan, parameters())
     after = compiled(optim)[1](nan, before[1], before[0], at(finite=False))
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
 def test_rates_and_decays_are_chosen_by_name_and_layer(one_device):
-    """SGD without momentum shows them plainly."""
+    """SGD without momentum, because it shows rates and decays directly."""
     optim = Optim(
         name="sgd",
         beta1=0.0,
@@ -94,7 +94,7 @@ def test_rates_and_decays_are_chosen_by_name_and_layer(one_device):
         layerwise_lr_decay=0.5,
     )
     start = parameters()
-    after, _ = updated(optim, start, steps=1)
+    after, _ = update_from(optim, start, steps=1)
     gradients = parameters(seed=1)
     rates = np.array([0.125, 0.0, 0.5]) * 1e-2
     decays = np.array([0.5, 0.5, 1.5])
@@ -106,12 +106,12 @@ def test_rates_and_decays_are_chosen_by_name_and_layer(one_device):
 
 
 def test_a_parameter_may_have_a_rate_of_its_own(one_device):
-    """Beside the factors of its layers."""
+    """It multiplies the factors of the layers."""
     start, gradients = parameters(), parameters(seed=1)
-    own = {name: one._replace(rate=4.0 if name == "stack" else 1.0) for name, one in NAMES.items()}
+    with_rate = {name: one._replace(rate=4.0 if name == "stack" else 1.0) for name, one in NAMES.items()}
     optim = Optim(name="sgd", beta1=0.0, weight_decay=0.0, layerwise_lr_decay=0.5)
     moved = {}
-    for number, named in enumerate((NAMES, own)):
+    for number, named in enumerate((NAMES, with_rate)):
         optimizer = build(optim, named, LAYERS)
         after, _ = optimizer.update(gradients, optimizer.init(start), start, at(1e-2))
         moved[number] = {name: np.asarray(start[name] - after[name]) for name in start}
@@ -120,7 +120,7 @@ def test_a_parameter_may_have_a_rate_of_its_own(one_device):
 
 
 def test_steps_too_small_for_bfloat16_add_up(one_device):
-    """1 - 1e-4 is 1 in bfloat16; a thousand such steps are 0.9."""
+    """1 - 1e-4 is 1 in bfloat16; a thousand such steps add up to 0.9."""
     start = {"embed": jnp.ones((256, 64), jnp.bfloat16)}
     optimizer = build(Optim(name="sgd", beta1=0.0), {"embed": NAMES["embed"]}, LAYERS)
     ones = {"embed": jnp.ones((256, 64))}
@@ -146,9 +146,9 @@ def test_stochastic_rounding_is_right_on_average_and_never_further_than_a_neighb
 
 
 def test_the_8_bit_update_computes_with_one_layer_at_a_time(one_device):
-    """What it needs besides its arguments, which it overwrites, is less than the moments of three layers of sixteen.
+    """Temporary memory is less than the moments of three layers of sixteen; the arguments are overwritten.
 
-    In float32: a CPU updates a bfloat16 array by way of a float32 copy.
+    In float32: a CPU updates a bfloat16 array through a float32 copy.
     """
     layers, rows, columns = 16, 128, 2048
     names = tuple(f"model.layers.{i}.mlp.up_proj.weight" for i in range(layers))
@@ -169,7 +169,7 @@ def test_the_8_bit_update_computes_with_one_layer_at_a_time(one_device):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_saved_state_goes_on_as_if_it_had_not_been_saved(one_device, tmp_path, name):
-    """Bit by bit; in bfloat16, where rounding is by chance, too."""
+    """Bit for bit; also in bfloat16 with stochastic rounding."""
     narrow = name in ("adamw", "sgd", "lion", "muon", "normuon")
     optim = Optim(name=name, state_dtype="bfloat16" if narrow else "float32")
     init, update = compiled(optim)

@@ -1,4 +1,4 @@
-"""What options of `optim` change besides the update rule: the format of its state, and rates of its own."""
+"""Effects of `optim` options outside the update rule: the dtype of the state, and separate rates."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ SHAPES = {"matrix": (2, 32, 64), "norm": (2, 64), "embedding": (64, 32)}
 
 
 def after(optim, gradients, steps=1, sizes=(1.0,)):
-    """(parameters, state) after updates of parameters that are 0, by the gradients times each of the sizes in turn."""
+    """Return (parameters, state) after updates from zero parameters, by the gradients times each size in turn."""
     leads = {name: (2,) if len(NAMES[name]) > 1 else () for name in gradients}
     trained = {name: Trained(NAMES[name], lead, is_matrix=name == "matrix") for name, lead in leads.items()}
     optimizer = build(optim, trained, 2)
@@ -47,17 +47,17 @@ def some_gradients(seed=0):
 )
 def test_moments_are_kept_in_state_dtype(one_device, name, dtype):
     _, state = after(Optim(name=name, state_dtype=dtype), some_gradients())
-    kept = {
+    dtypes = {
         str(leaf.dtype)
         for parameter, rule_state in state.rules.items()
         for leaf in jax.tree.leaves(rule_state)
         if leaf.shape == SHAPES[parameter]
     }
-    assert kept == {dtype}
+    assert dtypes == {dtype}
 
 
 def test_moments_in_bfloat16_are_rounded_stochastically(one_device):
-    """To the nearest, a moment would not change by its thousandth: it would stay what it is for ever."""
+    """Rounded to the nearest, a moment would not change by a thousandth: it would stay constant."""
     optim = Optim(beta1=0.999, learning_rate=1e-3, state_dtype="bfloat16")
     ones = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
     _, state = after(optim, ones, steps=400)
@@ -68,10 +68,10 @@ def test_moments_in_bfloat16_are_rounded_stochastically(one_device):
 def test_muon_has_a_learning_rate_of_its_own_for_matrices(one_device):
     gradients = some_gradients()
     same, _ = after(Optim(name="muon", learning_rate=1e-3), gradients)
-    own, _ = after(Optim(name="muon", learning_rate=1e-3, muon=Muon(learning_rate=0.02)), gradients)
-    np.testing.assert_allclose(own["matrix"], 20 * same["matrix"], rtol=1e-4)
+    separate, _ = after(Optim(name="muon", learning_rate=1e-3, muon=Muon(learning_rate=0.02)), gradients)
+    np.testing.assert_allclose(separate["matrix"], 20 * same["matrix"], rtol=1e-4)
     for name in ("norm", "embedding"):
-        np.testing.assert_array_equal(own[name], same[name])
+        np.testing.assert_array_equal(separate[name], same[name])
         assert jnp.abs(same[name]).min() > 0
 
 

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay by name and by layer, one number where all layers of a parameter agree."""
+"""Learning rate and weight decay by name and layer; one number if all layers of a parameter agree."""
 
 import numpy as np
 import pytest
@@ -33,12 +33,12 @@ ADAPTERS = {
 }
 
 
-def same(found, expected):
-    assert found.keys() == expected.keys()
+def same(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert isinstance(found[name], float) == isinstance(value, float), name
-        np.testing.assert_allclose(found[name], value, rtol=1e-6, err_msg=name)
-        assert isinstance(value, float) or found[name].dtype == np.float32
+        assert isinstance(actual[name], float) == isinstance(value, float), name
+        np.testing.assert_allclose(actual[name], value, rtol=1e-6, err_msg=name)
+        assert isinstance(value, float) or actual[name].dtype == np.float32
 
 
 def test_by_default_rates_are_the_same_and_norms_biases_and_embeddings_do_not_decay():
@@ -48,14 +48,14 @@ def test_by_default_rates_are_the_same_and_norms_biases_and_embeddings_do_not_de
 
 
 def test_no_vector_of_a_model_decays(one_device):
-    """Norms, biases, rates of delta nets, sinks of attention: all kinds that families have."""
-    found = set()
+    """Norms, biases, decay rates of delta nets, attention sinks: all kinds that families have."""
+    vectors = set()
     for kind in ("GptOssConfig", "Qwen3NextConfig"):
         config = getattr(transformers, kind)(**SIZES | dict(FAMILIES.values())[kind]).to_dict()
         declared = declare(read_spec(config))[1].values()
-        found |= {place.name for one in declared if one.kind == "vector" for place in one.places}
-    assert any(name.endswith("sinks") for name in found)
-    assert {name for name in found if decays(Optim(weight_decay=0.1), {"": (name,)}) != {"": 0.0}} == set()
+        vectors |= {place.name for one in declared if one.kind == "vector" for place in one.places}
+    assert any(name.endswith("sinks") for name in vectors)
+    assert {name for name in vectors if decays(Optim(weight_decay=0.1), {"": (name,)}) != {"": 0.0}} == set()
 
 
 def test_adapters_decay_by_default_though_no_norm_is_among_them():
@@ -77,8 +77,8 @@ def test_the_last_multiplier_that_matches_counts():
 def test_decay_multipliers_leave_alone_what_does_not_decay():
     entries = ("weight=0.5", r"layers\.0\.=4")
     expected = {"layers.q.weight": [0.4, 0.05, 0.05], "layers.down.weight": [0.4, 0.05, 0.05], "head.weight": 0.05}
-    found = decays(Optim(weight_decay=0.1, decay_multipliers=entries), NAMES)
-    same(found, dict.fromkeys(NAMES, 0.0) | expected)
+    actual = decays(Optim(weight_decay=0.1, decay_multipliers=entries), NAMES)
+    same(actual, dict.fromkeys(NAMES, 0.0) | expected)
 
 
 def test_layerwise_decay_goes_from_the_head_to_the_embedding():
@@ -95,7 +95,7 @@ def test_layerwise_decay_of_some_layers_counts_all_of_the_model_and_takes_multip
 
 
 def test_with_a_bound_rates_rise_linearly_from_the_embedding_to_the_head():
-    """The numbers that ERNIEKit gives a model of three layers, by its depth of 0, 0, 1, 2 and 5."""
+    """ERNIEKit's rates for a model of three layers, by its depths of 0, 0, 1, 2 and 5."""
     by_layer = [0.5, 0.6, 0.7]
     expected = dict.fromkeys(NAMES, by_layer) | {"embed.weight": 0.5, "norm.scale": 1.0, "head.weight": 1.0}
     same(rates(Optim(layerwise_lr_decay_bound=0.5), NAMES, LAYERS), expected)

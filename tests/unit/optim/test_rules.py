@@ -1,4 +1,4 @@
-"""Each rule makes the updates that were published, written here in float64, and trains a small model with them."""
+"""Each rule makes the published updates, written here in float64, and trains a small model."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def adamw(gradients, parameter, rates, decay):
 
 
 def sgdw(momentum):
-    """Loshchilov & Hutter 2019, algorithm 1, the rate outside of the momentum as torch has it."""
+    """Loshchilov & Hutter 2019, algorithm 1, with the rate outside the momentum, as in torch."""
 
     def train(gradients, parameter, rates, decay):
         velocity = 0.0
@@ -72,7 +72,7 @@ def adafactor(gradients, parameter, rates, decay):
 
 
 def schedule_free(gradients, parameter, rates, decay):
-    """Defazio et al. 2024, algorithm 1: its average, weighted by the square of the largest rate."""
+    """Defazio et al. 2024, algorithm 1: return its average, weighted by the square of the largest rate so far."""
     x = z = parameter
     square = weights = largest = 0.0
     for step, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
@@ -155,7 +155,7 @@ CASES = {
 
 
 def run(rule: Rule, gradients, parameter, rates, multiplier=1.0, decay=0.0):
-    """The parameter after these gradients."""
+    """Return the parameter after these gradients."""
     update = jax.jit(lambda *arguments: rule.update(*arguments[:3], At(*arguments[3:], multiplier, decay)))
     parameter = jnp.asarray(parameter, jnp.float32)
     state = rule.init(parameter)
@@ -165,7 +165,7 @@ def run(rule: Rule, gradients, parameter, rates, multiplier=1.0, decay=0.0):
 
 
 def material(shape, seed=0):
-    """Gradients, a parameter, and rates that warm up from 0 and come down again; float32 values in float64."""
+    """Draw gradients, a parameter, and rates that warm up from 0 and decay; float32 values in float64."""
     rng = np.random.default_rng(seed)
     gradients = [np.float64(np.float32(rng.standard_normal(shape))) for _ in range(UPDATES)]
     rates = np.float64(np.float32(0.03 * np.interp(np.arange(UPDATES), [0, 4, UPDATES], [0, 1, 0.2])))
@@ -177,9 +177,9 @@ def test_updates_are_the_published_ones(name):
     rule, reference, shape = CASES[name]
     gradients, parameter, rates = material(shape)
     expected = reference(gradients, parameter, 0.5 * rates, 0.1)
-    found = run(rule, gradients, parameter, rates, 0.5, 0.1)
+    updated = run(rule, gradients, parameter, rates, 0.5, 0.1)
     moved = np.abs(expected - parameter).max()
-    assert np.abs(found - expected).max() <= 3e-6 * moved
+    assert np.abs(updated - expected).max() <= 3e-6 * moved
 
 
 @pytest.mark.parametrize("name", ["adamw", "schedule_free", "muon, tall", "normuon, cautious"])
@@ -187,17 +187,17 @@ def test_a_stack_is_updated_layer_by_layer_with_the_rates_and_decays_of_each(nam
     rule, _, shape = CASES[name]
     gradients, parameter, rates = material((2, *shape))
     multiplier, decay = np.float32([0.5, 1.0]), np.float32([0.0, 0.2])
-    found = run(rule, gradients, parameter, rates, multiplier[:, None, None], decay[:, None, None])
+    updated = run(rule, gradients, parameter, rates, multiplier[:, None, None], decay[:, None, None])
     for layer in range(2):
         single = run(rule, [g[layer] for g in gradients], parameter[layer], rates, multiplier[layer], decay[layer])
-        assert np.abs(found[layer] - single).max() <= 2e-6
+        assert np.abs(updated[layer] - single).max() <= 2e-6
 
 
 @pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
 def test_muon_without_nesterov_is_that_of_optax(adjust_lr):
-    """optax multiplies by (in, out) weights; with Nesterov it corrects for the start from zero, and torch does not."""
+    """optax multiplies by (in, out) weights; its Nesterov corrects for the start from zero, and torch's does not."""
     gradients, parameter, rates = material((16, 9))
-    found = run(muon32(False, adjust_lr), gradients, parameter, rates)
+    updated = run(muon32(False, adjust_lr), gradients, parameter, rates)
     rms = 0.2 if adjust_lr == "match_rms_adamw" else None
     theirs = optax.contrib.muon(lambda count: jnp.asarray(rates)[count], nesterov=False, consistent_rms=rms)
     expected = jnp.asarray(parameter.T, jnp.float32)
@@ -205,7 +205,7 @@ def test_muon_without_nesterov_is_that_of_optax(adjust_lr):
     for gradient in gradients:
         change, state = update(jnp.float32(gradient.T), state, expected)
         expected = expected + change
-    assert np.abs(found - expected.T).max() <= 2e-6
+    assert np.abs(updated - expected.T).max() <= 2e-6
 
 
 def test_schedule_free_takes_the_gradient_between_the_average_and_the_base():
@@ -233,10 +233,10 @@ def test_states_hold_no_more_than_the_rule_needs():
 
 
 def test_orthogonal_matrices_are_close_to_those_of_the_singular_vectors():
-    """Products of bfloat16: within 3% of the same iterations in float64, singular values around 1."""
+    """bfloat16 products: within 3% of the same iterations in float64, singular values around 1."""
     matrices = np.random.default_rng(0).standard_normal((2, 48, 128))
-    found = np.asarray(orthogonalize(jnp.float32(matrices)), np.float64)
-    for one, matrix in zip(found, matrices, strict=True):
+    orthogonal = np.asarray(orthogonalize(jnp.float32(matrices)), np.float64)
+    for one, matrix in zip(orthogonal, matrices, strict=True):
         expected = newton_schulz(matrix)
         assert np.linalg.norm(one - expected) <= 0.03 * np.linalg.norm(expected)
         left, _, right = np.linalg.svd(matrix, full_matrices=False)
@@ -245,7 +245,7 @@ def test_orthogonal_matrices_are_close_to_those_of_the_singular_vectors():
 
 
 def test_matrices_of_a_stack_are_as_close_in_bfloat16_as_one_alone():
-    """XLA leaves out the rounding of one of the uses of a product where both are in float32 on a CPU."""
+    """On a CPU, XLA leaves out the rounding of one use of a product if both uses are in float32."""
     stack = jnp.asarray(np.random.default_rng(0).standard_normal((4, 96, 32)), jnp.bfloat16)
     exact = np.asarray(orthogonalize(stack.astype(jnp.float32), dtype=jnp.float32))
     together = jax.jit(orthogonalize)(stack)
@@ -270,7 +270,7 @@ CONVERGENCE = {
 
 @pytest.mark.parametrize("name", CONVERGENCE)
 def test_a_regression_is_learned(name):
-    """Y = W X, 12 x 8, from zero: the loss falls by 1000 in 200 steps of a linear schedule."""
+    """Y = W X, 12 x 8, from zero: the loss falls by a factor of 1000 in 200 steps of a linear schedule."""
     rule, peak = CONVERGENCE[name]
     rng = np.random.default_rng(0)
     inputs, truth = jnp.float32(rng.standard_normal((8, 64))), jnp.float32(rng.standard_normal((12, 8)))

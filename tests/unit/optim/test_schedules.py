@@ -1,4 +1,4 @@
-"""Learning rates: equal to transformers' where it has the same schedule, and to their definition elsewhere."""
+"""Learning rates equal transformers' if it has the same schedule, and their definition otherwise."""
 
 import re
 
@@ -23,12 +23,12 @@ def of_transformers(name, options):
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
     scheduler = transformers.get_scheduler(name, optimizer, WARMUP, TOTAL, scheduler_specific_kwargs=options)
-    found = []
+    values = []
     for _ in range(TOTAL + 1):
-        found.append(scheduler.get_last_lr()[0])
+        values.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
-    return found
+    return values
 
 
 @pytest.mark.every_jax
@@ -63,10 +63,10 @@ def test_equals_transformers(ours, theirs):
 
 
 def test_wsd_is_flat_and_then_cools_down():
-    found = rates(schedule="wsd", warmup_steps=WARMUP, cooldown_steps=20, final_lr_fraction=0.1)
-    np.testing.assert_allclose(found[WARMUP:81], PEAK, rtol=1e-6)
-    np.testing.assert_allclose(found[90], PEAK * 0.55, rtol=1e-5)
-    np.testing.assert_allclose(found[100], PEAK * 0.1, rtol=1e-5)
+    values = rates(schedule="wsd", warmup_steps=WARMUP, cooldown_steps=20, final_lr_fraction=0.1)
+    np.testing.assert_allclose(values[WARMUP:81], PEAK, rtol=1e-6)
+    np.testing.assert_allclose(values[90], PEAK * 0.55, rtol=1e-5)
+    np.testing.assert_allclose(values[100], PEAK * 0.1, rtol=1e-5)
 
 
 def test_constant_cools_down_too():
@@ -90,10 +90,10 @@ def test_constant_cools_down_too():
 )
 def test_a_cooldown_goes_straight_from_where_the_schedule_is_to_the_final_rate(options, at_80):
     options = {**options, "warmup_steps": WARMUP, "min_lr": 2e-5}
-    found = rates(cooldown_steps=20, **options)
-    np.testing.assert_allclose(found[:81], rates(**options)[:81], rtol=1e-6)
+    values = rates(cooldown_steps=20, **options)
+    np.testing.assert_allclose(values[:81], rates(**options)[:81], rtol=1e-6)
     start = PEAK * np.sqrt(10 / 80) if at_80 is None else 2e-5 + (PEAK - 2e-5) * at_80
-    np.testing.assert_allclose(found[80:], np.interp(np.arange(80, 101), [80, 100], [start, 2e-5]), rtol=1e-5)
+    np.testing.assert_allclose(values[80:], np.interp(np.arange(80, 101), [80, 100], [start, 2e-5]), rtol=1e-5)
 
 
 def test_constant_without_warmup_is_the_peak():
@@ -101,9 +101,9 @@ def test_constant_without_warmup_is_the_peak():
 
 
 def test_warmup_starts_from_start_lr():
-    found = rates(start_lr=1e-4, warmup_steps=WARMUP)
-    np.testing.assert_allclose(found[: WARMUP + 1], np.linspace(1e-4, PEAK, WARMUP + 1), rtol=1e-5)
-    np.testing.assert_array_equal(found[WARMUP:], rates(warmup_steps=WARMUP)[WARMUP:])
+    values = rates(start_lr=1e-4, warmup_steps=WARMUP)
+    np.testing.assert_allclose(values[: WARMUP + 1], np.linspace(1e-4, PEAK, WARMUP + 1), rtol=1e-5)
+    np.testing.assert_array_equal(values[WARMUP:], rates(warmup_steps=WARMUP)[WARMUP:])
 
 
 def test_the_first_step_changes_nothing_as_in_transformers_and_the_option_to_set_says_so():
@@ -118,10 +118,10 @@ def test_a_ratio_is_steps():
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "cosine_with_restarts", "polynomial"])
 def test_decay_ratio_ends_the_decay_early_and_keeps_the_final_rate(schedule):
     options = {"schedule": schedule, "warmup_steps": WARMUP, "min_lr": 1e-5}
-    found = rates(decay_ratio=0.6, **options)
+    values = rates(decay_ratio=0.6, **options)
     whole = learning_rate(Optim(learning_rate=PEAK, **options), 60)
-    np.testing.assert_allclose(found[:61], [float(whole(step)) for step in range(61)], rtol=1e-6)
-    np.testing.assert_allclose(found[60:], 1e-5, rtol=1e-5)
+    np.testing.assert_allclose(values[:61], [float(whole(step)) for step in range(61)], rtol=1e-6)
+    np.testing.assert_allclose(values[60:], 1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "cosine_with_restarts", "polynomial"])
@@ -137,8 +137,8 @@ def test_min_lr_is_the_final_fraction_as_a_rate(schedule):
 
 @pytest.mark.parametrize("cycles", [6, 9, 45])
 def test_every_restart_is_at_the_peak(cycles):
-    found = rates(schedule="cosine_with_restarts", cycles=float(cycles), warmup_steps=WARMUP)
-    np.testing.assert_allclose(found[WARMUP : -1 : 90 // cycles], PEAK, rtol=1e-6)
+    values = rates(schedule="cosine_with_restarts", cycles=float(cycles), warmup_steps=WARMUP)
+    np.testing.assert_allclose(values[WARMUP : -1 : 90 // cycles], PEAK, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

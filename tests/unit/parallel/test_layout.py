@@ -1,4 +1,4 @@
-"""A dimension may be sharded by several axes, and what is sharded how is a value."""
+"""A dimension may be sharded by several axes, and a layout is a value."""
 
 import jax
 import numpy as np
@@ -80,6 +80,6 @@ def test_rules_that_would_compute_the_same_tokens_twice_or_permute_a_weight_are_
 
 
 def test_a_mesh_of_other_devices_says_what_to_type():
-    """As when the config.json of a run on several devices goes on with one."""
+    """As when one device continues a run from the config.json of a run on several devices."""
     with pytest.raises(UserError, match="or shard over all with --config.mesh.fsdp=-1 --config.mesh.tensor=1$"):
         make_mesh(Mesh(fsdp=2, tensor=4), jax.devices()[:1])

@@ -1,4 +1,4 @@
-"""When each stage of a pipeline computes which micro-batch."""
+"""The schedule of micro-batches on each stage of a pipeline."""
 
 import numpy as np
 import pytest
@@ -11,18 +11,18 @@ SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 12))
 
 
 def ticks_of(work: Work, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """The tick of each (stage, chunk, micro-batch), of which each has one."""
-    found = np.full((stages, chunks, micro_batches), -1)
+    """Return the tick of each (stage, chunk, micro-batch); each has exactly one."""
+    ticks = np.full((stages, chunks, micro_batches), -1)
     for tick, stage in zip(*np.nonzero(work.micro_batch >= 0)):
         at = stage, work.chunk[tick, stage], work.micro_batch[tick, stage]
-        assert found[at] == -1
-        found[at] = tick
-    assert (found >= 0).all()
-    return found
+        assert ticks[at] == -1
+        ticks[at] = tick
+    assert (ticks >= 0).all()
+    return ticks
 
 
 def in_turn(ticks: np.ndarray) -> np.ndarray:
-    """(parts of the model in the order of its layers, micro-batches)."""
+    """Return ticks as (parts of the model in layer order, micro-batches)."""
     return ticks.swapaxes(0, 1).reshape(-1, ticks.shape[2])
 
 
@@ -63,7 +63,7 @@ def test_1f1b_holds_no_more_of_more_micro_batches_and_gpipe_holds_all():
 @pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [(4, 1, 8), (4, 2, 8), (2, 4, 6), (1, 1, 3)])
 @pytest.mark.parametrize("order", ["1f1b", "gpipe"])
 def test_stages_wait_as_long_as_published(stages, chunks, micro_batches, order):
-    """Narayanan et al. 2021, section 2.2: (p - 1) / m of the time that is used, and a v-th of it with v chunks."""
+    """Narayanan et al. 2021, section 2.2: (p - 1) / m of the used time, divided by v with v chunks."""
     made: Schedule = schedule(stages, chunks, micro_batches, order)
     waits = (stages - 1) / chunks / micro_batches
     assert made.bubble == pytest.approx(waits / (1 + waits))

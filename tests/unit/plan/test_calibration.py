@@ -1,4 +1,4 @@
-"""What was measured on a GPU in place of what is assumed: read or refused, and what becomes of the scenarios."""
+"""Rates measured on a GPU replace assumed ones: reading, refusals, and the resulting scenarios."""
 
 import json
 from types import SimpleNamespace
@@ -15,28 +15,28 @@ from jaxtune.plan.rates import KERNELS, SCENARIOS, gaps_ms, step_ms
 from jaxtune.plan.summary import comparison
 from pallas_kernels.gpus import GPUS
 
-# Made up, to test with.
+# Made up for these tests.
 VALUES = {"sustained": 0.8, "bandwidth": 0.94, "launch": 2.6, "graph": 5.0, "flash_attention_dq": 0.5}
 
 
 @pytest.fixture
 def written(tmp_path):
-    """The suite's result file with some of it changed."""
+    """Return a function that writes the suite's result file with changes."""
 
     def write(values=VALUES, **run):
         about = {"device": GPUS["h200"].kind, "date": "2030-01-02T03:04:05+00:00", "versions": {"jax": "0.12.0"}}
-        found = {"rows": {}, "conclusions": values, "run": about | {"smoke": False} | run}
+        results = {"rows": {}, "conclusions": values, "run": about | {"smoke": False} | run}
         file = tmp_path / "nvidia_h200.json"
-        file.write_text(json.dumps({"attention": {"rows": {}}, "assumptions": found}))
+        file.write_text(json.dumps({"attention": {"rows": {}}, "assumptions": results}))
         return file
 
     return write
 
 
 def test_the_file_of_the_suite_is_a_calibration(written):
-    found = calibration.read(written(), "h200")
-    assert found.values == VALUES
-    assert str(found) == "measured on NVIDIA H200, 2030-01-02, jax 0.12.0 (nvidia_h200.json)"
+    measured = calibration.read(written(), "h200")
+    assert measured.values == VALUES
+    assert str(measured) == "measured on NVIDIA H200, 2030-01-02, jax 0.12.0 (nvidia_h200.json)"
 
 
 @pytest.mark.parametrize(
@@ -98,19 +98,19 @@ def test_nothing_measured_changes_nothing():
 
 
 def test_the_range_around_a_measured_value_is_as_wide_as_assumed():
-    found = calibration.scenarios(VALUES)
-    assert found["central"].sustained == 0.8 and found["central"].fractions == {"flash_attention_dq": 0.5}
+    scenarios = calibration.scenarios(VALUES)
+    assert scenarios["central"].sustained == 0.8 and scenarios["central"].fractions == {"flash_attention_dq": 0.5}
     for name in ("sustained", "launch", "graph"):
         for scenario in SCENARIOS:
-            assumed, measured = (getattr(made[scenario], name) for made in (SCENARIOS, found))
+            assumed, measured = (getattr(made[scenario], name) for made in (SCENARIOS, scenarios))
             assert measured / VALUES[name] == pytest.approx(assumed / getattr(SCENARIOS["central"], name))
-    assert found["optimistic"].bandwidth == pytest.approx(0.94 * 0.90 / 0.85)
-    assert calibration.scenarios({"bandwidth": 0.97})["optimistic"].bandwidth == 1.0  # not more than there is
-    assert all(made.kernels == SCENARIOS[name].kernels for name, made in found.items())
+    assert scenarios["optimistic"].bandwidth == pytest.approx(0.94 * 0.90 / 0.85)
+    assert calibration.scenarios({"bandwidth": 0.97})["optimistic"].bandwidth == 1.0  # not more than 1
+    assert all(made.kernels == SCENARIOS[name].kernels for name, made in scenarios.items())
 
 
 def program():
-    """A product, a kernel, and a fusion a hundred times."""
+    """Return a program of a product, a kernel, and a fusion that runs a hundred times."""
     sizes, moved = (4096, 4096, 4096), 3 * 2.0 * 4096**2
     return Program(
         [
@@ -124,17 +124,17 @@ def program():
 @pytest.mark.parametrize("gpu", ["h200", "rtx4090"])
 def test_a_plan_differs_with_it_launch_by_launch(gpu):
     starts = {"graphs": 10, "outside": 4}
-    found = calibration.scenarios(VALUES)["central"]
+    central = calibration.scenarios(VALUES)["central"]
     peak, bandwidth = peak_flops(GPUS[gpu].kind), GPUS[gpu].memory_bandwidth
     product = step_ms(Program(program().launches[:1]), {"graphs": 0, "outside": 0}, gpu, 1, SCENARIOS["central"])
     expected = (
         product * 0.92 / 0.8  # the product
         + 1e3 * (1e12 / (peak * 0.5) + 2.6e-6)  # the kernel
         + 1e3 * 100 * (2e6 / (0.94 * bandwidth) + 2.6e-6)  # the fusions
-        + 1e-3 * (10 * 5.0 + 4 * 1.0)  # graphs, and what is outside of them
+        + 1e-3 * (10 * 5.0 + 4 * 1.0)  # graphs, and launches outside them
     )
-    assert step_ms(program(), starts, gpu, 1, found) == pytest.approx(expected)
-    assert gaps_ms(starts, 0, found) == pytest.approx(0.054)
+    assert step_ms(program(), starts, gpu, 1, central) == pytest.approx(expected)
+    assert gaps_ms(starts, 0, central) == pytest.approx(0.054)
     assert step_ms(program(), starts, gpu, 1, SCENARIOS["central"]) != pytest.approx(expected, rel=0.02)
 
 
@@ -150,24 +150,24 @@ def test_no_scenario_of_plausible_values_exceeds_the_gpu(gpu):
 
 
 def test_a_plan_says_of_each_value_whether_it_was_measured(written):
-    found = calibration.assumptions("h200", calibration.read(written(), "h200"))
-    assert found["sustained"] == calibration.Assumption(
+    lines = calibration.assumptions("h200", calibration.read(written(), "h200"))
+    assert lines["sustained"] == calibration.Assumption(
         0.8, "measured on NVIDIA H200, 2030-01-02, jax 0.12.0 (nvidia_h200.json)"
     )
-    assert found["narrow"] == calibration.Assumption(0.6, "assumed")
-    assert found["flash_attention_forward"].value == KERNELS["flash_attention_forward"][9]
-    assert {name for name, one in found.items() if one.source != "assumed"} == set(VALUES)
-    assert set(calibration.PLAUSIBLE) <= set(found)
+    assert lines["narrow"] == calibration.Assumption(0.6, "assumed")
+    assert lines["flash_attention_forward"].value == KERNELS["flash_attention_forward"][9]
+    assert {name for name, one in lines.items() if one.source != "assumed"} == set(VALUES)
+    assert set(calibration.PLAUSIBLE) <= set(lines)
 
-    measured, _, assumed = compared(found).partition(" assumed: ")
+    measured, _, assumed = compare(lines).partition(" assumed: ")
     assert "measured on NVIDIA H200, 2030-01-02, jax 0.12.0 (nvidia_h200.json): sustained 0.8," in measured
     assert "flash_attention_dq 0.5" in measured and "narrow 0.6" in assumed and "sustained" not in assumed
-    nothing = compared(calibration.assumptions("h100", None))
+    nothing = compare(calibration.assumptions("h100", None))
     assert "measured on" not in nothing and "sustained 0.92" in nothing
 
 
-def compared(assumptions) -> str:
-    """What the command says of two recipes, in one line."""
+def compare(assumptions) -> str:
+    """Return the command's comparison of two recipes, in one line."""
     plan = SimpleNamespace(
         needed=1e9, fits=True, speeds=dict.fromkeys(SCENARIOS, Speed(1.0, 2.0, 0.3)), assumptions=assumptions
     )

@@ -1,4 +1,4 @@
-"""The search for the fastest options that fit, with plans of made-up memory and speed."""
+"""The search for the fastest options that fit, with made-up memory and speed."""
 
 from types import SimpleNamespace
 
@@ -17,8 +17,8 @@ def config():
     return resolve(made, "here")
 
 
-def planned(limit, gain=1.1):
-    """Memory grows with the micro-batch, and shrinks by remat and quantization; a larger micro-batch is faster."""
+def planner(limit, gain=1.1):
+    """Memory grows with the micro-batch and shrinks with remat and quantization; a larger micro-batch is faster."""
 
     def plan(config):
         rows, remat = config.train.micro_batch_size, config.memory.remat
@@ -47,9 +47,9 @@ def planned(limit, gain=1.1):
     ],
 )
 def test_the_fastest_that_fits(config, limit, gain, expected):
-    found = fastest(config, planned(limit, gain))
-    assert overrides(config, found.config) == [f"--config.{option}" for option in expected.split()]
+    best = fastest(config, planner(limit, gain))
+    assert overrides(config, best.config) == [f"--config.{option}" for option in expected.split()]
 
 
 def test_nothing_fits(config):
-    assert fastest(config, planned(3)) is None
+    assert fastest(config, planner(3)) is None

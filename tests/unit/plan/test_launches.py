@@ -1,4 +1,4 @@
-"""What is read from an optimised module: launches with their loops, bytes and source lines."""
+"""Launches read from an optimised module, with their loops, bytes and source lines."""
 
 import jax
 import jax.numpy as jnp
@@ -118,8 +118,8 @@ def test_whose_kernel_it_is_and_what_it_computes(target, operation, kind):
     program = read_program(
         MODULE.replace("__cublas$lt$matmul", target).replace("jvp()/while/body/dot_general", operation)
     )
-    (found,) = [launch for launch in program.launches if launch.name == "call"]
-    assert found.kind == kind and found.flops == (6e9 if "flops" in operation else 0)
+    (call,) = [launch for launch in program.launches if launch.name == "call"]
+    assert call.kind == kind and call.flops == (6e9 if "flops" in operation else 0)
 
 
 def test_a_module_of_any_version_is_read_whole():

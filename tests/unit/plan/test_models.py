@@ -1,4 +1,4 @@
-"""The models that a plan knows are those on the hub."""
+"""The models known to `plan` are those on the hub."""
 
 import pytest
 

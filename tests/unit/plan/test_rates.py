@@ -52,7 +52,7 @@ def test_scenarios_are_in_order(gpu):
 def test_every_gpu_has_rates_of_kernels_and_links():
     for name, gpu in GPUS.items():
         assert name in LINKS and name in PCIE
-        for kind, rates in KERNELS.items():  # those of Mosaic and FlashAttention 3 run on Hopper alone
+        for kind, rates in KERNELS.items():  # Mosaic and FlashAttention 3 run on Hopper only
             assert set(rates) == {9} if kind.startswith(("mosaic_", "flash_mha_")) else gpu.capability[0] in rates
 
 

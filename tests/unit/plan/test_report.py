@@ -1,4 +1,4 @@
-"""What a plan says to people, and what its command refuses."""
+"""The text of a plan, and the refusals of its command."""
 
 from types import SimpleNamespace
 

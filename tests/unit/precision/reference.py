@@ -1,4 +1,7 @@
-"""Products of a linear layer, and what FP8 and NVFP4 make of them: rounded by ml_dtypes, multiplied in float64."""
+"""Reference for FP8 and NVFP4 products of a linear layer: rounded by ml_dtypes, multiplied in float64.
+
+R rows, S sequence, I inner, O out; x [R, S, I], W [O, I], dy [R, S, O].
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +24,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def case(length=LENGTH, seed=0):
-    """x, W, dy: normal, rows of different size, an outlier in each."""
+    """Draw x, W, dy: normal, rows of different size, an outlier in each."""
     rng = np.random.default_rng(seed)
     shapes = (ROWS, length, INNER), (OUT, INNER), (ROWS, length, OUT)
     arrays = [rng.normal(size=shape) * np.exp(rng.normal(size=(*shape[:-1], 1))) for shape in shapes]
@@ -35,7 +38,7 @@ def noise(key=0):
 
 
 def products(x, weight: LowPrecision, dy, noise=None):
-    """(y, dx, dW or None, cotangent of the scales or None)."""
+    """Return (y, dx, dW or None, cotangent of the scales or None)."""
     trained = weight.weight if isinstance(weight.weight, jax.Array) else None
 
     @jax.jit
@@ -55,15 +58,15 @@ def plain(x, w, dy):
     return x @ w.T, dy @ w, np.einsum("bso,bsi->oi", dy, x)
 
 
-def relative(found, expected):
-    return np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
+def relative(actual, expected):
+    return np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected)
 
 
-def assert_same(found, expected, within=1e-6):
-    assert np.abs(np.asarray(found, np.float64) - expected).max() <= within * np.abs(expected).max()
+def assert_same(actual, expected, within=1e-6):
+    assert np.abs(np.asarray(actual, np.float64) - expected).max() <= within * np.abs(expected).max()
 
 
-# References: what a matrix, contracted over its last dimension, is rounded to.
+# References: a matrix, contracted over its last dimension, rounded to a format.
 
 
 def scale_of_bfloat16(scale):
@@ -90,8 +93,8 @@ def in_nvfp4(matrix, rows=1, four_over_six=False):
 
     values, error = rounded(6)
     if four_over_six:
-        others, others_error = rounded(4)
-        values = np.where(others_error < error, others, values)
+        to_four, to_four_error = rounded(4)
+        values = np.where(to_four_error < error, to_four, values)
     return values.reshape(matrix.shape)
 
 

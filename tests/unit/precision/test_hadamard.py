@@ -11,9 +11,9 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 @pytest.mark.parametrize("matrix", [PLAIN, SIGNED], ids=["plain", "signed"])
 def test_the_rotation_is_orthonormal_and_leaves_products_as_they_are(matrix):
-    """Exactly, for numbers that float32 holds all along."""
+    """Exactly, for numbers that need no rounding in float32."""
     assert np.array_equal(matrix @ matrix.T, np.eye(16)) and set(np.abs(matrix).flat) == {0.25}
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-8, 9, (5, 48)).astype(np.float32) for _ in range(2))
-    found = np.asarray(rotated(jnp.asarray(a), matrix)) @ np.asarray(rotated(jnp.asarray(b), matrix)).T
-    assert np.array_equal(found, a @ b.T)
+    product = np.asarray(rotated(jnp.asarray(a), matrix)) @ np.asarray(rotated(jnp.asarray(b), matrix)).T
+    assert np.array_equal(product, a @ b.T)

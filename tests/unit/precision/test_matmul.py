@@ -1,4 +1,4 @@
-"""The products of a linear in FP8 and NVFP4: against numbers rounded by ml_dtypes and multiplied in float64."""
+"""FP8 and NVFP4 products of a linear layer, against numbers rounded by ml_dtypes and multiplied in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("given", ["operands", "weight"])
 @pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED], ids=["plain", "hadamard"])
 def test_fp8_products_are_those_of_the_rounded_sides(numbers, given):
-    """e4m3 times e4m3, e5m2 times e4m3; each rotated along what it contracts."""
+    """e4m3 times e4m3, e5m2 times e4m3; each rotated along the contracted dimension."""
     x, w, dy = case()
     turn = rotated_in_blocks if numbers.hadamard else np.asarray
     e4m3 = lambda matrix: in_fp8(turn(matrix), ml_dtypes.float8_e4m3fn)  # noqa: E731
@@ -52,14 +52,14 @@ def test_fp8_products_are_those_of_the_rounded_sides(numbers, given):
     assert_same(tokens(y), e4m3(tokens(x)) @ e4m3(w).T)
     assert_same(tokens(dx), e5m2(tokens(dy)) @ e4m3(w.T.copy()).T)
     assert_same(dw, e5m2(tokens(dy).T.copy()) @ e4m3(tokens(x).T.copy()).T)
-    for found, expected, most in zip((y, dx, dw), plain(x, w, dy), (0.05, 0.08, 0.08)):
-        assert 0.01 < relative(found, expected) < most
+    for actual, expected, most in zip((y, dx, dw), plain(x, w, dy), (0.05, 0.08, 0.08)):
+        assert 0.01 < relative(actual, expected) < most
 
 
 @pytest.mark.parametrize("four_over_six", [False, True], ids=["six", "four over six"])
 @pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "hadamard"])
 def test_nvfp4_products_are_those_of_the_rounded_sides(hadamard, four_over_six):
-    """Weights in blocks of 16 x 16, the same for both products; dW rotated along the tokens."""
+    """Weights in blocks of 16 x 16, the same for both products; dW is rotated along the tokens."""
     x, w, dy = case()
     numbers = Nvfp4Numbers(False, hadamard, four_over_six)
     turn = (lambda matrix: rotated_in_blocks(matrix, SIGNED)) if hadamard else np.asarray
@@ -69,13 +69,13 @@ def test_nvfp4_products_are_those_of_the_rounded_sides(hadamard, four_over_six):
     assert_same(tokens(y), rounded(tokens(x)) @ weight.T)
     assert_same(tokens(dx), rounded(tokens(dy)) @ weight)
     assert_same(dw, rounded(turn(tokens(dy).T.copy())) @ rounded(turn(tokens(x).T.copy())).T)
-    for found, expected in zip((y, dx, dw), plain(x, w, dy)):
-        assert 0.05 < relative(found, expected) < 0.25
+    for actual, expected in zip((y, dx, dw), plain(x, w, dy)):
+        assert 0.05 < relative(actual, expected) < 0.25
 
 
 @pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED], ids=["plain", "hadamard"])
 def test_delayed_scales_are_used_and_their_cotangent_is_the_largest_magnitudes(numbers):
-    """Whatever the loss; what is too large for a scale saturates."""
+    """The cotangent does not depend on the loss; values too large for a scale saturate."""
     x, w, dy = case()
     turn = rotated_in_blocks if numbers.hadamard else np.asarray
     scales = np.array([np.abs(x).max() / 448 / 4, np.abs(dy).max() / 57344 * 8], np.float32)
@@ -92,15 +92,15 @@ def test_delayed_scales_are_used_and_their_cotangent_is_the_largest_magnitudes(n
 
 
 def test_a_delayed_scale_of_zero_stands_for_the_tensor_s_own():
-    """The first steps, with a scale for x already and none for dy; only where the numbers say so."""
+    """As in the first steps: x has a scale already, dy has none. Only `online` numbers use the tensor's own scale."""
     x, w, dy = case()
     scales, online = jnp.asarray([0.5, 0.0]), Fp8Numbers(hadamard=False, online=True)
     y, dx, _, maxima = products(x, LowPrecision(None, jnp.asarray(w), scales, online), dy)
     current = products(x, LowPrecision(None, jnp.asarray(w), None, FP8), dy)
     assert np.array_equal(dx, current[1]) and not np.array_equal(y, current[0])
     np.testing.assert_allclose(maxima, [np.abs(x).max(), np.abs(dy).max()])
-    given = jnp.asarray([0.5, np.abs(dy).max() / 57344])
-    offline = products(x, LowPrecision(None, jnp.asarray(w), given, FP8), dy)
+    nonzero = jnp.asarray([0.5, np.abs(dy).max() / 57344])
+    offline = products(x, LowPrecision(None, jnp.asarray(w), nonzero, FP8), dy)
     assert np.array_equal(offline[0], y) and np.array_equal(offline[1], dx)
 
 
@@ -111,13 +111,13 @@ def test_a_gradient_has_the_dtype_of_its_weight_and_activations_keep_theirs(numb
     leaf = LowPrecision(numbers.make(jnp.asarray(w), AXES), jnp.asarray(w, dtype), None, numbers)
     y, dx, dw, _ = products(jnp.asarray(x, jnp.bfloat16), leaf, dy, noise())
     assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, dtype)
-    for found, expected in zip((y, dx, dw), plain(x, w, dy)):
-        assert relative(found, expected) < 0.25
+    for actual, expected in zip((y, dx, dw), plain(x, w, dy)):
+        assert relative(actual, expected) < 0.25
 
 
 @pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED, NVFP4_ALL], ids=["fp8", "hadamard", "nvfp4"])
 def test_rows_whose_length_is_no_multiple_of_16(numbers):
-    """dW is contracted over tokens: filled up with zeros, which change nothing."""
+    """dW is contracted over tokens: padded with zeros, which change nothing."""
     x, w, dy = case(length=11)
     _, _, dw, _ = products(x, LowPrecision(None, jnp.asarray(w), None, numbers), dy, noise())
     assert relative(dw, plain(x, w, dy)[2]) < (0.08 if isinstance(numbers, Fp8Numbers) else 0.25)
@@ -148,32 +148,32 @@ def test_a_quantized_base_is_dequantized_and_rounded_again(numbers, format):
     x, dy = np.tile(x, 2), np.tile(dy, 3)[..., :128]
     base = jax.jit(format_of(Quant(format=format), "").quantize)(jnp.asarray(w))
     values = jax.jit(type(base).dequantize)(base)
-    found = products(x, LowPrecision(None, base, None, numbers), dy, noise())
+    results = products(x, LowPrecision(None, base, None, numbers), dy, noise())
     expected = products(x, LowPrecision(numbers.make(values, AXES), None, None, numbers), dy, noise())
-    assert found[2] is None
-    assert np.array_equal(found[0], expected[0]) and np.array_equal(found[1], expected[1])
+    assert results[2] is None
+    assert np.array_equal(results[0], expected[0]) and np.array_equal(results[1], expected[1])
 
 
 @pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED, NVFP4_ALL], ids=["fp8", "hadamard", "nvfp4"])
 def test_zeros_stay_zeros(numbers):
     x, w, dy = (jnp.zeros_like(array) for array in case())
-    for found in products(x, LowPrecision(None, w, None, numbers), dy, noise())[:3]:
-        assert not np.asarray(found).any()
+    for product in products(x, LowPrecision(None, w, None, numbers), dy, noise())[:3]:
+        assert not np.asarray(product).any()
 
 
 @pytest.mark.parametrize("numbers", [FP8, NVFP4_ALL], ids=["fp8", "nvfp4"])
 def test_what_is_not_finite_is_not_hidden(numbers):
-    """Its row is NaN, and of dW what it goes into; the other rows are as if it were not there."""
+    """Its row is NaN, and so are the entries of dW that it enters; other rows are as without it."""
     x, w, dy = case()
     leaf = LowPrecision(None, jnp.asarray(w), None, numbers)
     expected = products(x, leaf, dy, noise())
     x[1, 3, 4], x[0, 4, 4], dy[0, 2, 1], dy[1, 1, 1] = np.nan, np.inf, np.nan, -np.inf
     y, dx, dw, _ = products(x, leaf, dy, noise())
-    for found, without, rows in ((y, expected[0], ((1, 0), (3, 4))), (dx, expected[1], ((0, 1), (2, 1)))):
-        bad = np.zeros(found.shape[:2], bool)
+    for actual, without, rows in ((y, expected[0], ((1, 0), (3, 4))), (dx, expected[1], ((0, 1), (2, 1)))):
+        bad = np.zeros(actual.shape[:2], bool)
         bad[rows] = True
-        assert np.isnan(np.asarray(found)[bad]).all()
-        assert np.array_equal(np.asarray(found)[~bad], np.asarray(without)[~bad])
+        assert np.isnan(np.asarray(actual)[bad]).all()
+        assert np.array_equal(np.asarray(actual)[~bad], np.asarray(without)[~bad])
     assert np.isnan(np.asarray(dw)[1]).all() and np.isnan(np.asarray(dw)[:, 4]).all()
 
 
@@ -188,7 +188,7 @@ def test_a_weight_that_is_not_finite_is_not_hidden(numbers, bad):
 
 @pytest.mark.parametrize("numbers", [FP8, NVFP4_ALL], ids=["fp8", "nvfp4"])
 def test_stacked_leaves_in_a_rematerialised_scan_and_micro_batches(numbers):
-    """The sums over micro-batches of a scan over layers are those of the layers one after the other."""
+    """A scan over layers, summed over micro-batches, equals a loop over the layers."""
     layers, micro = 2, 2
     rng = np.random.default_rng(0)
     weights = jnp.asarray(rng.normal(size=(layers, INNER, INNER)) / 8, jnp.float32)
@@ -220,11 +220,11 @@ def test_stacked_leaves_in_a_rematerialised_scan_and_micro_batches(numbers):
 
     @jax.jit
     def looped(trained, batch):
-        return jax.tree.map(lambda *found: sum(found), *(jax.grad(loss)(trained, x, False, True) for x in batch))
+        return jax.tree.map(lambda *actual: sum(actual), *(jax.grad(loss)(trained, x, False, True) for x in batch))
 
-    found, expected = scanned((weights, scales), batch), looped((weights, scales), batch)
-    # A magnitude near a bound between two codes may fall to the other side when sums are ordered otherwise.
-    jax.tree.map(lambda a, b: assert_same(a, np.asarray(b), within=1e-2), found, expected)
+    actual, expected = scanned((weights, scales), batch), looped((weights, scales), batch)
+    # A value near a bound between two codes may fall to the other side if sums are ordered differently.
+    jax.tree.map(lambda a, b: assert_same(a, np.asarray(b), within=1e-2), actual, expected)
 
 
 @pytest.mark.parametrize("numbers", [FP8, FP8_ROTATED, NVFP4_ALL], ids=["fp8", "hadamard", "nvfp4"])

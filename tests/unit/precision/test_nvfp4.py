@@ -1,4 +1,4 @@
-"""NVFP4: what a product of it is, and its stochastic rounding."""
+"""NVFP4: its products, and its stochastic rounding."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def test_an_element_times_the_scale_of_its_block_is_exact_in_bfloat16():
-    """So a product in bfloat16, summed in float32, is NVFP4's own."""
+    """Therefore a bfloat16 product, summed in float32, equals NVFP4's own."""
     scales = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     values = np.multiply.outer(E2M1, scales)
     assert np.array_equal(values.astype(ml_dtypes.bfloat16).astype(np.float64), values)
@@ -53,7 +53,7 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_unbiased():
 
 @pytest.mark.parametrize(("hadamard", "length"), [(False, 16), (True, 16), (True, 24), (True, 2)])
 def test_stochastic_gradients_are_unbiased(hadamard, length):
-    """The mean of dx and dW over many keys is that of a dy that is not rounded."""
+    """The mean of dx and dW over many keys equals the product with an unrounded dy."""
     x, w, dy = case(length=length)
     numbers, keys = Nvfp4Numbers(True, hadamard, False), 256
 
@@ -66,16 +66,16 @@ def test_stochastic_gradients_are_unbiased(hadamard, length):
 
         return jax.lax.map(one, jax.random.split(jax.random.key(0), keys))
 
-    dx, dw = (np.asarray(found, np.float64) for found in gradients(x, w, jax.device_put(dy, by_token())))
+    dx, dw = (np.asarray(draws, np.float64) for draws in gradients(x, w, jax.device_put(dy, by_token())))
     weight, left, right = in_nvfp4(w, rows=16), by_feature(jnp.asarray(dy)), by_feature(jnp.asarray(x))
     if hadamard:
         left, right = rotated(left, SIGNED), rotated(right, SIGNED)
-    for found, expected in ((dx, dy @ weight), (dw, np.asarray(left) @ in_nvfp4(np.asarray(right)).T)):
-        once = relative(found[0], expected)
+    for draws, expected in ((dx, dy @ weight), (dw, np.asarray(left) @ in_nvfp4(np.asarray(right)).T)):
+        once = relative(draws[0], expected)
         assert 0.05 < once < 0.3
         # The error of a mean of independent draws; a bias would stay.
-        assert relative(found.mean(axis=0), expected) < 1.3 * once / np.sqrt(keys)
-        assert relative(found.mean(axis=0), expected) > 0.5 * once / np.sqrt(keys)
+        assert relative(draws.mean(axis=0), expected) < 1.3 * once / np.sqrt(keys)
+        assert relative(draws.mean(axis=0), expected) > 0.5 * once / np.sqrt(keys)
 
 
 def test_random_bits_are_those_of_the_row_and_of_the_place():
@@ -88,7 +88,7 @@ def test_random_bits_are_those_of_the_row_and_of_the_place():
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax.nn.scaled_matmul runs on a CPU from jax 0.12 on")
 def test_what_a_blackwell_gpu_is_asked_for_is_what_is_computed_elsewhere(monkeypatch):
-    """XLA's own meaning of the product on a CPU; a GPU's is tested in tests/gpu."""
+    """XLA's own implementation of the product on a CPU; tests/gpu covers GPUs."""
     x, w, dy = case()
     run = lambda: products(x, LowPrecision(None, jnp.asarray(w), None, NVFP4_ALL), dy, noise())[:3]  # noqa: E731
     expected = run()
@@ -96,6 +96,6 @@ def test_what_a_blackwell_gpu_is_asked_for_is_what_is_computed_elsewhere(monkeyp
     jax.clear_caches()
     operands = NVFP4_ALL.make(jnp.asarray(w), AXES)
     assert operands.backward.codes.shape == (INNER, OUT // 2)
-    for found, emulated in zip(run(), expected):
-        assert_same(found, np.asarray(emulated))
+    for native, emulated in zip(run(), expected):
+        assert_same(native, np.asarray(emulated))
     jax.clear_caches()

@@ -1,4 +1,4 @@
-"""What options of `precision` change besides the products themselves: delayed scales, what is left out, sums."""
+"""Effects of `precision` options outside the products: delayed scales, excluded layers, sums."""
 
 import dataclasses
 import re
@@ -31,8 +31,8 @@ DOWN = [f"model.layers.{number}.mlp.down_proj" for number in range(3)]
 SPEC = treat_linears(spec(layers=3), DOWN, multiplied=numbers_of(Precision("fp8_hybrid")))
 
 
-def delayed(**options):
-    """(Linears, name of the one that it is about)."""
+def delayed_scales(**options):
+    """Return (Linears, name of its only parameter)."""
     linears = linears_of(Precision("fp8_hybrid", fp8=Fp8(**options)), declare(SPEC)[1])
     assert linears is not None
     (name,) = linears.parameters
@@ -40,7 +40,7 @@ def delayed(**options):
 
 
 def test_a_delayed_scale_fits_the_largest_of_the_last_amax_history_steps(one_device):
-    linears, name = delayed(amax_history=2)
+    linears, name = delayed_scales(amax_history=2)
     amax = linears.initial_amax()
     np.testing.assert_array_equal(linears.scales(amax, jnp.int32(0))[name], np.ones((3, 2)))
     seen = []
@@ -51,21 +51,21 @@ def test_a_delayed_scale_fits_the_largest_of_the_last_amax_history_steps(one_dev
 
 
 def test_a_step_that_is_not_finite_leaves_the_history(one_device):
-    linears, name = delayed(amax_history=2)
+    linears, name = delayed_scales(amax_history=2)
     amax = linears.extended(linears.initial_amax(), {name: jnp.ones((3, 2))}, jnp.bool(True))
     after = linears.extended(amax, {name: jnp.full((3, 2), jnp.inf)}, jnp.bool(False))
     np.testing.assert_array_equal(after[name], amax[name])
 
 
 def test_first_steps_have_scales_of_their_own(one_device):
-    """A scale of 0 asks for the tensor's own."""
-    linears, name = delayed(amax_history=2, online_scale_steps=3)
+    """A scale of 0 stands for the tensor's own."""
+    linears, name = delayed_scales(amax_history=2, online_scale_steps=3)
     scales = [float(linears.scales(linears.initial_amax(), jnp.int32(step))[name].max()) for step in range(5)]
     assert scales == [0, 0, 0, 1, 1]
 
 
 def test_current_scaling_carries_nothing(one_device):
-    linears, _ = delayed(scaling="current")
+    linears, _ = delayed_scales(scaling="current")
     assert linears.initial_amax() == {}
 
 
@@ -79,7 +79,7 @@ def test_current_scaling_carries_nothing(one_device):
     ],
 )
 def test_the_numbers_are_those_asked_for(one_device, recipe, section, name, value):
-    """What they mean is tested with the products."""
+    """Their meaning is tested with the products."""
     sections = {"fp8": Fp8, "nvfp4": Nvfp4}
     precision = Precision(recipe, **{section: sections[section](**{name: value})})
     linears = linears_of(precision, declare(SPEC)[1])
@@ -113,9 +113,9 @@ def test_what_is_left_out_of_bf16_and_fp16_is_marked_float32(recipe, options):
     whole = spec(layers=3)
     assert multiply(whole, Precision(recipe)) == whole
     layers = multiply(whole, Precision(recipe, **options)).layers
-    found = [{name for name, treatment in one.treatments if treatment.float32} for one in layers]
-    assert found[0] == set() and len(found[1]) + len(found[2]) == (1 if "exclude" in options else 7)
-    assert "mlp.down.weight" in found[1 if "exclude" in options else 2]
+    in_float32 = [{name for name, treatment in one.treatments if treatment.float32} for one in layers]
+    assert in_float32[0] == set() and len(in_float32[1]) + len(in_float32[2]) == (1 if "exclude" in options else 7)
+    assert "mlp.down.weight" in in_float32[1 if "exclude" in options else 2]
     with pytest.raises(UserError, match="leaves out every linear layer.*another precision.recipe"):
         multiply(whole, Precision(recipe, exclude="layers"))
 
@@ -123,7 +123,7 @@ def test_what_is_left_out_of_bf16_and_fp16_is_marked_float32(recipe, options):
 @pytest.mark.parametrize("stored", ["float32", "nf4"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_linear_layer_in_float32_rounds_only_its_result(one_device, dtype, stored):
-    """With its bias and adapter, in both passes; the others round each side and each product."""
+    """Bias and adapter included, in both passes; other layers round each operand and each product."""
     rng = np.random.default_rng(0)
     shapes = {"weight": (16, 64), "bias": (16,), "lora_a": (4, 64), "lora_b": (16, 4)}
     values = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
@@ -133,7 +133,7 @@ def test_a_linear_layer_in_float32_rounds_only_its_result(one_device, dtype, sto
     x, dy = (jnp.asarray(rng.normal(size=(2, 8, size)), dtype) for size in (64, 16))
 
     def results(float32):
-        """Result, gradient of x, gradients of the float32 values."""
+        """Return the result, the gradient of x, and gradients of the float32 values."""
         treatment = Treatment(float32=float32, adapter=LoRA(rank=4, alpha=2.0))
         treated = dataclasses.replace(layer(), treatments=(("mlp.down.weight", treatment),))
         graph, _ = nnx.split(Linear(SPEC, treated, "mlp.down", (16, 64), ("embed", "mlp"), bias=True))
@@ -156,9 +156,9 @@ def test_a_linear_layer_in_float32_rounds_only_its_result(one_device, dtype, sto
     dx64 = dy64 @ weight + 0.5 * dy64 @ b @ a
     da64 = 0.5 * np.einsum("bso,or,bsi->ri", dy64, b, x64)
 
-    def error(found, exact):
-        assert found.shape == exact.shape
-        return np.abs(np.asarray(found, np.float64) - exact).max() / np.abs(exact).max()
+    def error(actual, exact):
+        assert actual.shape == exact.shape
+        return np.abs(np.asarray(actual, np.float64) - exact).max() / np.abs(exact).max()
 
     half = jnp.finfo(dtype).eps / 2
     y, dx, gradients = jax.jit(results, static_argnums=0)(True)
@@ -170,7 +170,7 @@ def test_a_linear_layer_in_float32_rounds_only_its_result(one_device, dtype, sto
 
 
 def dots(jaxpr):
-    """Every matrix product of a traced program."""
+    """Yield every matrix product of a traced program."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             yield equation
@@ -180,15 +180,15 @@ def dots(jaxpr):
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "fp32"])
 def test_backward_products_are_in_the_recipe_s_dtype(one_device, recipe):
-    """Those of the low-precision recipes are tested with their products."""
+    """Low-precision recipes are tested with their products."""
     config = Config(data=Data(seq_len=8), memory=Memory("none"), precision=Precision(recipe))
     program = assemble(Base(spec((layer(intermediate=48),) * 3)), config, one_device)
     parameters = random_values(program.model.trained)
     batch = jax.tree.map(lambda array: array[None], make_batch(tokens(2, 8), one_device))
     traced = jax.make_jaxpr(program.gradients)(parameters, {}, batch, jnp.int32(0))
-    found = [dot for dot in dots(traced) if any(48 in operand.aval.shape for operand in dot.invars)]
-    assert len(found) >= 9  # 3 linear layers, forward and two backward
-    dtypes = {operand.aval.dtype for dot in found for operand in (*dot.invars, *dot.outvars)}
+    products = [dot for dot in dots(traced) if any(48 in operand.aval.shape for operand in dot.invars)]
+    assert len(products) >= 9  # 3 linear layers, forward and two backward
+    dtypes = {operand.aval.dtype for dot in products for operand in (*dot.invars, *dot.outvars)}
     assert dtypes == {recipe_of(Precision(recipe), None).dtype}
 
 
@@ -196,7 +196,7 @@ def test_gradients_are_summed_in_gradient_dtype(one_device):
     micro = make_batch(tokens(2, 8), one_device)
 
     def gradient(dtype, count):
-        """Of so many equal micro-batches, so that partial sums of an element are all of one sign."""
+        """Sum over equal micro-batches, so that the partial sums of an element have one sign."""
         precision = Precision("fp32", gradient_dtype=dtype)
         program = assemble(Base(spec(layers=1)), Config(data=Data(seq_len=8), precision=precision), one_device)
         batch = jax.tree.map(lambda array: jnp.stack([array] * count), micro)

@@ -1,4 +1,4 @@
-"""Quantized arrays and their formats: against bitsandbytes, against their own definition, and as pytrees."""
+"""Quantized arrays and their formats: against bitsandbytes, against their definition, and as pytrees."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ FORMATS = ("nf4", "fp4", "fp8", "nvfp4", "mxfp4", "int8", "int4")
 
 
 def weights(shape=(64, 512), seed=0) -> np.ndarray:
-    """Normal, with rows of very different size, a block of zeros, and an outlier."""
+    """Draw normal weights, with rows of very different size, a block of zeros, and an outlier."""
     rng = np.random.default_rng(seed)
     values = rng.normal(size=shape) * np.exp(rng.normal(size=(shape[0], 1)))
     values[3, :128], values[5, 7] = 0.0, 50.0
@@ -49,7 +49,7 @@ def test_codes_and_scales_are_those_of_bitsandbytes(functional, one_device, kind
     assert np.abs(np.asarray(jax.jit(type(ours).dequantize)(ours)) - theirs).max() <= 1e-6
 
     doubly, states = quantize(weights(), format=kind, block_size=block), state.absmax - state.absmax.mean()
-    # Its 8-bit CPU kernel is not nearest: the rule is that of its default backend, nearest on its map.
+    # bitsandbytes' 8-bit CPU kernel does not round to the nearest; its default backend does, on its map.
     table, groups = functional.create_dynamic_map().numpy(), np.pad(states.numpy(), (0, -len(states) % 256))
     groups = groups.reshape(-1, 256)
     largest = np.abs(groups).max(1, keepdims=True)
@@ -67,7 +67,7 @@ def test_any_size_of_weights_stays_finite_and_what_is_too_small_becomes_zero(one
     for exponent in (-44, -38, -36, -35, -30, -10, 0, 10, 29):
         weight = (ordinary * 10.0**exponent).astype(np.float32)
         error = np.abs(np.asarray(dequantize(quantize(jnp.asarray(weight))), np.float64) - weight)
-        most = 0.25 if format == "mxfp4" else 0.2  # of MXFP4, 8 times a scale becomes 6 times it
+        most = 0.25 if format == "mxfp4" else 0.2  # in MXFP4, 8 times a scale becomes 6 times it
         assert (error <= (most if exponent > -33 else 1) * np.abs(weight).max()).all(), exponent
 
 
@@ -108,7 +108,7 @@ def test_errors_are_at_most_half_a_gap(one_device, options, largest_error):
 
 
 def nvfp4_reference(weight: np.ndarray, becomes: float) -> np.ndarray:
-    """NVFP4 in float64, the largest of each block scaled to this."""
+    """Quantize to NVFP4 in float64, with the largest value of each block scaled to `becomes`."""
     tensor_scale = np.abs(weight).max() / (448 * 6)
     blocks = weight.reshape(weight.shape[0], -1, 16).astype(np.float64)
     wanted = np.clip(np.abs(blocks).max(-1, keepdims=True) / becomes / tensor_scale, 2.0**-9, 448)
@@ -124,8 +124,8 @@ def test_nvfp4_is_its_definition_and_four_over_six_is_never_worse(one_device):
         for on in (False, True)
     )
     expected = nvfp4_reference(weight, 6.0)
-    assert (np.abs(plain - expected) <= 1e-5 * np.abs(expected)).mean() > 0.999  # but for halves, rounded in float32
-    block_error = lambda found: np.square(found - weight).reshape(len(weight), -1, 16).sum(-1)  # noqa: E731
+    assert (np.abs(plain - expected) <= 1e-5 * np.abs(expected)).mean() > 0.999  # except halves, rounded in float32
+    block_error = lambda actual: np.square(actual - weight).reshape(len(weight), -1, 16).sum(-1)  # noqa: E731
     assert (block_error(adaptive) <= block_error(plain) * (1 + 1e-5) + 1e-12).all()
     assert block_error(adaptive).sum() < 0.98 * block_error(plain).sum()
 
@@ -139,11 +139,11 @@ def test_mxfp4_is_its_definition(one_device):
     values = np.clip(blocks / scale, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64) * scale
     assert np.array_equal(np.asarray(array.scales).view(ml_dtypes.float8_e8m0fnu).astype(np.float64), scale[..., 0])
     assert np.array_equal(jax.jit(type(array).dequantize)(array), values.reshape(weight.shape))
-    assert (np.abs(blocks) > 6 * scale).any()  # what saturates is among them
+    assert (np.abs(blocks) > 6 * scale).any()  # some values saturate
 
 
 def test_what_is_mxfp4_keeps_its_values(one_device):
-    """Also where the largest of a block is not of e2m1's largest exponent, so that the scale becomes another."""
+    """Also if the largest value of a block does not have e2m1's largest exponent, so that the scale changes."""
     rng = np.random.default_rng(0)
     elements = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     for most in (16, 7, 6, 4, 2):  # the largest magnitude is 6, 4, 3, 1.5 and 0.5

@@ -1,4 +1,4 @@
-"""Adapters that begin as something of the weights beside them, and train so on any mesh and on a quantized base."""
+"""Adapters initialised from the weights train as expected on any mesh and on a quantized base."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxtune.weights.model import Base
 
 
 def trained(mesh, quant=None, recipe="fp32", steps=3, **lora):
-    """(losses, first values of what adapters have, the state in the end), from adapters as they begin."""
+    """Return (losses, initial values of the adapters' parameters, final state)."""
     config = Config(
         model=Model(dtype="float32"),
         data=Data(seq_len=32),
@@ -59,11 +59,11 @@ def test_a_mesh_trains_as_one_device_and_the_model_begins_as_it_is(options, quan
         assert losses[0] == pytest.approx(trained(one_device, quant, steps=1)[0][0], rel=1e-6)
     assert losses[-1] < losses[0]
     moved = {name.rpartition(".")[2] for name, value in state.trained.items() if np.abs(value - first[name]).max() > 0}
-    own = {"lora_a", "lora_b", "magnitude"} if options.get("use_dora") else {"lora_a", "lora_b"}
-    assert moved == own - ({"lora_a"} if options.get("freeze_a") else set())
+    parts = {"lora_a", "lora_b", "magnitude"} if options.get("use_dora") else {"lora_a", "lora_b"}
+    assert moved == parts - ({"lora_a"} if options.get("freeze_a") else set())
     with jax.set_mesh(mesh := make_mesh(Mesh(fsdp=2, tensor=2), jax.devices()[:4])):
-        others, begun, _ = trained(mesh, quant, **options)
-    np.testing.assert_allclose(others, losses, rtol=2e-6)
+        on_mesh, begun, _ = trained(mesh, quant, **options)
+    np.testing.assert_allclose(on_mesh, losses, rtol=2e-6)
     for name, value in begun.items():
         np.testing.assert_allclose(value, first[name], atol=1e-5, err_msg=name)
 

@@ -25,7 +25,7 @@ INST = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% e
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One that writes words with the space before them, as SentencePiece; a text's first space is not shown."""
+    """Return a tokenizer of words with the space before them, like SentencePiece; a text's first space is stripped."""
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Metaspace(prepend_scheme="first"), pre_tokenizers.Punctuation()]
@@ -43,11 +43,11 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, *words: str) -> list[int]:
 
 
 def answering(tokenizer, tmp_path, monkeypatch, chat: bool, prefix: str | None = None) -> answers.Answering:
-    """Of a model that says "upon a time." to everything."""
-    said = ids_of(tokenizer, "▁upon", "▁a", "▁time", ".", "</s>")
+    """Return an `Answering` whose model answers "upon a time." to every prompt."""
+    tokens = ids_of(tokenizer, "▁upon", "▁a", "▁time", ".", "</s>")
 
     def generate(_: Any, prompts, numbers=None):
-        return iter([np.full(len(prompts), token) for token in said])
+        return iter([np.full(len(prompts), token) for token in tokens])
 
     monkeypatch.setattr(answers, "make_generate", lambda *_, **__: generate)
     tokenizer.save_pretrained(tmp_path)
@@ -63,17 +63,17 @@ def answering(tokenizer, tmp_path, monkeypatch, chat: bool, prefix: str | None =
     ids=["text", "chat", "chat with a prefix"],
 )
 def test_the_space_before_a_continuation_is_kept(tokenizer, tmp_path, monkeypatch, chat, prefix, expected):
-    asked = answering(tokenizer, tmp_path, monkeypatch, chat, prefix)
-    assert [answer.text for answer in asked.each([("here", {"prompt": "Once"})])] == [expected]
-    assert "".join(asked.stream("Once")) == expected
+    answers_of = answering(tokenizer, tmp_path, monkeypatch, chat, prefix)
+    assert [answer.text for answer in answers_of.each([("here", {"prompt": "Once"})])] == [expected]
+    assert "".join(answers_of.stream("Once")) == expected
 
 
 def test_a_run_s_sample_keeps_it(tokenizer, monkeypatch):
-    said = ids_of(tokenizer, "▁upon", "▁a", "</s>")
+    tokens = ids_of(tokenizer, "▁upon", "▁a", "</s>")
     monkeypatch.setattr(
-        "jaxtune.inference.generation.make_generate", lambda *_, **__: lambda *_: iter([np.array([t]) for t in said])
+        "jaxtune.inference.generation.make_generate", lambda *_, **__: lambda *_: iter([np.array([t]) for t in tokens])
     )
-    monkeypatch.setattr("jaxtune.inference.generation.stop_tokens", lambda *_: frozenset(said[-1:]))
+    monkeypatch.setattr("jaxtune.inference.generation.stop_tokens", lambda *_: frozenset(tokens[-1:]))
     model: Any = SimpleNamespace(graph=None, spec=None, folders=SimpleNamespace(tokenizer=None))
     parameters: Any = {"embed.weight": np.zeros(1)}
     assert continue_text(model, parameters, tokenizer, "Once") == "Once upon a"

@@ -1,4 +1,4 @@
-"""What a config makes of the parts of a run."""
+"""The parts of a run that are built from a config."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Which evaluation is the best, and when evaluations end a run: as transformers' trainer and callback decide."""
+"""The best evaluation, and early stopping, as decided by transformers' trainer and callback."""
 
 import dataclasses
 import math
@@ -14,13 +14,13 @@ from jaxtune.run.best import Standing
 
 
 def by_transformers(values: list[float], patience: int, threshold: float, larger: bool) -> tuple[int, int]:
-    """(how many evaluations there are until the run ends, which of them is the best, from 1)."""
+    """Return (number of evaluations until the run ends, number of the best one, counted from 1)."""
     callback, state, control = EarlyStoppingCallback(patience, threshold), TrainerState(), TrainerControl()
     arguments = SimpleNamespace(metric_for_best_model="eval_loss", greater_is_better=larger)
     best = 0
     for number, value in enumerate(values, start=1):
         callback.on_evaluate(arguments, state, control, metrics={"eval_loss": value})  # pyright: ignore
-        # Trainer._determine_best_metric
+        # As in Trainer._determine_best_metric.
         if state.best_metric is None or (value > state.best_metric if larger else value < state.best_metric):
             state.best_metric, best = value, number
         if control.should_training_stop:

@@ -1,4 +1,4 @@
-"""The model card's table, recipe and metadata, from a config and what a run has written."""
+"""The model card's table, recipe and metadata, from a config and a run's files."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from jaxtune.host.run_folder import RunFolder
 
 
 def test_data_are_named_without_their_folders(tmp_path):
-    """One path, several of an entry, or a URL, whose query may be a key."""
+    """One path, an entry with several paths, or a URL whose query may be a key."""
     several = ("/home/ada/chat.jsonl", "https://host/more.jsonl.gz?key=secret")
     data = Data(datasets=(Dataset(path="/data/text"), Dataset(path=several)))
     rows = card_rows(Config(data=data, lora=Lora(enabled=True)), RunFolder(tmp_path), steps=3, tokens=1200)
@@ -29,8 +29,8 @@ def test_the_recipe_can_be_run_again_and_says_nothing_of_the_machine(tmp_path):
         lora=Lora(enabled=True, target_modules=("q_proj", "v_proj")),
     )
     place = {"ckpt": Ckpt(dir="/secret/place"), "export": Export(push_to_hub="ada/hidden")}
-    kept = dataclasses.replace(config, **place, train=Train(max_steps=7, output_dir="/secret/runs", run_name="secret"))
-    text = card_recipe(kept)
+    ran = dataclasses.replace(config, **place, train=Train(max_steps=7, output_dir="/secret/runs", run_name="secret"))
+    text = card_recipe(ran)
     assert text == card_recipe(config) and "secret" not in text and "hidden" not in text
     file = tmp_path / "again.yaml"
     file.write_text(text)
@@ -57,7 +57,7 @@ def test_hub_ids_and_the_last_evaluation_are_told_apart_from_the_rest(tmp_path, 
     ]
     folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"step": 6, "eval_loss": 1.0}]))
     alone = Config(data=Data(datasets=(Dataset(path="ada/chats"),)))
-    found = card_evaluation(alone, folder, 4)
-    assert found is not None and found.metrics == {"loss": 2.0}
-    assert (found.data, found.hub_id) == ("chats, a part held out", "ada/chats")
+    evaluation = card_evaluation(alone, folder, 4)
+    assert evaluation is not None and evaluation.metrics == {"loss": 2.0}
+    assert (evaluation.data, evaluation.hub_id) == ("chats, a part held out", "ada/chats")
     assert card_evaluation(config, folder, 4).hub_id is None

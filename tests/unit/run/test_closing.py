@@ -20,7 +20,7 @@ def generate_command(folder, chat: bool, **options) -> str:
 
 
 def test_the_command_writes_as_the_sample_was_written(tmp_path):
-    """At the model's own temperature: below it a small model repeats what is likeliest, such as spaces."""
+    """At temperature 1, the model's own: below it a small model repeats the likeliest tokens, such as spaces."""
     line = generate_command(tmp_path, chat=False, sample_prompt="def ")
     assert line.endswith("--prompt='def ' --temperature=1")
     assert (SAMPLE.temperature, SAMPLE.top_p) == (1.0, Manner().top_p)
@@ -35,7 +35,7 @@ def test_conversations_are_asked_for_as_conversations(tmp_path):
 @pytest.mark.parametrize("function", [False, True], ids=["plugin", "plugin and function"])
 @pytest.mark.parametrize("head", ["lm", "classification"])
 def test_the_commands_run_the_code_that_the_run_has_run(tmp_path, capsys, head, function):
-    """They are refused, or miss the model's family, if only config.json names it."""
+    """If only config.json names this code, the commands are refused or miss the model's family."""
     file, folder = tmp_path / "my code.py", RunFolder(tmp_path / "my run")
     file.write_text("f = on_end = print\n")
     (folder.checkpoints / "1").mkdir(parents=True)
@@ -53,5 +53,5 @@ def test_the_commands_run_the_code_that_the_run_has_run(tmp_path, capsys, head, 
     mains = {"export": export.main, "generate": generate.main, "evaluate": evaluate.main}
     for name in ("export", "generate" if head == "lm" else "evaluate"):
         assert mains[name](flags[name]) == 2
-        said = capsys.readouterr().err
-        assert "nowhere" in said and "not run" not in said, said
+        printed = capsys.readouterr().err
+        assert "nowhere" in printed and "not run" not in printed, printed

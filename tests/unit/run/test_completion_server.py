@@ -1,4 +1,4 @@
-"""Completions and adapters of a server: what is asked of it, what comes back, and what a user is told when it fails."""
+"""Completions and adapters on a server: the requests, the results, and the errors that a user sees."""
 
 import contextlib
 import socket
@@ -29,14 +29,14 @@ def server():
 
 def ask(server, prompts, **changed):
     url = server if isinstance(server, str) else server.url
-    asked = dict(max_tokens=8, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2, stop={STOP})
-    asked |= dict(vocabulary=2**48, model="base", seed=0, timeout=10.0, wait=lambda seconds: None)
-    return complete(url, prompts=prompts, **({"numbers": range(len(prompts))} | asked | changed))
+    options = dict(max_tokens=8, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2, stop={STOP})
+    options |= dict(vocabulary=2**48, model="base", seed=0, timeout=10.0, wait=lambda seconds: None)
+    return complete(url, prompts=prompts, **({"numbers": range(len(prompts))} | options | changed))
 
 
 @pytest.fixture
 def adapter(tmp_path):
-    """Writes a folder with an adapter of these weights."""
+    """Return a function that writes an adapter's folder with the given weights."""
 
     def write(weights: bytes, name: str = "adapter"):
         folder = tmp_path / name
@@ -49,8 +49,8 @@ def adapter(tmp_path):
 
 
 def test_completions_are_in_the_order_of_the_prompts_with_the_stop_token(server):
-    found = ask(server, [[10 * n] for n in range(1, 50)])
-    assert found == [Completion([10 * n + 1, 10 * n + 2, STOP], finished=True) for n in range(1, 50)]
+    completions = ask(server, [[10 * n] for n in range(1, 50)])
+    assert completions == [Completion([10 * n + 1, 10 * n + 2, STOP], finished=True) for n in range(1, 50)]
 
 
 def test_a_completion_that_max_tokens_ends_is_not_finished(server):
@@ -149,7 +149,7 @@ def test_a_server_that_stays_busy_is_said_with_its_words(server):
 
 def test_a_server_that_is_not_there_is_said_with_the_attempts():
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and listens to nobody
+        taken.bind(("127.0.0.1", 0))  # nobody listens there
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         pauses = []
         with pytest.raises(UserError, match=rf"{url}/v1/completions cannot be reached: .*refused \(6 attempts in 31 s"):
@@ -177,7 +177,7 @@ def test_a_server_that_takes_too_long_is_not_asked_again():
     ids=["status", "header", "body", "endless", "endless-chunks"],
 )
 def test_an_answer_has_limits_of_bytes_and_of_time_as_a_whole(status, begin, then, message, monkeypatch):
-    """Each byte comes well within the time that the whole answer has."""
+    """Each byte arrives well within the time limit of the whole answer."""
     monkeypatch.setattr(completion_server, "MAX_BYTES", 5000)
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -279,7 +279,7 @@ def test_the_same_adapter_is_loaded_from_where_it_is_now(server, adapter):
 
 
 def test_an_earlier_adapter_that_has_just_gone_is_no_error(server, adapter):
-    server.models.append("run-0123456789ab")  # listed, and not found when it is to be unloaded
+    server.models.append("run-0123456789ab")  # listed, but not found when it is unloaded
     assert send_adapter(server.url, "run", adapter(b"one")) in server.adapters
 
 

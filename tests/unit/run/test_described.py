@@ -1,4 +1,4 @@
-"""A model that is not quite what its folder says: other entries of config.json, other places, zeros to begin with."""
+"""Overrides of a model's folder: other entries of config.json, other places, initial zeros."""
 
 import json
 import shutil
@@ -15,26 +15,26 @@ from jaxtune.weights.model import declare_model, read_base
 from jaxtune.weights.values import initial_parameters, of_model, read_parameters
 
 
-def declared(mesh, lora=Lora(), seq_len=32, **options):
+def declare(mesh, lora=Lora(), seq_len=32, **options):
     config = Config(model=Model(dtype="float32", **options), data=Data(seq_len=seq_len), lora=lora)
     return declare_model(read_base(config), config, mesh), config
 
 
 def test_an_entry_that_the_family_does_not_read_is_named_with_the_nearest(tmp_path, one_device):
     folder = str(model_folder(tmp_path))
-    said = "rms_norm_epsilon: config.json has no rms_norm_epsilon, and qwen3 reads none; nearest: rms_norm_eps"
-    with pytest.raises(UserError, match=said):
-        declared(one_device, path=folder, overrides=("rms_norm_epsilon=1e-5",))
+    message = "rms_norm_epsilon: config.json has no rms_norm_epsilon, and qwen3 reads none; nearest: rms_norm_eps"
+    with pytest.raises(UserError, match=message):
+        declare(one_device, path=folder, overrides=("rms_norm_epsilon=1e-5",))
     with pytest.raises(UserError, match="model_type='qwen4' is not supported"):
-        declared(one_device, path=folder, overrides=('model_type="qwen4"',))
+        declare(one_device, path=folder, overrides=('model_type="qwen4"',))
 
 
 def test_an_entry_that_only_the_family_knows_can_be_set(tmp_path, one_device):
-    """config.json leaves out what has its default."""
+    """config.json does not list entries with default values."""
     folder = model_folder(tmp_path)
     config = {name: value for name, value in read_config(folder).items() if name != "initializer_range"}
     (folder / "config.json").write_text(json.dumps(config))
-    model, _ = declared(one_device, path=str(folder), overrides=("initializer_range=0.5",))
+    model, _ = declare(one_device, path=str(folder), overrides=("initializer_range=0.5",))
     assert model.spec.initializer_range == 0.5
 
 
@@ -50,11 +50,11 @@ def test_parts_that_lie_apart_are_exported_together_with_what_was_changed(tmp_pa
             shutil.copy(folder / file, tmp_path / name)
     places = {name: str(tmp_path / name) for name in ("config", "tokenizer")}
     stretched = {"overrides": ("rms_norm_eps=1e-3",), "rope_scaling": "yarn", "max_positions": 512}
-    model, config = declared(one_device, path=str(tmp_path / "weights"), seq_len=300, **places, **stretched)
+    model, config = declare(one_device, path=str(tmp_path / "weights"), seq_len=300, **places, **stretched)
     assert model.spec.norm.epsilon == 1e-3 and model.spec.max_positions == 512
     parameters = read_parameters(model, model.whole)
     export_full(model, parameters, config, tmp_path / "out")
-    again, _ = declared(one_device, path=str(tmp_path / "out"), seq_len=300)
+    again, _ = declare(one_device, path=str(tmp_path / "out"), seq_len=300)
     assert again.spec == model.spec
     for name, value in read_parameters(again, again.whole).items():
         np.testing.assert_array_equal(value, parameters[name])
@@ -63,8 +63,8 @@ def test_parts_that_lie_apart_are_exported_together_with_what_was_changed(tmp_pa
 
 def test_rows_longer_than_the_positions_say_how_rope_is_stretched(tmp_path, one_device):
     with pytest.raises(UserError, match="stretch rope: model.max_positions and model.rope_scaling"):
-        declared(one_device, path=str(model_folder(tmp_path)), seq_len=300)
-    model, _ = declared(one_device, path=str(tmp_path), seq_len=300, rope_scaling="dynamic", max_positions=384)
+        declare(one_device, path=str(model_folder(tmp_path)), seq_len=300)
+    model, _ = declare(one_device, path=str(tmp_path), seq_len=300, rope_scaling="dynamic", max_positions=384)
     assert model.spec.max_positions == 384
 
 
@@ -73,7 +73,7 @@ def test_an_adapter_warns_that_it_leaves_out_what_was_changed(tmp_path, one_devi
     lora = Lora(enabled=True, rank=2)
     for overrides, warned in ((("rms_norm_eps=1e-3",), True), ((), False)):
         caplog.clear()
-        model, config = declared(one_device, lora, path=folder, overrides=overrides)
+        model, config = declare(one_device, lora, path=folder, overrides=overrides)
         export_adapter(model, initial_parameters(model, config), config, tmp_path / "adapter")
         assert ("an adapter has no config.json" in caplog.text) == warned
 
@@ -91,7 +91,7 @@ def test_changes_are_of_one_model_and_of_adapters_on_it(tmp_path):
 def test_projections_that_start_at_zero_are_those_onto_the_residual_stream(tmp_path, one_device):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
     folder = str(model_folder(tmp_path, "Qwen3Moe", **sizes))
-    model, config = declared(one_device, path=folder, from_scratch=True, zero_projections=True)
+    model, config = declare(one_device, path=folder, from_scratch=True, zero_projections=True)
     zero = {
         model.parameters[name].local for name, value in initial_parameters(model, config).items() if not np.any(value)
     }

@@ -1,4 +1,4 @@
-"""Dropout of the model itself, in whole steps: its rates, and the same bits on any mesh."""
+"""Dropout of the model itself in whole steps: its rates, and the same bits on any mesh."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ DROPPING: dict[str, Any] = {"hidden_dropout": 0.3, "attention_dropout": 0.3, "dr
 
 
 def losses(mesh: Mesh, devices: int, memory: Memory = Memory("block"), **train: Any) -> list[float]:
-    """Of steps that change almost nothing, on the same rows."""
+    """Return the losses of steps that change almost nothing, on the same rows."""
     made = make_mesh(mesh, jax.devices()[:devices])
     config = Config(
         data=Data(seq_len=TOKENS),
@@ -41,19 +41,19 @@ def losses(mesh: Mesh, devices: int, memory: Memory = Memory("block"), **train: 
         "row": np.arange(2 * ROWS).reshape(2, ROWS),
     }
     batch = {n: jax.device_put(np.asarray(columns[n], x.dtype), x.sharding) for n, x in program.batch.items()}
-    state, step, found = jax.jit(program.start)(randomize(program.model.trained, 0)), jax.jit(program.step), []
+    state, step, values = jax.jit(program.start)(randomize(program.model.trained, 0)), jax.jit(program.step), []
     for _ in range(2):
         state, metrics = step(state, {}, batch, np.float32(1e-9))
-        found.append(float(metrics["loss"]))
+        values.append(float(metrics["loss"]))
     jax.set_mesh(None)
     RULES.set_global(Rules())
-    return found
+    return values
 
 
 def test_dropout_rises_and_is_the_same_on_a_mesh_and_without_recomputation():
-    plain, found = losses(Mesh(fsdp=1), 1), losses(Mesh(fsdp=1), 1, **DROPPING)
-    assert found[0] == pytest.approx(plain[0], rel=1e-6) and found[1] != pytest.approx(plain[1], rel=1e-4)
-    assert losses(Mesh(fsdp=1, stage=2, tensor=2), 4, Memory("none"), **DROPPING) == pytest.approx(found, rel=1e-6)
+    plain, dropped = losses(Mesh(fsdp=1), 1), losses(Mesh(fsdp=1), 1, **DROPPING)
+    assert dropped[0] == pytest.approx(plain[0], rel=1e-6) and dropped[1] != pytest.approx(plain[1], rel=1e-4)
+    assert losses(Mesh(fsdp=1, stage=2, tensor=2), 4, Memory("none"), **DROPPING) == pytest.approx(dropped, rel=1e-6)
 
 
 @pytest.mark.parametrize(("backend", "refused"), [("auto", False), ("xla", False), ("triton", True)])
@@ -64,5 +64,5 @@ def test_dropped_probabilities_and_a_kernel_exclude_each_other(backend, refused)
         train=Train(attention_dropout=0.1),
         attention=Attention(backend),
     )
-    found = [problem.text for problem in check(config)]
-    assert any("train.attention_dropout = 0.1: no kernel drops" in text for text in found) == refused
+    problems = [problem.text for problem in check(config)]
+    assert any("train.attention_dropout = 0.1: no kernel drops" in text for text in problems) == refused

@@ -1,4 +1,4 @@
-"""What an evaluation and a step have metrics of, and how a mesh is described."""
+"""The metrics of an evaluation and of a step, and the description of a mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -22,30 +22,30 @@ PLAIN = {"model": Model(dtype="float32"), "data": Data(seq_len=32), "precision":
 )
 def test_a_single_set_is_reported_once(sets, apart, one_device):
     config = Config(**PLAIN)
-    found = metric_names(config, assemble(Base(spec(2)), config, one_device), sets)
+    names = metric_names(config, assemble(Base(spec(2)), config, one_device), sets)
     of_all = ["eval_loss", "eval_perplexity", "eval_token_accuracy"]
-    assert found == of_all + [name.replace("eval", f"eval_{own}") for own in apart for name in of_all]
+    assert names == of_all + [name.replace("eval", f"eval_{set_name}") for set_name in apart for name in of_all]
 
 
 def test_a_mean_of_nothing_is_not_a_metric(one_device):
-    """As of unwanted answers where all are wanted: it would be shown as 0."""
+    """For example of unwanted answers if all are wanted: it would be shown as 0."""
     options = Preference("kto")
     sums = Sums(jnp.float32(2), jnp.int32(4), {"rewards/chosen": (3.0, 2), "rewards/rejected": (0.0, 0)})  # type: ignore[arg-type]
     assert _described(sums, preference(options)) == {"loss": 0.5, "rewards/chosen": 1.5}
     program = assemble(Base(spec(2)), Config(**PLAIN, preference=options, lora=Lora(enabled=True)), one_device)
     arguments = program.state, {**program.frozen, **program.state.base}, program.batch, jnp.float32(1)
     _, metrics = jax.eval_shape(program.step, *arguments)
-    kinds = {f"{what}/{kind}" for what in ("rewards", "logps") for kind in ("chosen", "rejected")}
+    kinds = {f"{metric}/{kind}" for metric in ("rewards", "logps") for kind in ("chosen", "rejected")}
     assert set(metrics["absent"]) == {"kl", *kinds} < set(metrics)
 
 
 def test_a_mesh_is_described_in_words():
     mesh = make_mesh(Mesh(fsdp=2, tensor=2), jax.devices()[:4])
-    said = describe_layout(assemble(Base(spec(2)), Config(**PLAIN), mesh).model, mesh).partition("; ")[2]
-    assert said == (
+    layout = describe_layout(assemble(Base(spec(2)), Config(**PLAIN), mesh).model, mesh).partition("; ")[2]
+    assert layout == (
         "4 devices, fsdp=2 tensor=2; weights, gradients, optimizer state: "
         "vocabulary, heads, kv_heads, mlp over tensor; embed over fsdp"
     )
     mesh = make_mesh(Mesh(fsdp=1, data=2), jax.devices()[:2])
-    said = describe_layout(assemble(Base(spec(2)), Config(**PLAIN), mesh).model, mesh).partition("; ")[2]
-    assert said == "2 devices, data=2; weights, gradients, optimizer state: whole on every device"
+    layout = describe_layout(assemble(Base(spec(2)), Config(**PLAIN), mesh).model, mesh).partition("; ")[2]
+    assert layout == "2 devices, data=2; weights, gradients, optimizer state: whole on every device"

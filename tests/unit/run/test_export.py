@@ -1,4 +1,4 @@
-"""What an export leaves as it is when it quantizes the rest; and that llama.cpp's converter finds all that it reads."""
+"""Weights that a quantized export leaves unquantized; llama.cpp's converter finds all that it reads."""
 
 import json
 import logging
@@ -30,14 +30,14 @@ WIDE = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_k
 MIXTURE = dict(WIDE, moe_intermediate_size=128, num_experts=2, num_experts_per_tok=1, mlp_only_layers=[1])
 
 
-def declared(mesh, folder, **options):
+def declare_folder(mesh, folder, **options):
     config = Config(model=Model(path=str(folder), **options), data=Data(seq_len=32))
     return declare_model(read_base(config), config, mesh, train=False), config
 
 
 def test_what_blocks_do_not_divide_stays_with_what_is_multiplied_beside_it(tmp_path, one_device, caplog):
-    """FP8's 128 rows are more than the 64 of keys and values."""
-    model, _ = declared(one_device, model_folder(tmp_path, **WIDE))
+    """FP8's blocks have 128 rows, more than the 64 of keys and values."""
+    model, _ = declare_folder(one_device, model_folder(tmp_path, **WIDE))
     with caplog.at_level(logging.INFO, "jaxtune"):
         chosen = choose(model, "fp8", "bfloat16")
     left = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(2) for name in "qkv"]
@@ -52,7 +52,7 @@ def test_what_blocks_do_not_divide_stays_with_what_is_multiplied_beside_it(tmp_p
 
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_experts_are_quantized_where_they_can_be_read_so(tmp_path, one_device, kind):
-    model, _ = declared(one_device, model_folder(tmp_path, "Qwen3Moe", **MIXTURE))
+    model, _ = declare_folder(one_device, model_folder(tmp_path, "Qwen3Moe", **MIXTURE))
     if kind == "nvfp4":
         with pytest.raises(UserError, match=r"experts\.0\.\w+_proj\.weight .*experts in fp8 and int4 alone"):
             choose(model, kind, "bfloat16")
@@ -67,13 +67,13 @@ def test_experts_are_quantized_where_they_can_be_read_so(tmp_path, one_device, k
 
 
 def test_a_model_that_no_block_divides_is_refused(tmp_path, one_device):
-    model, _ = declared(one_device, model_folder(tmp_path))
+    model, _ = declare_folder(one_device, model_folder(tmp_path))
     with pytest.raises(UserError, match=r"--quantize=nf4: no linear layer .*blocks of 1 x 64 do not divide 32 x 32"):
         choose(model, "nf4", "bfloat16")
 
 
 def test_nan_is_not_quantized(tmp_path, one_device):
-    model, config = declared(one_device, model_folder(tmp_path, **WIDE))
+    model, config = declare_folder(one_device, model_folder(tmp_path, **WIDE))
     parameters = read_parameters(model, model.whole)
     name = next(name for name in parameters if name.endswith("mlp.down.weight"))
     parameters[name] = parameters[name] * np.nan
@@ -93,8 +93,8 @@ def test_without_validation_data_the_loss_is_of_training_data_and_without_those_
     parameters = read_parameters(model, model.whole)
     export_full(model, parameters, config, tmp_path / "out", "int4")
     arguments = (model, parameters, config, tmp_path / "out", "int4")
-    said = re.fullmatch(r"training loss (\S+) as trained, (\S+) as written in int4", loss_difference(*arguments))
-    before, after = map(float, said.groups())
+    match = re.fullmatch(r"training loss (\S+) as trained, (\S+) as written in int4", loss_difference(*arguments))
+    before, after = map(float, match.groups())
     assert 0 < abs(before - after) < 0.1
     chats.unlink()
     shutil.rmtree(tmp_path / "cache")
@@ -104,7 +104,7 @@ def test_without_validation_data_the_loss_is_of_training_data_and_without_those_
 
 @pytest.mark.parametrize("saved", [{}, {"eos_token_id": 256, "top_p": 0.9}])
 def test_the_token_that_ends_an_answer_is_where_others_look(tmp_path, one_device, caplog, saved):
-    """The base ends texts with another one. A whole model names it; of an adapter the log and the card do."""
+    """The base ends texts with another token. A full model names it in its config; for an adapter, log and card do."""
     transformers = pytest.importorskip("transformers")
     folder = model_folder(tmp_path / "model", bos_token_id=257, eos_token_id=256)
     byte_tokenizer(folder, eos="<|endoftext|>")
@@ -117,17 +117,17 @@ def test_the_token_that_ends_an_answer_is_where_others_look(tmp_path, one_device
         parameters = {**frozen_parameters(model, config), **initial_parameters(model, config)}
         caplog.clear()
         export(model, parameters, config, RunFolder(tmp_path), tmp_path / kind, kind, steps=1, tokens=1)
-        found = transformers.GenerationConfig.from_pretrained(tmp_path / kind)
-        assert found.eos_token_id == [256, 258] and found.top_p == saved.get("top_p", found.top_p)
-        assert found.bos_token_id == (None if saved else 257)  # as transformers takes it from config.json
+        generation = transformers.GenerationConfig.from_pretrained(tmp_path / kind)
+        assert generation.eos_token_id == [256, 258] and generation.top_p == saved.get("top_p", generation.top_p)
+        assert generation.bos_token_id == (None if saved else 257)  # transformers takes it from config.json
         card = (tmp_path / kind / "README.md").read_text()
         assert ("generation_config.eos_token_id = [256, 258]" in card) == (kind == "peft")
         assert ("eos_token_id=[256, 258], or vLLM stop_token_ids=[258]" in caplog.text) == (kind == "peft")
 
 
 def test_an_export_that_was_killed_is_made_again_and_others_wait(tmp_path, one_device, monkeypatch):
-    """A part of an export is known by a mark, a model that somebody else put there is not touched."""
-    model, config = declared(one_device, model_folder(tmp_path / "model"), dtype="float32")
+    """An unfinished export has a mark and is replaced; a folder with anything else is not touched."""
+    model, config = declare_folder(one_device, model_folder(tmp_path / "model"), dtype="float32")
     parameters, output = read_parameters(model, model.whole), tmp_path / "out"
     write = partial(export, model, parameters, config, RunFolder(tmp_path), output, steps=1, tokens=1)
     with pytest.raises(UserError, match="holds other things .* name a new folder"):
@@ -177,19 +177,19 @@ def stop():
 
 @pytest.mark.parametrize(("kind", "tied"), [("Qwen3", True), ("Llama", False)])
 def test_llama_cpp_finds_all_that_its_converter_reads(tmp_path, one_device, kind, tied):
-    """By the package of its converter: architecture, tensors, special tokens, chat template; nothing quantized."""
+    """Checked by the converter's package: architecture, tensors, special tokens, chat template; nothing quantized."""
     gguf = pytest.importorskip("gguf")
     folder = model_folder(tmp_path / "model", kind, tie_word_embeddings=tied)
-    model, config = declared(one_device, folder, dtype="bfloat16")
+    model, config = declare_folder(one_device, folder, dtype="bfloat16")
     export_full(model, read_parameters(model, model.whole), config, tmp_path / "out")
     saved = json.loads((tmp_path / "out" / "config.json").read_text())
     assert saved["architectures"] == [f"{kind}ForCausalLM"] and "quantization_config" not in saved
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], len(model.spec.layers))
     with safe_open(tmp_path / "out" / "model.safetensors", "numpy") as file:
-        found = {name: names.get_name(name, (".weight", ".bias")) for name in file.keys()}  # noqa: SIM118
-        assert {file.get_slice(name).get_dtype() for name in found} == {"BF16"}
-    assert None not in found.values() and len(set(found.values())) == len(found)
-    assert ("output.weight" in found.values()) != tied and "token_embd.weight" in found.values()
+        names_there = {name: names.get_name(name, (".weight", ".bias")) for name in file.keys()}  # noqa: SIM118
+        assert {file.get_slice(name).get_dtype() for name in names_there} == {"BF16"}
+    assert None not in names_there.values() and len(set(names_there.values())) == len(names_there)
+    assert ("output.weight" in names_there.values()) != tied and "token_embd.weight" in names_there.values()
     vocabulary = gguf.SpecialVocab(tmp_path / "out", load_merges=True)
     assert vocabulary.chat_template == CHATML and vocabulary.special_token_ids["eos"] == saved["eos_token_id"]
     assert (tmp_path / "out" / "tokenizer.json").is_file()

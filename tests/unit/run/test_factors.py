@@ -1,4 +1,4 @@
-"""(IA)^3 and trained biases on a quantized base, and where they are refused."""
+"""(IA)^3 and trained biases on a quantized base, and the configs that refuse them."""
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,12 @@ def test_factors_train_on_a_quantized_base_as_on_what_it_stands_for(one_device):
         state = jax.jit(program.start)({name: values[name] for name in program.state.trained})
         frozen = {name: values[name] for name in program.frozen}
         batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 32), one_device))
-        step, found = jax.jit(program.step), []
+        step, of_steps = jax.jit(program.step), []
         for _ in range(4):
             state, metrics = step(state, frozen, batch, jnp.float32(1e-2))
-            found.append(float(metrics["loss"]))
-        losses[quant] = found
-        assert found[-1] < found[0]
+            of_steps.append(float(metrics["loss"]))
+        losses[quant] = of_steps
+        assert of_steps[-1] < of_steps[0]
         assert all(np.abs(np.asarray(value) - 1).max() > 1e-3 for value in state.trained.values())
     np.testing.assert_allclose(losses["int8"], losses[None], atol=2e-3)
 

@@ -9,7 +9,7 @@ from jaxtune.host.run_folder import RunFolder
 
 
 def test_the_recorded_config_is_replaced_at_once(tmp_path, monkeypatch):
-    """A run that is killed while it writes leaves the earlier one, by which it can be resumed."""
+    """A run that is killed while it writes leaves the earlier config, from which it can be resumed."""
     folder = RunFolder(tmp_path)
     folder.write_records(Config(train=Train(max_steps=3)), None)
 

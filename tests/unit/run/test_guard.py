@@ -1,4 +1,4 @@
-"""Loss spikes are seen and change nothing; the learning rate halves and comes back; checkpoints know the level."""
+"""Loss spikes are seen and change nothing; the learning rate halves and recovers; checkpoints have the level."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxtune.training.step import Summed, make_train_step
 
 
 def run(losses, norms, options: Guard):
-    """(the parameter after each step, metrics of each), of gradient descent by these gradient norms."""
+    """Run gradient descent with these losses and gradients; return (change of the parameter, metrics) by step."""
     optim = Optim("sgd", learning_rate=1.0, weight_decay=0.0, beta1=0.0)
     optimizer = build(optim, {"w": Trained(("model.norm.weight",))}, 1)
 
@@ -25,12 +25,12 @@ def run(losses, norms, options: Guard):
 
     step = jax.jit(make_train_step(gradients, optimizer, 0.0, RECIPES["fp32"], guarded=options))
     state = initial_state(optimizer, {"w": jnp.zeros(1)})._replace(guard=first_level())
-    batch, values, found = {"segment_ids": jnp.ones((1, 1, 1), jnp.int32)}, [0.0], []
+    batch, values, rows = {"segment_ids": jnp.ones((1, 1, 1), jnp.int32)}, [0.0], []
     for _ in losses:
         state, metrics = step(state, {}, batch, jnp.float32(1.0))
         values.append(float(state.trained["w"][0]))
-        found.append({name: float(value) for name, value in metrics.items()})
-    return np.diff(values), found
+        rows.append({name: float(value) for name, value in metrics.items()})
+    return np.diff(values), rows
 
 
 def test_a_spike_changes_nothing_and_is_not_counted():

@@ -1,4 +1,4 @@
-"""Arrays that are computed once and kept in a file."""
+"""Arrays that are computed once and cached in a file."""
 
 import numpy as np
 import pytest
@@ -16,8 +16,8 @@ def test_it_is_written_once_and_mapped(tmp_path):
             np.save(stream, np.arange(5))
 
     for _ in range(2):
-        found = kept(file, write)
-        assert isinstance(found, np.memmap) and found.tolist() == [0, 1, 2, 3, 4]
+        array = kept(file, write)
+        assert isinstance(array, np.memmap) and array.tolist() == [0, 1, 2, 3, 4]
     assert len(written) == 1 and list(file.parent.iterdir()) == [file]
 
 
@@ -35,7 +35,7 @@ def test_what_fails_leaves_no_file_that_is_read(tmp_path):
 
 def flip_a_bit(file):
     content = bytearray(file.read_bytes())
-    content[-40] ^= 1  # of the last value
+    content[-40] ^= 1  # in the last value
     file.write_bytes(content)
 
 
@@ -45,7 +45,7 @@ def flip_a_bit(file):
         flip_a_bit,
         lambda file: file.write_bytes(file.read_bytes()[:-8]),
         lambda file: file.write_bytes(b""),
-        lambda file: np.save(file, np.arange(100)),  # as older versions wrote it, without a checksum
+        lambda file: np.save(file, np.arange(100)),  # in the format of older versions, without a checksum
     ],
 )
 def test_a_damaged_file_is_said_and_made_again(tmp_path, caplog, damage):

@@ -1,4 +1,4 @@
-"""What cannot be asked of a model by lm-evaluation-harness is said before weights are read."""
+"""Evaluations that lm-evaluation-harness cannot run on a model are refused before weights are read."""
 
 import sys
 
@@ -47,8 +47,8 @@ def test_what_the_harness_needs_is_said(monkeypatch, tmp_path):
         patch.setitem(sys.modules, "lm_eval.api.model", None)
         patch.delitem(sys.modules, "jaxtune.evaluation.lm_evaluation_harness", raising=False)
         patch.delattr("jaxtune.evaluation.lm_evaluation_harness", raising=False)
-        said = call("jaxtune.evaluate", "--model=MODEL", "--tasks=a", code=2)
-        assert "pip install 'jaxtune[lm-eval]'" in said
+        output = call("jaxtune.evaluate", "--model=MODEL", "--tasks=a", code=2)
+        assert "pip install 'jaxtune[lm-eval]'" in output
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
     from jaxtune.evaluation import lm_evaluation_harness as harness
 
@@ -63,7 +63,7 @@ def test_what_the_harness_needs_is_said(monkeypatch, tmp_path):
 
 
 def test_around_the_table_there_is_nothing(tmp_path, monkeypatch, capfd):
-    """Neither bars of what takes no time, nor git's error where the working directory is not a repository."""
+    """No progress bars for quick work, and no error of git if the working directory is not a repository."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
     from jaxtune.evaluation import lm_evaluation_harness as harness
 

@@ -1,4 +1,4 @@
-"""The lock of a run folder: who holds it is said, and nobody keeps it by being killed."""
+"""The lock of a run folder: errors name its holder, and a killed process does not keep it."""
 
 import json
 import os
@@ -25,7 +25,7 @@ with locked(pathlib.Path(sys.argv[1])):
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that holds the lock."""
+    """Start another process that holds the lock."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
     assert process.stdout and process.stdout.readline() == "held\n"
     yield process
@@ -39,10 +39,10 @@ def of_another_host(folder, age: float):
 
 
 def test_a_second_run_is_told_who_holds_the_folder_until_that_one_is_killed(tmp_path, holder):
-    with pytest.raises(UserError) as told, lock.locked(tmp_path):
+    with pytest.raises(UserError) as refusal, lock.locked(tmp_path):
         pass
-    assert f"{tmp_path} is in use: process {holder.pid} host {socket.gethostname()} since 20" in str(told.value)
-    assert "--config.train.run_name" in str(told.value)
+    assert f"{tmp_path} is in use: process {holder.pid} host {socket.gethostname()} since 20" in str(refusal.value)
+    assert "--config.train.run_name" in str(refusal.value)
     holder.kill()
     holder.wait()
     with lock.locked(tmp_path):
@@ -65,14 +65,14 @@ def test_a_run_of_another_host_is_waited_for_until_it_is_known_to_live_or_not(tm
     if not flock:
         monkeypatch.setattr(lock, "_held", lambda file: None)
     of_another_host(tmp_path, age=lock.TAKE_OVER_SECONDS - 60)
-    monkeypatch.setattr(lock.time, "sleep", lambda _: os.utime(tmp_path / "lock"))  # its next sign of life
+    monkeypatch.setattr(lock.time, "sleep", lambda _: os.utime(tmp_path / "lock"))  # the holder's next sign of life
     with pytest.raises(UserError, match="in use: process 7 host elsewhere since 2026"), lock.locked(tmp_path):
         pass
     waits = []
     of_another_host(tmp_path, age=lock.TAKE_OVER_SECONDS - 50)
     now = time.time()
     monkeypatch.setattr(lock.time, "sleep", waits.append)
-    monkeypatch.setattr(lock.time, "time", lambda: now + 20 * len(waits))  # nobody touches it any more
+    monkeypatch.setattr(lock.time, "time", lambda: now + 20 * len(waits))  # the holder no longer touches it
     with lock.locked(tmp_path):
         assert json.loads((tmp_path / "lock").read_text())["host"] == socket.gethostname()
     assert len(waits) == 3
@@ -103,17 +103,17 @@ def test_the_holder_touches_the_lock(tmp_path, monkeypatch):
 
 
 def test_a_process_that_does_not_see_the_lock_of_the_main_one_is_named(tmp_path, monkeypatch):
-    """Two hosts, each with a folder of its own: this process is the second, whose folder has a lock of another run."""
+    """Two hosts, each with a separate folder: this process is the second, and its folder has another run's lock."""
     of_another_host(tmp_path, age=0)
-    own = lock._mark(tmp_path / "lock")
+    mark = lock._mark(tmp_path / "lock")
     monkeypatch.setattr(lock.multihost, "is_main", lambda: False)
-    monkeypatch.setattr(lock.multihost_utils, "broadcast_one_to_all", lambda _: own + 1)
+    monkeypatch.setattr(lock.multihost_utils, "broadcast_one_to_all", lambda _: mark + 1)
     monkeypatch.setattr(lock.multihost_utils, "process_allgather", lambda blind: np.array([False, blind]))
     monkeypatch.setattr(lock, "SEEN_SECONDS", 0)
     monkeypatch.setattr(lock, "POLL_SECONDS", 0)
     with pytest.raises(UserError, match=f"process 1 does not see .* to {tmp_path}"), lock.locked(tmp_path):
         pass
-    monkeypatch.setattr(lock.multihost_utils, "broadcast_one_to_all", lambda _: own)
+    monkeypatch.setattr(lock.multihost_utils, "broadcast_one_to_all", lambda _: mark)
     with lock.locked(tmp_path):
         pass
-    assert (tmp_path / "lock").exists(), "it is the main process's to remove"
+    assert (tmp_path / "lock").exists(), "only the main process removes it"

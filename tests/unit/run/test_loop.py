@@ -1,4 +1,4 @@
-"""The loop: its position, as checkpoints hold it, and what it leaves behind."""
+"""The loop: its position, which checkpoints hold, and its results."""
 
 import gc
 import itertools
@@ -45,7 +45,7 @@ def run(
     batches: Any = None,
     **train_options,
 ) -> Any:
-    """The loop around a step, and what it reported: (step, values, seconds) in `rows`."""
+    """Run the loop around `step`; `rows` gets each report: (step, values, seconds)."""
     ignore = lambda *_: None  # noqa: E731
     report = ignore if rows is None else lambda step, _, values, tokens, seconds: rows.append((step, values, seconds))
     watch: Any = SimpleNamespace(
@@ -68,7 +68,7 @@ def results(loss: float = 1.0, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_every_step_is_reported_and_checked_the_last_one_too(one_device, steps):
-    """Also of a run in which nothing comes after it: neither an evaluation nor a checkpoint."""
+    """Also if neither an evaluation nor a checkpoint follows."""
     rows, position = [], Position()
     losses = iter([1.0] * (steps - 1) + [math.nan])
     run(lambda state, *_: (state, results(next(losses))), steps, (), rows, position)
@@ -80,7 +80,7 @@ def test_every_step_is_reported_and_checked_the_last_one_too(one_device, steps):
 
 @pytest.mark.parametrize("wrong", ["data", "reward"])
 def test_a_step_is_reported_where_the_next_one_fails_for_what_the_user_gave(one_device, wrong):
-    """A sample that cannot be used, when the feed comes to it; a reward function that fails."""
+    """The feed reaches a sample that cannot be used, or a reward function fails."""
 
     def fail(*_: Any) -> Any:
         raise UserError("bad row")
@@ -96,7 +96,7 @@ def test_a_step_is_reported_where_the_next_one_fails_for_what_the_user_gave(one_
 
 
 def test_the_seconds_of_a_step_are_between_results(one_device):
-    """Also where a dispatch lasts as long as its step, and of the steps before and after a task."""
+    """Also if a dispatch takes as long as its step, and for the steps before and after a task."""
 
     def step(state: Any, *_: Any) -> tuple[Any, dict[str, Any]]:
         time.sleep(0.2)
@@ -121,7 +121,7 @@ def test_a_metric_of_a_kind_that_a_step_lacks_is_not_reported(one_device):
 
 
 def test_steps_leave_the_garbage_collector_nothing(one_device):
-    """Neither objects nor arrays: the collector of Python has as little to do after many steps as after a few."""
+    """Neither objects nor arrays: after many steps Python's collector finds as little as after a few."""
     step = jax.jit(lambda state, *_: (state + 1, {"loss": state, "grad_norm": state, "tokens": state}))
 
     def left_by(steps: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What a run needs is compared with what there is before anything is read, and what would help is said with figures."""
+"""A run's need of memory is compared with the limit before anything is read; errors suggest options with figures."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def train(home, monkeypatch):
-    """Runs `jaxtune train` where the host has so many bytes; returns what it prints. A process itself takes nothing."""
+    """Run `jaxtune train` on a host with `size` bytes and return its output. The process itself counts as 0 bytes."""
     monkeypatch.setattr(memory, "PROCESS", 0)
 
     def run(size: float, name: str, *options, code: int):
@@ -36,7 +36,7 @@ def train(home, monkeypatch):
 
 
 def figures(output: str) -> list[float]:
-    """What an error says is needed, and would be, in MB."""
+    """Return the figures in MB of an error: the need, and the need with each suggestion."""
     error = output.partition("error: ")[2]
     return [float(figure) for figure in re.findall(r"(?:needs|:) ([\d.]+) MB(?: of|$)", error, re.MULTILINE)]
 
@@ -47,7 +47,7 @@ def test_a_state_that_does_not_fit_is_refused_before_data_is_read(train, home):
     assert (
         "lora.enabled=True" in output and "optim.name='adamw_8bit'" in output and "memory.check='warn' tries" in output
     )
-    assert "remat" not in output  # which the state does not depend on
+    assert "remat" not in output  # the state does not depend on it
     assert not (home / "runs" / "state" / "config.json").exists() and not (home / "runs" / "cache").exists()
 
 
@@ -62,14 +62,14 @@ def test_a_step_that_does_not_fit_is_refused_with_what_would_help_in_order(train
     output = train((size + 1) * 1e6, "step", rows, code=2)
     assert "memory a device" in output and "data.seq_len=32" in output and "memory.remat='block'" in output
     assert "train.micro_batch_size=32 and train.grad_accum_steps=2, the same steps" in output
-    need, *others = figures(output)
-    assert others == sorted(others) and len(others) >= 3 and others[-1] < need
+    need, *with_options = figures(output)
+    assert with_options == sorted(with_options) and len(with_options) >= 3 and with_options[-1] < need
 
 
 def test_the_first_rematerialisation_policy_that_fits_is_taken_and_kept_on_resume(train, monkeypatch):
-    asked = memory.policies
-    monkeypatch.setattr(memory, "policies", lambda config, platform: asked(config, "gpu"))
-    monkeypatch.setattr(memory, "_smaller", lambda config: iter(()))  # what else would help need not be compiled here
+    policies = memory.policies
+    monkeypatch.setattr(memory, "policies", lambda config, platform: policies(config, "gpu"))
+    monkeypatch.setattr(memory, "_smaller", lambda config: iter(()))  # other suggestions need not be compiled here
     auto = ("memory.remat=auto", "train.micro_batch_size=64", "ckpt.save_steps=1", "export.at_end=False")
     output = train(1e12, "roomy", *auto, "train.max_steps=1", code=0)
     assert "memory.remat='auto' takes 'none'" in output
@@ -86,13 +86,13 @@ def test_the_first_rematerialisation_policy_that_fits_is_taken_and_kept_on_resum
 
 
 def test_where_every_policy_is_close_to_the_limit_the_one_with_most_room_is_taken(train, monkeypatch):
-    asked = memory.policies
-    monkeypatch.setattr(memory, "policies", lambda config, platform: asked(config, "gpu"))
+    policies = memory.policies
+    monkeypatch.setattr(memory, "policies", lambda config, platform: policies(config, "gpu"))
     monkeypatch.setattr(memory, "CLOSE", 0.0)
     output = train(1e12, "tight", "memory.remat=auto", "train.micro_batch_size=64", code=0)
     needs = {policy: float(size) for policy, size in re.findall(r"remat='(\w+)' would need ([\d.]+) MB", output)}
     assert list(needs) == ["none", "dots", "block"] and needs["block"] == min(needs.values())
-    assert "memory.remat='auto' takes 'block'" in output  # offloading spares nothing on a CPU
+    assert "memory.remat='auto' takes 'block'" in output  # offloading saves nothing on a CPU
 
 
 @pytest.mark.parametrize(("check", "said"), [("warn", True), ("off", False)])
@@ -118,8 +118,8 @@ def test_what_is_close_is_a_warning(train, monkeypatch):
 )
 def test_running_out_all_the_same_is_one_answer(error):
     config = Config(model=Model(path="model"), data=Data(datasets=(Dataset(path="data"),)))
-    told = pytest.raises(UserError, match="out of memory.*optim.name='adamw_8bit'.*RUN/config.json goes on")
-    with told, out_of_memory_is_answered(config):
+    refused = pytest.raises(UserError, match="out of memory.*optim.name='adamw_8bit'.*RUN/config.json goes on")
+    with refused, out_of_memory_is_answered(config):
         raise error
 
 
@@ -155,5 +155,5 @@ def test_a_limit_of_a_cgroup_counts_and_its_page_cache_does_not(tmp_path, versio
         (group / limit).write_text(size)
         (group / usage).write_text("3000")
         (group / "memory.stat").write_text(f"anon 2000\n{cached} 1000\n")
-    found = list(memory._cgroup_limits(tmp_path / "cgroup", tmp_path / "own"))
-    assert min(found) == Limit(3000, f"memory limit of the cgroup {folder}")
+    limits = list(memory._cgroup_limits(tmp_path / "cgroup", tmp_path / "own"))
+    assert min(limits) == Limit(3000, f"memory limit of the cgroup {folder}")

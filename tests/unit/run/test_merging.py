@@ -1,4 +1,4 @@
-"""ReLoRA: adapters go into the weights beside them, the model stays what it is, and all of it is in the state."""
+"""ReLoRA: adapters are merged into the weights, the model's output does not change, and the state holds everything."""
 
 import dataclasses
 
@@ -18,8 +18,8 @@ from jaxtune.training.memory import parts_of
 from jaxtune.weights.model import Base
 
 
-def opened(mesh, quant=None, rank=2, noise=0.0, **lora):
-    """(program, its first state, its frozen parameters, a batch)."""
+def assemble_run(mesh, quant=None, rank=2, noise=0.0, **lora):
+    """Return (program, its first state, its frozen parameters, a batch)."""
     config = Config(
         model=Model(dtype="float32"),
         data=Data(seq_len=32),
@@ -45,21 +45,21 @@ def plain(weight) -> np.ndarray:
 @pytest.mark.parametrize("quant", [None, "int8"])
 @pytest.mark.parametrize("reset", [False, True])
 def test_the_adapters_of_a_step_are_in_the_base_after_it(one_device, quant, reset):
-    program, state, frozen, batch = opened(one_device, quant, merge_interval=2, reset_on_merge=reset)
-    other = opened(one_device, quant)
-    step, without = jax.jit(program.step), jax.jit(other[0].step)
-    rate, apart = jnp.float32(1e-2), other[1]
+    program, state, frozen, batch = assemble_run(one_device, quant, merge_interval=2, reset_on_merge=reset)
+    unmerged = assemble_run(one_device, quant)
+    step, without = jax.jit(program.step), jax.jit(unmerged[0].step)
+    rate, unmerged_state = jnp.float32(1e-2), unmerged[1]
     for _ in range(2):
         state, _ = step(state, frozen, batch, rate)
-        apart, _ = without(apart, other[2], batch, rate)
+        unmerged_state, _ = without(unmerged_state, unmerged[2], batch, rate)
     scale = 4.0 / 2
-    assert set(state.base) == {name for name in other[2] if ".attention." in name or ".mlp." in name} - {
-        name for name in other[2] if "norm" in name
+    assert set(state.base) == {name for name in unmerged[2] if ".attention." in name or ".mlp." in name} - {
+        name for name in unmerged[2] if "norm" in name
     }
     for name, merged in state.base.items():
         parts = program.model.adapter_of(name)
-        a, b = (np.asarray(apart.trained[parts[part]]) for part in ("lora_a", "lora_b"))
-        expected = plain(other[2][name]) + scale * np.einsum("lor,lri->loi", b, a)
+        a, b = (np.asarray(unmerged_state.trained[parts[part]]) for part in ("lora_a", "lora_b"))
+        expected = plain(unmerged[2][name]) + scale * np.einsum("lor,lri->loi", b, a)
         tolerance = 0.01 * np.abs(expected).max() if quant else 1e-6
         np.testing.assert_allclose(plain(merged), expected, atol=tolerance)
         assert not np.asarray(state.trained[parts["lora_b"]]).any()
@@ -67,17 +67,17 @@ def test_the_adapters_of_a_step_are_in_the_base_after_it(one_device, quant, rese
     moments = [leaf for leaf in jax.tree.leaves(state.optimizer.rules) if leaf.ndim]
     assert any(np.asarray(leaf).any() for leaf in moments) != reset
     assert int(state.optimizer.count) == (0 if reset else 2)
-    # What the model computes is the same, so that the next loss is, but for rounding.
+    # The model's output is the same except for rounding, so the next loss is, too.
     _, metrics = step(state, frozen, batch, rate)
-    _, whole = without(apart, other[2], batch, rate)
+    _, whole = without(unmerged_state, unmerged[2], batch, rate)
     assert abs(float(metrics["loss"]) - float(whole["loss"])) < (0.05 if quant else 1e-5)
 
 
 def test_between_merges_the_base_stays_and_on_a_mesh_it_is_the_same():
-    found = []
+    parameters = []
     for devices, sizes in ((1, {}), (4, {"fsdp": 2, "tensor": 2})):
         mesh = make_mesh(Mesh(**{"fsdp": 1, **sizes}), jax.devices()[:devices])
-        program, state, frozen, batch = opened(mesh, merge_interval=2)
+        program, state, frozen, batch = assemble_run(mesh, merge_interval=2)
         step = jax.jit(program.step)
         first = {name: np.asarray(value) for name, value in state.base.items()}
         for number in range(1, 4):
@@ -86,15 +86,15 @@ def test_between_merges_the_base_stays_and_on_a_mesh_it_is_the_same():
             same = all(np.array_equal(before[name], value) for name, value in state.base.items())
             assert same == (number % 2 == 1)
         assert any((first[name] != np.asarray(value)).any() for name, value in state.base.items())
-        found.append({name: np.asarray(value) for name, value in (state.base | state.trained).items()})
-    for name, one in found[0].items():
-        np.testing.assert_allclose(found[1][name], one, atol=2e-5)
+        parameters.append({name: np.asarray(value) for name, value in (state.base | state.trained).items()})
+    for name, one in parameters[0].items():
+        np.testing.assert_allclose(parameters[1][name], one, atol=2e-5)
 
 
 def test_noise_is_of_the_step_alone_and_falls_with_the_learning_rate(one_device):
     losses = {}
     for deviation in (0.0, 0.05):
-        program, state, frozen, batch = opened(one_device, "int8", noise=deviation)
+        program, state, frozen, batch = assemble_run(one_device, "int8", noise=deviation)
         step = jax.jit(program.step)
         second = state._replace(step=state.step + 1)
         for name, at, rate in (
@@ -120,12 +120,12 @@ def test_what_cannot_be_merged_is_refused(one_device):
 
 
 def test_a_device_is_told_by_its_parts():
-    """What the log says before training, of two devices that share the weights."""
+    """The log's lines before training, for two devices that share the weights."""
     mesh = make_mesh(Mesh(fsdp=2), jax.devices()[:2])
-    program, *_ = opened(mesh, "int8", merge_interval=2)
+    program, *_ = assemble_run(mesh, "int8", merge_interval=2)
     parts = parts_of(program)
     named = {"adapters", "frozen weights", "quantized weights", "optimizer state", "batch"}
     assert {part for part, size in parts.items() if size} == named
     whole = sum(p.shape[0] * p.shape[1] * p.shape[2] for p in program.model.quantized.values())
-    assert whole // 2 < parts["quantized weights"] < whole, "a byte a weight, half of them here, and scales"
+    assert whole // 2 < parts["quantized weights"] < whole, "half the weights, at a byte each, and scales"
     assert parts["optimizer state"] == pytest.approx(2 * parts["adapters"], abs=16)

@@ -1,4 +1,4 @@
-"""What a run takes from its mirror before it begins, by ckpt.resume."""
+"""A run fetches checkpoints from its mirror before it begins, by ckpt.resume."""
 
 import dataclasses
 import logging
@@ -19,8 +19,8 @@ def config(tmp_path):
     return Config(train=train, ckpt=Ckpt(mirror=f"file://{tmp_path}/mirror/", keep_last=1, keep_best=True))
 
 
-def saved(config, steps) -> RunFolder:
-    """The folder of a run that has saved after these steps, of which the first was the best."""
+def save_steps(config, steps) -> RunFolder:
+    """Return the folder of a run that has saved after these steps; the first one was the best."""
     folder = run_folder(config)
     folder.write_records(config, None)
     with mirror_sync.mirrored(config, folder) as mirror:
@@ -31,8 +31,8 @@ def saved(config, steps) -> RunFolder:
     return folder
 
 
-def fetched(config, name="there") -> list[int]:
-    """The steps that another machine has before it begins."""
+def fetch_steps(config, name="there") -> list[int]:
+    """Return the steps of the checkpoints that another machine fetches before it begins."""
     home = f"{run_folder(config).path.parent.parent / name}"
     moved = dataclasses.replace(config, train=dataclasses.replace(config.train, output_dir=home))
     folder = run_folder(moved)
@@ -49,25 +49,25 @@ def resuming(config, how):
 
 
 def test_the_best_checkpoint_comes_with_the_newest(config):
-    saved(config, [2, 4, 6])
-    assert fetched(config) == [2, 6]
+    save_steps(config, [2, 4, 6])
+    assert fetch_steps(config) == [2, 6]
 
 
 @pytest.fixture
 def lines():
-    """What is logged, whichever handlers other tests have left."""
-    found, logger = [], logging.getLogger("jaxtune")
+    """Collect the log, whichever handlers other tests have left."""
+    logged, logger = [], logging.getLogger("jaxtune")
     handler, level = logging.Handler(), logger.level
-    handler.emit = lambda record: found.append(record.getMessage())
+    handler.emit = lambda record: logged.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    yield found
+    yield logged
     logger.removeHandler(handler)
     logger.setLevel(level)
 
 
 def test_what_is_here_comes_first_and_that_there_is_more_there_is_said(config, lines):
-    folder = saved(config, [2, 4])
+    folder = save_steps(config, [2, 4])
     with mirror_sync.mirrored(config, folder) as mirror:
         for step in (2, 4):
             (folder.checkpoints / str(step)).rename(folder.path / str(step))
@@ -78,23 +78,23 @@ def test_what_is_here_comes_first_and_that_there_is_more_there_is_said(config, l
 
 
 def test_another_run_there_is_left_alone(config):
-    saved(config, [2, 4])
-    other = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=7))
+    save_steps(config, [2, 4])
+    another = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=7))
     with pytest.raises(UserError, match="mirror/a holds another run, with other values of train.seed"):
-        fetched(other)
+        fetch_steps(another)
     with pytest.raises(UserError, match="mirror/a holds a run and ckpt.resume is 'never'"):
-        fetched(resuming(config, "never"))
+        fetch_steps(resuming(config, "never"))
     with pytest.raises(UserError, match=r"mirror/a has no checkpoint of step 3, only of \[2, 4\]"):
-        fetched(resuming(config, 3))
-    assert fetched(resuming(config, 2)) == [2]
-    assert fetched(resuming(other, "overwrite"), "anew") == []
-    assert fetched(config, "after") == []
+        fetch_steps(resuming(config, 3))
+    assert fetch_steps(resuming(config, 2)) == [2]
+    assert fetch_steps(resuming(another, "overwrite"), "anew") == []
+    assert fetch_steps(config, "after") == []
 
 
 def test_how_it_ended_is_said(config, lines, monkeypatch):
-    saved(config, [2])
+    save_steps(config, [2])
     assert lines[-1] == f"mirror:   {config.ckpt.mirror}a"
     monkeypatch.setattr("jaxtune.checkpoint.storage.RemoteFolder.put", lambda *_: (_ for _ in ()).throw(OSError("off")))
-    saved(config, [4])
+    save_steps(config, [4])
     assert lines[-1].startswith("mirror:   checkpoint 4 was not copied to ")
     assert lines[-1].endswith(" off; the same command again copies what is missing")

@@ -1,4 +1,4 @@
-"""What waits in the host's memory: the same training, bit for bit, and no more than a layer of it on the device."""
+"""Training with state offloaded to the host: the same bits, and the state of at most one layer on the device."""
 
 import dataclasses
 from functools import partial
@@ -24,14 +24,14 @@ SECTIONS: dict[str, Any] = {"optim": Optim(max_grad_norm=0.0, no_decay="norm"), 
 
 
 def program_of(mesh, memory: Memory, **sections) -> Program:
-    """Full training of a tiny model in bfloat16, so that weights and moments are rounded stochastically."""
+    """Return full training of a tiny model in bfloat16, so that weights and moments are rounded stochastically."""
     sections = {"precision": Precision("bf16", master_dtype="bfloat16"), **sections}
     config = Config(model=Model(dtype="bfloat16"), data=Data(seq_len=24), memory=memory, **sections)
     return assemble(Base(spec(4)), config, mesh)
 
 
 def trained_with(mesh, memory: Memory, **sections):
-    """Metrics of each step, and the state after the last one, of two micro-batches a step."""
+    """Return the final state and the metrics of each step; a step has two micro-batches."""
     program = program_of(mesh, memory, **sections)
     rows = [make_batch(tokens(2, 24, seed), mesh, [10, 12]) for seed in (1, 2)]
     batch = jax.tree.map(lambda *one: jnp.stack(one), *rows)
@@ -40,13 +40,13 @@ def trained_with(mesh, memory: Memory, **sections):
         assert leaf.sharding.memory_kind == abstract.sharding.memory_kind
     frozen = {}
     for _ in range(STEPS):
-        state, found = step(state, frozen, batch, jnp.float32(1e-2))
-        metrics.append(found)
+        state, row = step(state, frozen, batch, jnp.float32(1e-2))
+        metrics.append(row)
     return state, metrics
 
 
 def start(program: Program):
-    """Values of the trained parameters, where the program has them."""
+    """Return values of the trained parameters, on the program's shardings."""
     values = random_values(program.model.trained)
     like = program.state.trained
     return {n: jax.device_put(value.astype(like[n].dtype), like[n].sharding) for n, value in values.items()}
@@ -56,18 +56,18 @@ def start(program: Program):
 def test_an_optimizer_whose_state_waits_on_the_host_does_the_same(one_device, name):
     optim = Optim(name=name, state_dtype="bfloat16", no_decay="norm", layerwise_lr_decay=0.9)
     expected, _ = trained_with(one_device, Memory(), optim=optim)
-    found, _ = trained_with(one_device, Memory(offload_optimizer=True), optim=optim)
-    moments = jax.tree.leaves(found.optimizer.rules)
+    offloaded, _ = trained_with(one_device, Memory(offload_optimizer=True), optim=optim)
+    moments = jax.tree.leaves(offloaded.optimizer.rules)
     assert moments and all(map(is_on_host, moments))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, offloaded, expected)
 
 
 def test_matrices_are_orthogonalised_one_after_another(one_device):
-    """By products of other shapes, which round otherwise."""
+    """Products of single matrices have other shapes and round differently."""
     sections = {"optim": Optim(name="muon"), "precision": Precision("fp32")}
     expected, _ = trained_with(one_device, Memory(), **sections)
-    found, _ = trained_with(one_device, Memory(offload_optimizer=True), **sections)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), found.trained, expected.trained)
+    offloaded, _ = trained_with(one_device, Memory(offload_optimizer=True), **sections)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), offloaded.trained, expected.trained)
 
 
 def test_what_waits_is_counted_as_the_hosts(one_device):
@@ -80,19 +80,19 @@ def test_what_waits_is_counted_as_the_hosts(one_device):
 
 @pytest.fixture(scope="module")
 def on_the_device():
-    """Full training with everything on the device, and without clipping, which would hang on the gradients' norm."""
+    """Train with everything on the device, and without clipping, which would depend on the gradients' norm."""
     return trained_with(make_mesh(Mesh(), jax.devices()[:1]), Memory("block"), **SECTIONS)
 
 
 @pytest.mark.parametrize("parts", [("master",), ("gradients",), ("optimizer", "master", "gradients")])
 def test_full_training_from_the_hosts_memory_is_the_same(one_device, on_the_device, parts):
     memory = dataclasses.replace(Memory("block"), **{f"offload_{part}": True for part in parts})
-    (found, own), (expected, metrics) = trained_with(one_device, memory, **SECTIONS), on_the_device
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert [one["loss"] for one in own] == [one["loss"] for one in metrics]
-    for one, other in zip(own, metrics):
+    (offloaded, rows), (expected, metrics) = trained_with(one_device, memory, **SECTIONS), on_the_device
+    jax.tree.map(np.testing.assert_array_equal, offloaded, expected)
+    assert [one["loss"] for one in rows] == [one["loss"] for one in metrics]
+    for one, other in zip(rows, metrics):
         np.testing.assert_allclose(one["grad_norm"], other["grad_norm"], rtol=1e-6)
-    layers = [value for name, value in found.trained.items() if name.startswith("stacks")]
+    layers = [value for name, value in offloaded.trained.items() if name.startswith("stacks")]
     assert layers and all(is_on_host(value) == ("master" in parts) for value in layers)
 
 

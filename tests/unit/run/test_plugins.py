@@ -1,4 +1,4 @@
-"""What is wrong with a plugin is said before anything is trained."""
+"""Errors of a plugin are reported before training starts."""
 
 import dataclasses
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_callbacks_share_a_state_that_must_be_json(tmp_path):
     config = Config(train=Train(plugins=(str(file),)))
     called = plugins.callbacks(config, tmp_path, {str(file): {"steps": 4}})
     called("on_step", 5, {})
-    called("on_epoch", 5, 1)  # it has none
+    called("on_epoch", 5, 1)  # it has no on_epoch
     assert called.states() == {str(file): {"steps": 5}}
     with pytest.raises(UserError, match=r"mine\.py:6: on_end fails: ValueError: no"):
         called("on_end", 5)
@@ -80,7 +80,7 @@ def test_a_file_that_has_changed_is_run_again(tmp_path):
 
 @pytest.fixture
 def run_of_another(tmp_path):
-    """A run's folder whose config.json names a plugin, a function and rewards, in a file that says so if it is run."""
+    """Write a run folder with a plugin, a function and rewards in a file that leaves a mark if it is run."""
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     file = tmp_path / "mine.py"
     file.write_text(
@@ -111,8 +111,8 @@ def test_a_plugin_that_only_a_run_s_folder_names_is_not_run(run_of_another, comm
     arguments = [argument.format(run=run_of_another) for argument in arguments]
     file, ran = run_of_another.parent / "mine.py", run_of_another.parent / "mine.ran"
     assert main(arguments) == 2 and not ran.exists()
-    said = capsys.readouterr().err
-    assert "nowhere" in said and f"names plugins ({file}), and plugins of a run are not run unless you name" in said
+    text = capsys.readouterr().err
+    assert "nowhere" in text and f"names plugins ({file}), and plugins of a run are not run unless you name" in text
     assert main([*arguments, f"--plugin={file}"]) == 2 and ran.exists()
 
 

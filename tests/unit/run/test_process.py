@@ -1,4 +1,4 @@
-"""What a process sets before the first device is touched."""
+"""Settings of a process before it touches the first device."""
 
 import dataclasses
 import logging
@@ -19,7 +19,7 @@ from jaxtune.monitor.progress import Progress
 
 @pytest.mark.parametrize("own", ["", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
 def test_xla_takes_almost_all_of_a_gpu_unless_the_user_says_how_much(monkeypatch, own):
-    """Both names at once are an error of XLA's client."""
+    """XLA's client refuses both names at the same time."""
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     for name in names:
         monkeypatch.setenv(name, "")
@@ -32,17 +32,17 @@ def test_xla_takes_almost_all_of_a_gpu_unless_the_user_says_how_much(monkeypatch
     monkeypatch.setattr(process.multihost, "initialize", lambda: None)
     monkeypatch.setattr(process, "_show_log", lambda options: None)
     process.configure(Config())
-    assert int(os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"]) > 1, "of the host's memory, all"
-    found = {name: os.environ[name] for name in names if name in os.environ}
-    assert found == ({own: "0.5"} if own else {"XLA_CLIENT_MEM_FRACTION": "0.93"})
+    assert int(os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"]) > 1, "all of the host's memory"
+    fractions = {name: os.environ[name] for name in names if name in os.environ}
+    assert fractions == ({own: "0.5"} if own else {"XLA_CLIENT_MEM_FRACTION": "0.93"})
 
 
 def test_processes_must_have_the_same_options_code_and_jax():
     same = process.facts(Config())
     assert same == process.facts(Config())
     assert same["jax"] == jax.__version__ and {"jaxlib", "code of jaxtune"} < {*same}
-    other = process.facts(Config(train=Train(seed=3), data=Data(datasets=(Dataset(path="a.jsonl"),))))
-    assert other["train.seed"] == "3" != same["train.seed"] and other["data.datasets.0.path"] == "'a.jsonl'"
+    changed = process.facts(Config(train=Train(seed=3), data=Data(datasets=(Dataset(path="a.jsonl"),))))
+    assert changed["train.seed"] == "3" != same["train.seed"] and changed["data.datasets.0.path"] == "'a.jsonl'"
 
 
 def test_processes_that_differ_do_not_start(monkeypatch):
@@ -90,25 +90,25 @@ else:
 """
 
 
-def configured(device: Device, when: str = "", **environment: str) -> str:
-    """The last line of a process of its own, which has two CPU devices and, unless said, no JAX_PLATFORMS."""
+def configure(device: Device, when: str = "", **environment: str) -> str:
+    """Return the last line of a new process with two CPU devices, without JAX_PLATFORMS by default."""
     left_out = {"JAX_PLATFORMS", "XLA_FLAGS"}
-    own = {name: value for name, value in os.environ.items() if name not in left_out} | {"JAX_NUM_CPU_DEVICES": "2"}
-    own |= {"JAX_COMPILATION_CACHE_DIR": "/nowhere", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", **environment}
+    env = {name: value for name, value in os.environ.items() if name not in left_out} | {"JAX_NUM_CPU_DEVICES": "2"}
+    env |= {"JAX_COMPILATION_CACHE_DIR": "/nowhere", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", **environment}
     command = [sys.executable, "-c", CONFIGURE, when, repr(device)]
-    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
 
 
 def test_the_platform_is_chosen_before_jax_looks_for_devices():
-    assert configured(Device(platform="cpu", gpus=1)) == "RESULT cpu cpu 1"
-    refused = configured(Device(platform="cuda"), "begun", CUDA_VISIBLE_DEVICES="")
+    assert configure(Device(platform="cpu", gpus=1)) == "RESULT cpu cpu 1"
+    refused = configure(Device(platform="cuda"), "begun", CUDA_VISIBLE_DEVICES="")
     assert refused.startswith("REFUSED device.platform = 'cuda': jax computes on 'cpu' here")
 
 
 def test_a_platform_that_is_not_there_is_an_error():
-    refused = configured(Device(platform="cuda"), CUDA_VISIBLE_DEVICES="")
+    refused = configure(Device(platform="cuda"), CUDA_VISIBLE_DEVICES="")
     assert refused.startswith("REFUSED device.platform = 'cuda': ") and "cuda" in refused.partition(":")[2]
 
 
@@ -138,11 +138,11 @@ def test_cpu_devices_of_the_same_platform_are_no_contradiction():
 
 
 def test_a_run_takes_the_first_devices_of_each_process(monkeypatch):
-    there = [SimpleNamespace(process_index=i // 4, id=i, platform="gpu") for i in range(8)]
-    monkeypatch.setattr(jax, "devices", lambda: there)
-    assert process.devices(Device()) == there
+    devices = [SimpleNamespace(process_index=i // 4, id=i, platform="gpu") for i in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    assert process.devices(Device()) == devices
     assert [one.id for one in process.devices(Device(gpus=3))] == [0, 1, 2, 4, 5, 6]
-    monkeypatch.setattr(jax, "devices", lambda: there[:6])
+    monkeypatch.setattr(jax, "devices", lambda: devices[:6])
     with pytest.raises(UserError, match=r"device.gpus = 3: process 1 has 2 devices \(gpu\)"):
         process.devices(Device(gpus=3))
 
@@ -151,7 +151,7 @@ def test_a_run_takes_the_first_devices_of_each_process(monkeypatch):
     ("visible", "gpus", "opened"), [("all", 2, "0,1"), ("all", 9, "all"), ("4,5,6,7", 2, "4,5"), ("4,5", 3, "4,5")]
 )
 def test_gpus_that_a_run_does_not_take_are_not_opened(monkeypatch, visible, gpus, opened):
-    """Not those beyond a launcher's share either; where there are too few, nothing is hidden from the error."""
+    """Nor are GPUs beyond a launcher's share; if there are too few, all stay visible, so that the error counts them."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     jax.config.update("jax_cuda_visible_devices", visible)
     try:
@@ -163,7 +163,7 @@ def test_gpus_that_a_run_does_not_take_are_not_opened(monkeypatch, visible, gpus
 
 def test_limits_of_collectives_reach_xla_and_do_not_replace_the_users(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere")
-    for _ in range(2):  # another run of the same process says the same
+    for _ in range(2):  # another run in the same process logs the same
         process.choose_platform(Device(collective_timeout_seconds=60))
     flags = os.environ["XLA_FLAGS"].split()
     assert flags == ["--xla_dump_to=/nowhere", *(f"--{name}=60" for name in process.COLLECTIVE_TIMEOUTS)]
@@ -173,16 +173,16 @@ def test_limits_of_collectives_reach_xla_and_do_not_replace_the_users(monkeypatc
 
 @pytest.mark.every_jax
 def test_xla_knows_the_limits_of_collectives():
-    """It ends a process with flags that it does not know; on a CPU the option is then refused."""
+    """XLA ends a process with unknown flags; on a CPU the option is refused instead."""
     device = Device(collective_timeout_seconds=60)
-    assert configured(device).startswith("REFUSED device.collective_timeout_seconds = 60: XLA has such limits for GPUs")
+    assert configure(device).startswith("REFUSED device.collective_timeout_seconds = 60: XLA has such limits for GPUs")
     flags = " ".join(f"--{name}=60" for name in process.COLLECTIVE_TIMEOUTS)
-    assert configured(Device(), XLA_FLAGS=flags, JAX_PLATFORMS="cpu") == "RESULT cpu cpu 2"
+    assert configure(Device(), XLA_FLAGS=flags, JAX_PLATFORMS="cpu") == "RESULT cpu cpu 2"
 
 
 @pytest.fixture
 def loggers():
-    """As they are, again afterwards."""
+    """Restore the loggers after the test."""
     known = [logging.getLogger(name) for name in ("jaxtune", "pallas_kernels", "jaxtune-progress")]
     before = [(logger.handlers, logger.propagate, logger.level) for logger in known]
     yield
@@ -213,7 +213,7 @@ def test_messages_have_a_level_and_other_processes_a_number(monkeypatch, capsys,
 def test_what_is_shown_is_in_the_file_too(tmp_path, capsys, loggers):
     process._show_log(Log())
     config = Config()
-    for run in range(2):  # the second goes on with the file of the first
+    for run in range(2):  # the second appends to the first one's file
         with process.log_to_file(config, tmp_path):
             logging.getLogger("jaxtune").info("run %d", run)
             progress = Progress(4, 0, 2)
@@ -224,9 +224,9 @@ def test_what_is_shown_is_in_the_file_too(tmp_path, capsys, loggers):
     logging.getLogger("jaxtune").info("outside")
     lines = [line.split("  ", 1) for line in (tmp_path / "run.log").read_text().splitlines()]
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", time) for time, _ in lines)
-    said = [text for _, text in lines]
-    assert said[0] == "run 0" and said[4] == "run 1" and said[3] == said[7] == "step 4: saved" and len(said) == 8
-    assert said[1].startswith("step 2/4  ") and "loss 1.5000" in said[2]
+    texts = [text for _, text in lines]
+    assert texts[0] == "run 0" and texts[4] == "run 1" and texts[3] == texts[7] == "step 4: saved" and len(texts) == 8
+    assert texts[1].startswith("step 2/4  ") and "loss 1.5000" in texts[2]
     assert capsys.readouterr().out.splitlines()[-1] == "outside"
     with (
         pytest.raises(UserError),

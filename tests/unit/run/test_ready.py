@@ -1,4 +1,4 @@
-"""What would fail late is refused at the start: packages, folders, files of a command's answer."""
+"""Faults that would show late are refused at the start: packages, folders, files of an answer."""
 
 import dataclasses
 import io
@@ -16,7 +16,7 @@ from jaxtune.train import train
 
 @pytest.fixture
 def config(tmp_path):
-    """Of a run whose model is not there."""
+    """Return the config of a run whose model does not exist."""
     train = Train(output_dir=str(tmp_path / "runs"), run_name="a")
     return Config(model=Model(path=str(tmp_path / "nowhere")), train=train)
 
@@ -51,17 +51,17 @@ def test_a_package_that_is_missing_is_said_before_the_model_is_looked_for(config
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_a_login_that_wandb_lacks_is_said_before_the_model_is_looked_for(config, monkeypatch, tmp_path, mode):
     wandb = pytest.importorskip("wandb")
-    wandb.teardown()  # its settings, which it reads once
-    monkeypatch.setattr(sys, "stdin", io.StringIO())  # not a terminal, in which it asks
+    wandb.teardown()  # drop its settings, which it reads once
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # not a terminal, so wandb does not prompt
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     for name, value in {"WANDB_MODE": mode, "NETRC": tmp_path / "none", "WANDB_CONFIG_DIR": tmp_path / "none"}.items():
         monkeypatch.setenv(name, str(value))
-    told = (
+    message = (
         "log.wandb.enabled: wandb has no login: run `wandb login`, set WANDB_API_KEY, or"
         if mode == "online"
         else "nowhere"
     )
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         train(dataclasses.replace(config, log=Log(wandb=Wandb(enabled=True))))
     wandb.teardown()
 
@@ -75,7 +75,7 @@ def test_the_package_of_a_kernel_is_looked_for(config, monkeypatch):
 
 @pytest.mark.parametrize("option", ["train.output_dir", "data.cache_dir", "ckpt.dir", "export"])
 def test_a_folder_that_cannot_be_written_to_is_named(config, tmp_path, option):
-    taken = tmp_path / "taken"  # a file where a folder would be: root may write to any folder
+    taken = tmp_path / "taken"  # a file in place of a folder, because root may write to any folder
     if option == "export":
         taken = run_folder(config).export
         taken.parent.mkdir(parents=True)

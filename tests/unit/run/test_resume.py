@@ -1,4 +1,4 @@
-"""What a run says of the options that changed since its checkpoint."""
+"""Messages of a run about options that changed since its checkpoint."""
 
 import dataclasses
 import json
@@ -19,13 +19,13 @@ def test_the_fields_of_datasets_that_differ_are_named_alone(tmp_path):
     then = Config(data=data, train=Train(max_steps=3))
     changed = Data(datasets=(Dataset(path="c", type="text"),), eval_datasets=data.eval_datasets)
     with pytest.raises(UserError) as error:
-        check_unchanged(_saved(then), dataclasses.replace(then, data=changed), RunFolder(tmp_path))
+        check_unchanged(_as_saved(then), dataclasses.replace(then, data=changed), RunFolder(tmp_path))
     assert str(error.value).splitlines()[1:3] == [
         "  data.datasets[0].path: 'a' then, 'c' now",
         "  data.datasets[1].path: 'b' then, None now",
     ]
     assert len(str(error.value).splitlines()) == 4
-    check_unchanged(_saved(then), dataclasses.replace(then, train=Train(max_steps=9)), RunFolder(tmp_path))
+    check_unchanged(_as_saved(then), dataclasses.replace(then, train=Train(max_steps=9)), RunFolder(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -54,5 +54,5 @@ def test_how_far_a_finished_run_is(tmp_path, step, train, said):
     assert Saved(CheckpointManager(tmp_path), None, {"step": step}).progress(train, train.max_steps or 2) == said
 
 
-def _saved(config: Config) -> dict:
+def _as_saved(config: Config) -> dict:
     return json.loads(to_json(config))

@@ -1,4 +1,4 @@
-"""Reward functions of the user's own: found by name, called as TRL calls them, checked in what they return."""
+"""Users' reward functions: found by name, called as TRL calls them, and their results checked."""
 
 import re
 
@@ -15,7 +15,7 @@ IDS = [[1, 2], [3]]
 
 @pytest.fixture
 def file(tmp_path):
-    """Writes rewards.py; returns how a function of it is named."""
+    """Write rewards.py; return a function that gives the name of a reward function in it."""
 
     def write(text: str, name: str = "rewards.py"):
         (tmp_path / name).write_text(text)
@@ -26,7 +26,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def one(file):
-    """What a function `r` with that body gives two completions of text."""
+    """Return the rewards of a function `r` with this body, for two completions of text."""
 
     def values(body: str, **columns):
         named = file(f"def r(prompts, completions, **columns):\n    {body}\n")
@@ -180,17 +180,17 @@ def test_the_total_weighs_what_is_said():
 
 def test_a_function_may_be_in_a_module():
     right = load_rewards(["jaxtune.recipes.qwen_grpo:right"])
-    asked = {"prompts": ["1 + 1", "2 + 2", "3 + 3"], "completions": ["it is 1,002.", "5", "none"]}
-    given = rewards_of(
-        right, **asked, completion_ids=[[1]] * 3, columns={"answer": ["1 #### 1002", "#### 4", "#### 6"]}
+    arguments = {"prompts": ["1 + 1", "2 + 2", "3 + 3"], "completions": ["it is 1,002.", "5", "none"]}
+    rewards = rewards_of(
+        right, **arguments, completion_ids=[[1]] * 3, columns={"answer": ["1 #### 1002", "#### 4", "#### 6"]}
     )
-    assert given.tolist() == [[1.0], [0.0], [0.0]]
+    assert rewards.tolist() == [[1.0], [0.0], [0.0]]
     with pytest.raises(UserError, match="Python finds no module nowhere.at_all; a file is named with its .py"):
         load_rewards(["nowhere.at_all:f"])
 
 
 def test_a_module_is_imported_as_one(tmp_path, monkeypatch):
-    """So that it can import its neighbours; two files of one name are two modules."""
+    """Therefore it can import its neighbours; two files of one name are two modules."""
     package = tmp_path / "own_rewards"
     package.mkdir()
     for name, text in (("__init__", ""), ("util", "ONE = 1.0\n")):
@@ -198,8 +198,8 @@ def test_a_module_is_imported_as_one(tmp_path, monkeypatch):
     text = "from .util import ONE\ndef r(prompts, **columns):\n    return [ONE] * len(prompts)\n"
     (package / "rewards.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    given = {"prompts": ["a"], "completions": ["b"], "completion_ids": [[1]], "columns": {}}
-    assert rewards_of(load_rewards(["own_rewards.rewards:r"]), **given).tolist() == [[1.0]]
+    arguments = {"prompts": ["a"], "completions": ["b"], "completion_ids": [[1]], "columns": {}}
+    assert rewards_of(load_rewards(["own_rewards.rewards:r"]), **arguments).tolist() == [[1.0]]
 
 
 def test_functions_are_tried_on_a_whole_group_of_the_first_prompt(file, tmp_path):

@@ -1,4 +1,4 @@
-"""Rows of completions: what of them is trained, and in which order they stand."""
+"""Rows of completions: which tokens are trained, and the order of the rows."""
 
 from types import SimpleNamespace
 
@@ -29,11 +29,11 @@ def batch(grpo_options: Grpo) -> dict[str, np.ndarray]:
     made = rollouts.Rollout(prompts, FOUND, [""] * 4, {}, np.zeros(4))
     config = Config(data=Data(seq_len=8), rollout=Rollout(("r.py:r",)), grpo=grpo_options)
     program = SimpleNamespace(objective=objective, batch=like)
-    found = rollouts._batch(config, program, made, np.array([0.5, -0.5, 2.0, -2.0]))  # pyright: ignore
-    assert {name: (x.shape, x.dtype) for name, x in found.items()} == {
+    columns = rollouts._batch(config, program, made, np.array([0.5, -0.5, 2.0, -2.0]))  # pyright: ignore
+    assert {name: (x.shape, x.dtype) for name, x in columns.items()} == {
         name: (x.shape, x.dtype) for name, x in like.items() if name != "old_log_prob"
     }
-    return {name: np.asarray(x).reshape(4, -1) for name, x in found.items()}
+    return {name: np.asarray(x).reshape(4, -1) for name, x in columns.items()}
 
 
 def test_a_row_is_a_completion_whose_tokens_alone_are_targets():
@@ -53,7 +53,7 @@ def test_completions_that_did_not_end_may_teach_nothing():
 
 
 def test_steps_without_any_reward_end_the_run(tmp_path, monkeypatch):
-    """One that has a reward in between does not count."""
+    """A step with a reward in between resets the count."""
     monkeypatch.setattr(rollouts, "_batch", lambda *_: {})
     config = Config(rollout=Rollout(("r.py:r",), group_size=2), train=Train(max_bad_steps=2), log=Log(jsonl=False))
     rewards = iter([np.nan, 1.0, np.nan, np.nan])
@@ -63,8 +63,8 @@ def test_steps_without_any_reward_end_the_run(tmp_path, monkeypatch):
 
     program = SimpleNamespace(model=SimpleNamespace(linears=None))
     step = rollouts.with_rollouts(config, program, make, lambda state, *_: (state, {}), tmp_path)  # pyright: ignore
-    state, asked = SimpleNamespace(trained={}), Asked([Prompt("", [1], {})], 0)
+    state, batch = SimpleNamespace(trained={}), Asked([Prompt("", [1], {})], 0)
     for _ in range(3):
-        step(state, {}, asked, 0.0)
+        step(state, {}, batch, 0.0)
     with pytest.raises(UserError, match="None for every completion of 2 steps in a row .train.max_bad_steps., from wh"):
-        step(state, {}, asked, 0.0)
+        step(state, {}, batch, 0.0)

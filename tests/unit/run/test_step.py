@@ -1,4 +1,4 @@
-"""The step: AdamW as torch has it, clipping, decay by name, steps that are not finite, program size."""
+"""The step: AdamW as in torch, clipping, decay by name, non-finite steps, program size."""
 
 import re
 from collections import Counter
@@ -25,7 +25,7 @@ from jaxtune.weights.model import Base
 def program_of(
     mesh, layers=4, remat="block", precision="fp32", lora=None, unroll=False, exclude=None, **sections
 ) -> Program:
-    """The program of a tiny model, made of nothing but its spec; adapters are on unless it is told."""
+    """Return the program of a tiny model, made from its spec only; by default with adapters."""
     config = Config(
         model=Model(dtype="bfloat16" if precision == "bf16" else "float32"),
         data=Data(seq_len=24),
@@ -38,7 +38,7 @@ def program_of(
 
 
 def compiled_step(program: Program, batch) -> str:
-    """Optimised HLO of a whole step."""
+    """Return the optimised HLO of a whole step."""
     return jax.jit(program.step).lower(program.state, program.frozen, batch, jnp.float32(1e-3)).compile().as_text()
 
 
@@ -79,7 +79,7 @@ def test_every_remat_policy_in_a_loop_or_without_gives_the_same_gradients(one_de
 
     def gradients(remat, unroll=False):
         computed = program_of(one_device, remat=remat, unroll=unroll, lora=lora).gradients
-        # LLVM contracts into fused multiply-adds what happens to stand together, which differs from program to program.
+        # LLVM fuses adjacent multiplies and adds, which differs from program to program.
         plain = jax.jit(computed, compiler_options={"xla_backend_optimization_level": 0})
         return plain(trained, frozen, batch, jnp.int32(3)).gradients
 
@@ -101,7 +101,7 @@ def test_every_remat_policy_in_a_loop_or_without_gives_the_same_gradients(one_de
 
 
 def scans_over_layers(remat, mesh):
-    """The forward and the backward scan over the layers of a LoRA step in bfloat16, 2 rows of 24 tokens."""
+    """Return the forward and the backward scan over layers of a bfloat16 LoRA step on 2 rows of 24 tokens."""
     program = program_of(mesh, remat=remat, precision="bf16", lora=Lora(enabled=True, rank=2, dropout=0.3))
     batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 24), mesh))
     traced = jax.make_jaxpr(program.gradients)(program.state.trained, program.frozen, batch, jnp.int32(0))
@@ -110,7 +110,7 @@ def scans_over_layers(remat, mesh):
 
 
 def equations(jaxpr):
-    """Every equation, those of inner programs too."""
+    """Yield every equation, also from inner programs."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jaxprs_in_params(equation.params):
@@ -132,18 +132,18 @@ KEPT = {
 
 @pytest.mark.parametrize("remat", KEPT)
 def test_a_layer_keeps_its_input_and_what_the_policy_names(one_device, remat):
-    """Each array once, in the dtype of the step; neither a copy of a weight nor anything elementwise."""
+    """Each array once, in the dtype of the step; no copy of a weight and no elementwise result."""
     forward, _ = scans_over_layers(remat, one_device)
-    kept = [value.aval for value in forward.outvars if value.aval.shape[0] == 4]  # the carry is 2 rows
+    residuals = [value.aval for value in forward.outvars if value.aval.shape[0] == 4]  # the carry is 2 rows
     expected = Counter({("bfloat16", (2, 24, 16)): 1})
     for dtype, shapes in KEPT[remat].items():
         expected.update({(dtype, shape): count for shape, count in shapes.items()})
-    assert Counter((value.dtype.name, value.shape[1:]) for value in kept) == expected
-    assert all((value.memory_space == jax.memory.Space.Host) == (remat == "offload") for value in kept)
+    assert Counter((value.dtype.name, value.shape[1:]) for value in residuals) == expected
+    assert all((value.memory_space == jax.memory.Space.Host) == (remat == "offload") for value in residuals)
 
 
 def test_long_rows_pass_the_feed_forward_tile_by_tile(one_device, monkeypatch):
-    """With the same gradients, and no array of the whole row and the inner width, forward or backward."""
+    """The gradients are the same, and no array has the whole row and the inner width, forward or backward."""
     values = {}
     for tokens_at_once in (2**14, 16):  # 2 rows of 24: three tiles of 8 positions
         monkeypatch.setattr(mlp, "TILE", tokens_at_once)
@@ -161,15 +161,15 @@ def test_long_rows_pass_the_feed_forward_tile_by_tile(one_device, monkeypatch):
 
 
 def test_tiles_leave_the_amax_of_delayed_scales_as_it_is(one_device, monkeypatch):
-    """An amax comes as the gradient of a scale, and gradients of tiles are added."""
-    found = []
+    """An amax arrives as the gradient of a scale, and gradients of tiles are added."""
+    amaxes = []
     for tokens_at_once in (2**14, 16):
         monkeypatch.setattr(mlp, "TILE", tokens_at_once)
         program = program_of(one_device, remat="offload", precision="fp8_hybrid", lora=Lora(), exclude="[kv]_proj")
         batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 24), one_device, [10, 12]))
         state = program.start(random_values(program.model.parameters))
-        found.append(jax.jit(program.step)(state, {}, batch, jnp.float32(1e-3))[0].scaling.amax)
-    whole, tiled = found
+        amaxes.append(jax.jit(program.step)(state, {}, batch, jnp.float32(1e-3))[0].scaling.amax)
+    whole, tiled = amaxes
     assert whole and all(amax.max() > 0 for amax in whole.values())
     jax.tree.map(np.testing.assert_array_equal, tiled, whole)
 
@@ -183,7 +183,7 @@ def test_tiles_are_the_fewest_equal_parts(positions, most, parts):
 
 @pytest.mark.parametrize(("remat", "products"), [("none", 7), ("dots", 7), ("block", 13)])
 def test_no_weight_is_multiplied_again_without_remat(one_device, remat, products):
-    """Seven backward products of frozen weights; with remat of the block also all of the forward ones but the last."""
+    """Seven backward products of frozen weights; with remat of the block all forward products except the last, too."""
     weights = {(16, 16), (8, 16), (32, 16), (16, 32)}
     _, backward = scans_over_layers(remat, one_device)
     dots = [e for e in equations(backward.params["jaxpr"].jaxpr) if e.primitive.name == "dot_general"]
@@ -191,7 +191,7 @@ def test_no_weight_is_multiplied_again_without_remat(one_device, remat, products
 
 
 def step_on(gradient_of, optim: Optim, parameters, names, max_norm=0.0, steps=5, averaged=False):
-    """Parameters after steps whose gradient is `gradient_of(step)`; several names are a stack."""
+    """Return the state and metrics after steps whose gradient is `gradient_of(step)`; several names are a stack."""
     optimizer = build(optim, {key: Trained(one, (len(one),) if len(one) > 1 else ()) for key, one in names.items()}, 3)
 
     def gradients(trained, frozen, batch, step, *_):
@@ -200,11 +200,11 @@ def step_on(gradient_of, optim: Optim, parameters, names, max_norm=0.0, steps=5,
     step = make_train_step(gradients, optimizer, max_norm, RECIPES["fp32"], ema_decay=optim.ema_decay or 0.0)
     state = initial_state(optimizer, parameters)._replace(average=parameters if averaged else {})
     batch = {"segment_ids": jnp.ones((1, 1, 1), jnp.int32)}
-    found = []
+    rows = []
     for _ in range(steps):
         state, metrics = jax.jit(step)(state, {}, batch, jnp.float32(optim.learning_rate))
-        found.append(metrics)
-    return state, found
+        rows.append(metrics)
+    return state, rows
 
 
 @pytest.mark.every_jax
@@ -228,7 +228,7 @@ def test_adamw_equals_torch():
 
 @pytest.mark.parametrize(("recipe", "precision"), [("fp32", "HIGHEST"), ("bf16", "DEFAULT")])
 def test_newton_schulz_multiplies_as_exactly_as_the_recipe_says(one_device, recipe, precision):
-    """A GPU would take float32 products of default precision for TF32."""
+    """On a GPU, float32 products of default precision would use TF32."""
     parameters = {"w": jnp.ones((2, 8, 4))}
     optimizer = build(Optim("muon"), {"w": Trained(("a", "b"), (2,), is_matrix=True)}, 2, RECIPES[recipe].dtype)
 
@@ -255,7 +255,7 @@ def test_decay_is_chosen_by_name_and_layer():
 
 
 def test_moments_of_bfloat16_parameters_decay(one_device):
-    """In bfloat16 a second moment times 0.999 is itself, for ever."""
+    """In bfloat16 a second moment times 0.999 would never change."""
     names = {"w": ("w",)}
     start = {"w": jnp.ones(4, jnp.bfloat16)}
     once = lambda step: {"w": jnp.where(step == 0, 1.0, 0.0) * jnp.ones(4)}  # noqa: E731

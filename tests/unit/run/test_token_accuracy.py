@@ -1,4 +1,4 @@
-"""Token accuracy of an evaluation, against the argmax of all logits; on devices that share the vocabulary too."""
+"""Token accuracy of an evaluation, against the argmax of all logits; also with a sharded vocabulary."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def test_it_counts_targets_that_are_the_likeliest_token(sizes):
     values = random_values(program.model.parameters)
     batch = make_batch(tokens(2, 32), mesh)
     likeliest = np.asarray(jax.jit(lambda: jnp.argmax(logits_of(program.model, values, batch), -1))())
-    # Every second target is the likeliest token, so that some are right.
+    # Every second target is the likeliest token, so that some predictions are right.
     chosen = np.where(np.arange(32) % 2 == 0, likeliest, np.asarray(batch["targets"])).astype(np.int32)
     batch["targets"] = jax.device_put(chosen, batch["targets"].sharding)
     recipe = recipe_of(config.precision, None)

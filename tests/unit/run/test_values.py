@@ -1,4 +1,4 @@
-"""The values of a quantized base: what cannot be quantized is named, and loading needs little memory beside it."""
+"""Loading a quantized base: errors name values that cannot be quantized, and little other memory is used."""
 
 import os
 import subprocess
@@ -71,12 +71,12 @@ print(most - before, size)
 
 
 def test_loading_never_holds_two_whole_tensors_beside_the_quantized_model(tmp_path):
-    """In float32: XLA on a CPU computes with bfloat16 through float32 copies, which a GPU does not make."""
+    """In float32: on a CPU, XLA computes with bfloat16 through float32 copies, which a GPU does not make."""
     if not sys.platform.startswith("linux"):
         pytest.skip("memory is read from /proc/self/status")
     sizes = dict(hidden_size=1024, intermediate_size=8192, num_attention_heads=8, num_key_value_heads=8, head_dim=128)
     folder = model_folder(tmp_path, **sizes, num_hidden_layers=3)
-    # Freed arrays go back to the system at once.
+    # Freed arrays return to the system immediately.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", MEASURE, str(folder)]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
