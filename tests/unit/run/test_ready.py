@@ -88,7 +88,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(config, tmp_path, option):
     }[option]
     config = dataclasses.replace(config, **changed)
     named = "train.output_dir" if option == "export" else option
-    with pytest.raises(UserError, match=f"^{named}=.*: nothing can be written to {taken}: Not a directory$"):
+    with pytest.raises(UserError, match=f"^{named}=.*: cannot write to {taken}: Not a directory$"):
         check_ready(config, run_folder(config))
 
 
