@@ -255,7 +255,7 @@ def test_a_run_is_started_again_in_place(home, adapter):
         assert why in call(*recipe_command(home, "qwen_lora.py", "adapter", **asked), code=2)
         assert list((adapter / "checkpoints").iterdir()) and (adapter / "export" / "adapter_config.json").exists()
     said = call(*recipe_command(home, "qwen_lora.py", "adapter", **options, **{"ckpt.resume": "overwrite"}))
-    assert f"removing {adapter / 'checkpoints'}, as ckpt.resume='overwrite' says" in said
+    assert f"removing {adapter / 'checkpoints'} (ckpt.resume='overwrite')" in said
     assert [row["step"] for row in metrics(adapter) if "loss" in row] == [1, 2]
     again = [line.split(" -m ")[1] for line in said.splitlines() if line.startswith("resume: ")]
     assert again == [f"jaxtune.train --config={adapter / 'config.json'}"]
