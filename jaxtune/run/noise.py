@@ -1,4 +1,4 @@
-"""Adaptive quantization noise (AQN of QeRL, Huang et al. 2025, arXiv:2510.11696), drawn anew in each step.
+"""Adaptive quantization noise (AQN of QeRL, Huang et al. 2025, arXiv:2510.11696), drawn in each step.
 
 Noise on the weight of the norm before quantized layers acts as noise on all their weights, one factor per input
 feature, so no quantized weight has to change. Evaluations and exports have no noise.

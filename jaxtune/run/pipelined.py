@@ -364,6 +364,6 @@ def _accumulate(total: Total, micro: Total, places: Mapping[str, jax.P]) -> Tota
 
 
 def _with_leading(leaf: Any, *sizes: int, place: str | None = None) -> jax.ShapeDtypeStruct:
-    """The leaf's shape behind new leading axes of `sizes`, the first of them sharded over `place`."""
+    """The leaf's shape behind new leading axes of `sizes`, the first one sharded over `place`."""
     spec = P(place, *(None,) * (len(sizes) - 1), *leaf.sharding.spec)
     return jax.ShapeDtypeStruct((*sizes, *leaf.shape), leaf.dtype, sharding=leaf.sharding.update(spec=spec))

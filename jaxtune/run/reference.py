@@ -26,7 +26,7 @@ def is_kept(config: Config) -> bool:
 
 
 def abstract_reference(model: Model, config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and shardings of the reference values; {} if none are kept. Dtypes are those of the forward pass.
+    """Shapes and shardings of the reference values; {} if none are kept. Dtypes are as in the forward pass.
 
     Raises UserError if trained parameters are offloaded to the host.
     """

@@ -224,7 +224,7 @@ def record(config: Config, model: Model, feed: Feed | PromptFeed) -> dict[str, A
 
 
 def check_same(saved: dict, now: dict, model: Model, feed: Feed | PromptFeed) -> None:
-    """Raise UserError if data, base model or rows per step differ from those of the checkpoint.
+    """Raise UserError if data, base model or rows per step differ from the checkpoint's.
 
     saved, now: `record` of the checkpoint, and of this run.
     """

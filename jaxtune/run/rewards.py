@@ -133,7 +133,7 @@ def _values(
     reward: Reward, arguments: Mapping[str, Sequence[object]], count: int
 ) -> Float64[np.ndarray, " completions"]:
     try:
-        # Copy the lists: a function that changes its arguments must not change those of the next function.
+        # Copy the lists: a function that changes its arguments must not affect the next function.
         returned = reward.function(**{name: list(column) for name, column in arguments.items()})
         values = (
             list(returned)

@@ -90,7 +90,7 @@ def accumulated_gradients(
         arguments = trained, frozen, batch, step, scaling, dict(reference)
         if not summed_last:
             return of_rows(*arguments)
-        # Under jit alone XLA would all-reduce the gradients in every micro-batch. With these axes manual, a device sums
+        # With only jit, XLA would all-reduce the gradients in every micro-batch. With these axes manual, a device sums
         # the gradients of its own rows, and they are reduced once: 1 / A of the communication.
         specs = (P(), P(), P(None, summed_last), P(), P(), P())
         return apart(summed_last, of_rows, specs, P())(*arguments)

@@ -162,7 +162,7 @@ def test_benchmark_tasks_are_asked_of_a_run_and_of_any_model(home, adapter, monk
     "arguments, said",
     [
         ([], "--config=... is missing"),
-        (["--config=qwen_lora:MODEL", "--step=3"], "without --run there are no checkpoints"),
+        (["--config=qwen_lora:MODEL", "--step=3"], "needs --run: only a run has checkpoints"),
         (["--config=qwen_lora:MODEL", "--run=R", "--model=M"], "--run and --model: one at a time"),
     ],
 )
