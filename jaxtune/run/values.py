@@ -225,15 +225,11 @@ def _adapter_tensors(model: Model, config: Config) -> tuple[dict[str, hf.Target]
             f"lora.target_modules and the adapter in {config.lora.path} differ in {', '.join(difference[:6])}"
         )
     for parameter in model.frozen.values():
-        expected = parameter.treatment.adapter
+        lora = parameter.treatment.adapter
         for module in (place.name.removesuffix(".weight") for place in parameter.places):
-            if (
-                isinstance(expected, LoRA)
-                and module in adapter.modules
-                and adapter.of_module(module) != expected.exported
-            ):
+            if isinstance(lora, LoRA) and module in adapter.modules and adapter.of_module(module) != lora.exported:
                 raise UserError(
-                    f"lora.rank_pattern and alpha_pattern give {module} rank {expected.rank} and alpha {expected.alpha:g}, but "
+                    f"lora.rank_pattern and alpha_pattern give {module} rank {lora.rank} and alpha {lora.alpha:g}, but "
                     f"the adapter in {config.lora.path} has {adapter.of_module(module)}"
                 )
     targets = {name: _target(model, parameter) for name, parameter in wanted.items()}
