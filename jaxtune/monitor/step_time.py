@@ -4,7 +4,8 @@ An operation in a trace has the name of an instruction of the optimised HLO. The
 of Python that it comes from, and whether jax made it for the forward or the backward pass; the files of these lines
 tell the part of the model. A fusion counts as its root: if XLA fuses a norm into the next operation, the norm's time
 counts for that operation. Instructions without a line of any part are 'other', such as residual additions, or zeros
-that XLA fills in. Operations that are not instructions of the step, such as copies requested by the host, are 'unknown'.
+that XLA fills in. Operations that are not instructions of the step, such as copies that the host requests, are
+'unknown'.
 
 Only traces of CPUs have been read with this until now. In a trace of a GPU it reads the lines of the streams, by the
 names that XLA's CUPTI collector gives them (xla/backends/profiler/gpu/cupti_collector.cc), and takes each kernel as one

@@ -147,7 +147,7 @@ class Module:
         return users
 
     def read(self, computation: str, parameter: Instruction) -> float:
-        """Bytes that a fusion reads of a parameter: only the slice if it slices it, nothing if it updates it in place."""
+        """Bytes that a fusion reads of a parameter: only the slice if it takes one, nothing for an update in place."""
         total, pending = 0.0, [parameter]
         while pending:
             value = pending.pop()
