@@ -82,15 +82,15 @@ def page(records: Sequence[Record], defaults: Mapping[str, Any], most: int = MOS
 def contents(records: Sequence[Record], defaults: Mapping[str, Any], most: int = MOST_POINTS) -> dict[str, Any]:
     """The page's data, for JSON. Non-finite numbers are strings: `NaN`, `Infinity`, `-Infinity`."""
     metrics = [series(record.rows) for record in records]
-    axes = [axis for axis in AXES if all(axis in next(iter(found.values())).at for found in metrics if found)]
+    axes = [axis for axis in AXES if all(axis in next(iter(of_run.values())).at for of_run in metrics if of_run)]
     charts = [
         {
             "group": group,
             "metric": name,
             "exact": name in _EXACT,
-            "lines": [_line(found[name], axes, most) if name in found else None for found in metrics],
+            "lines": [_line(of_run[name], axes, most) if name in of_run else None for of_run in metrics],
         }
-        for group, name in grouped(list(dict.fromkeys(name for found in metrics for name in found)))
+        for group, name in grouped(list(dict.fromkeys(name for of_run in metrics for name in of_run)))
     ]
     columns = [record.name for record in records]
     options = [record.options for record in records]

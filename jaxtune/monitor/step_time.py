@@ -108,14 +108,14 @@ class StepTime:
 
     def rows(self) -> list[list[str]]:
         """A table: header, one row per part, and sums; one column per phase."""
-        phases = [phase for phase in PHASES if any(phase in found for found in self.parts.values())]
-        total = sum(sum(found.values()) for found in self.parts.values())
+        phases = [phase for phase in PHASES if any(phase in times for times in self.parts.values())]
+        total = sum(sum(times.values()) for times in self.parts.values())
         rows = [["ms a step", *phases, "all", "share", "alone"]]
-        for part, found in self.parts.items():
-            cells = [f"{found[phase]:.2f}" if phase in found else "-" for phase in phases]
-            part_sum = sum(found.values())
+        for part, times in self.parts.items():
+            cells = [f"{times[phase]:.2f}" if phase in times else "-" for phase in phases]
+            part_sum = sum(times.values())
             rows.append([part, *cells, f"{part_sum:.2f}", f"{part_sum / total:.0%}", f"{self.alone[part]:.2f}"])
-        sums = [sum(found.get(phase, 0.0) for found in self.parts.values()) for phase in phases]
+        sums = [sum(times.get(phase, 0.0) for times in self.parts.values()) for phase in phases]
         return [*rows, ["all", *(f"{value:.2f}" for value in sums), f"{total:.2f}", "100%", "-"]]
 
     def said(self) -> str:
@@ -140,12 +140,12 @@ class StepTime:
     @classmethod
     def read(cls, file: Path) -> "StepTime":
         """Read a file of `write`. Raises UserError for any other file."""
-        found = read_fields(file, cls)
-        phases = {phase for part in found.parts.values() for phase in part}
-        total = sum(time for part in found.parts.values() for time in part.values())
-        if found.alone.keys() != found.parts.keys() or not phases <= {*PHASES} or min(found.wall, total) <= 0:
+        saved = read_fields(file, cls)
+        phases = {phase for part in saved.parts.values() for phase in part}
+        total = sum(time for part in saved.parts.values() for time in part.values())
+        if saved.alone.keys() != saved.parts.keys() or not phases <= {*PHASES} or min(saved.wall, total) <= 0:
             raise UserError(f"{file} is damaged: it does not hold the parts of a step")
-        return found
+        return saved
 
 
 def read_step_time(folder: Path, text: str, steps: int) -> StepTime:
@@ -295,8 +295,8 @@ def _by_lines(module: Module, instruction: Instruction, fused: Sequence[Instruct
     if frames or instruction.operation:
         part = _part(instruction.operation, frames) if frames else around.part
         return part, _phase(instruction.operation, frames, around.phase)
-    inner = ((one.operation, own) for one in fused if (own := module.frames(one)))
-    votes = Counter((_part(name, own), _phase(name, own, around.phase)) for name, own in inner)
+    inner = ((one.operation, lines) for one in fused if (lines := module.frames(one)))
+    votes = Counter((_part(name, lines), _phase(name, lines, around.phase)) for name, lines in inner)
     return votes.most_common(1)[0][0] if votes else (around.part, around.phase)
 
 

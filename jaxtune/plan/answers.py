@@ -50,12 +50,12 @@ def _use_cpu() -> None:
 def _fastest(config: Config, where: Where, measured: calibration.Calibration | None) -> Plan:
     plans = []
 
-    def planned(other: Config) -> Plan:
+    def make_plan(other: Config) -> Plan:
         plans.append(predict(other, where, measured))
         print(line(plans[-1]), file=sys.stderr, flush=True)
         return plans[-1]
 
-    if plan := fastest(config, planned):
+    if plan := fastest(config, make_plan):
         return plan
     least = min(plans, key=lambda plan: plan.needed)
     raise UserError(

@@ -49,8 +49,8 @@ class Instruction:
     def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
         """Dtype and dimensions of each array of the result."""
         text = re.sub(r"/\*.*?\*/", "", self.shape)
-        found = re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", text)
-        return [(dtype, tuple(int(size) for size in sizes.split(",") if size)) for dtype, sizes in found]
+        arrays = re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", text)
+        return [(dtype, tuple(int(size) for size in sizes.split(",") if size)) for dtype, sizes in arrays]
 
     @property
     def bytes(self) -> float:
@@ -76,19 +76,19 @@ class Instruction:
     @property
     def known_iterations(self) -> int | None:
         """The trip count of a loop, if XLA knows it."""
-        found = self.attribute(r'"known_trip_count":\{"n":"(\d+)"')
-        return None if found is None else int(found)
+        trip_count = self.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+        return None if trip_count is None else int(trip_count)
 
     def called(self, key: str = "calls") -> str:
         """The name of the called computation, by attribute."""
-        found = self.attribute(key + r"=%?([\w.\-]+)")
-        assert found is not None, f"{self.name} has no {key}"
-        return found
+        called = self.attribute(key + r"=%?([\w.\-]+)")
+        assert called is not None, f"{self.name} has no {key}"
+        return called
 
     def attribute(self, pattern: str) -> str | None:
         """The first group of a pattern's first match in the attributes."""
-        found = re.search(pattern, self.attributes)
-        return found and found[1]
+        match = re.search(pattern, self.attributes)
+        return match and match[1]
 
 
 Computation = dict[str, Instruction]
@@ -108,13 +108,13 @@ class Module:
         computations: dict[str, Computation] = {}
         entry, current = "", None
         for line in text.splitlines():
-            if current is not None and (found := _INSTRUCTION.match(line)):
-                instruction = _instruction(*found.groups())
+            if current is not None and (match := _INSTRUCTION.match(line)):
+                instruction = _instruction(*match.groups())
                 computations[current][instruction.name] = instruction
-            elif found := _COMPUTATION.match(line):
-                current = found[2]
+            elif match := _COMPUTATION.match(line):
+                current = match[2]
                 computations[current] = {}
-                entry = current if found[1] else entry
+                entry = current if match[1] else entry
             elif line.startswith("}"):
                 current = None
         return cls(computations, entry, _tables(text))
@@ -185,8 +185,8 @@ class Module:
 
     def parameters(self, computation: str) -> list[Instruction]:
         """The parameters of a computation, in order."""
-        found = (i for i in self.computations[computation].values() if i.opcode == "parameter")
-        return sorted(found, key=lambda parameter: parameter.number)
+        parameters = (i for i in self.computations[computation].values() if i.opcode == "parameter")
+        return sorted(parameters, key=lambda parameter: parameter.number)
 
 
 def root(computation: Computation) -> Instruction:
@@ -245,8 +245,8 @@ def _tables(text: str) -> dict[str, dict[int, str]]:
             rows = tables[line]
         elif _COMPUTATION.match(line):
             break
-        elif rows is not None and (found := re.match(r"(\d+) (.*)", line)):
-            rows[int(found[1])] = found[2]
+        elif rows is not None and (match := re.match(r"(\d+) (.*)", line)):
+            rows[int(match[1])] = match[2]
     return tables
 
 
@@ -254,5 +254,5 @@ _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
 def _number(text: str, key: str) -> int:
-    found = re.search(key + r"=(\d+)", text)
-    return int(found[1]) if found else 0
+    match = re.search(key + r"=(\d+)", text)
+    return int(match[1]) if match else 0

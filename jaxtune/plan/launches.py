@@ -242,18 +242,18 @@ def _collective_bytes(kind: str, instruction: Instruction, reads: list[float]) -
 
 def _group(instruction: Instruction) -> tuple[int, ...]:
     """The numbers of the first group's devices. XLA prints groups as lists, reshaped ranges, or axes of a mesh."""
-    if found := instruction.attribute(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]*)\}"):
-        return tuple(_integers(found))
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.attributes):
-        axes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-        sizes, wanted = [int(size) for size in axes.values()], re.findall(r"'(\w+)'", found[2])
+    if match := instruction.attribute(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]*)\}"):
+        return tuple(_integers(match))
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.attributes):
+        axes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+        sizes, wanted = [int(size) for size in axes.values()], re.findall(r"'(\w+)'", match[2])
         return _along([place for place, name in enumerate(axes) if name in wanted], sizes)
-    found = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.attributes)
-    if found is None:
+    match = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.attributes)
+    if match is None:
         return ()
-    sizes = _integers(found[2])
-    order = _integers(found[3]) if found[3] else list(range(len(sizes)))
-    return _along(order, sizes)[: int(found[1])]
+    sizes = _integers(match[2])
+    order = _integers(match[3]) if match[3] else list(range(len(sizes)))
+    return _along(order, sizes)[: int(match[1])]
 
 
 def _along(axes: list[int], sizes: list[int]) -> tuple[int, ...]:
@@ -273,8 +273,8 @@ def _sizes(product: Instruction, body: Computation) -> tuple[int, int, int]:
     """(m, n, k) of a cuBLAS call; a batch of products counts as more rows."""
 
     def dimensions(name: str) -> list[int]:
-        found = product.attribute(rf'"{name}":\[([^\]]*)\]')
-        return [int(number.strip('"')) for number in (found or "").split(",") if number]
+        axes = product.attribute(rf'"{name}":\[([^\]]*)\]')
+        return [int(number.strip('"')) for number in (axes or "").split(",") if number]
 
     (_, left), (_, right) = (body[operand].arrays[0] for operand in product.operands[:2])
     k = math.prod(left[axis] for axis in dimensions("lhs_contracting_dimensions"))
@@ -284,8 +284,8 @@ def _sizes(product: Instruction, body: Computation) -> tuple[int, int, int]:
 
 def _xla_compute_us(instruction: Instruction) -> float:
     """XLA's estimate of a fusion's arithmetic; 0 for Triton fusions, where it counts a reduction once per element."""
-    found = instruction.attribute(r'"reification_cost":\[\{[^}]*?"compute_time_us":([\d.e+-]+)')
-    return 0.0 if found is None or "kind=kCustom" in instruction.attributes else float(found)
+    estimate = instruction.attribute(r'"reification_cost":\[\{[^}]*?"compute_time_us":([\d.e+-]+)')
+    return 0.0 if estimate is None or "kind=kCustom" in instruction.attributes else float(estimate)
 
 
 def executed(thunks: str, trips: list[int]) -> dict[str, int]:

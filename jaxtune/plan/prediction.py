@@ -199,16 +199,16 @@ def base_of(config: Config) -> Base:
 def _memory(run: Run, need: memory.Need, program: Program, config: Config) -> dict[str, int]:
     model = run.model
 
-    def stored(names: Any) -> int:
+    def stored_bytes(names: Any) -> int:
         arrays = abstract({name: model.parameters[name] for name in names})
         return sum(map(memory.device_bytes, jax.tree.leaves(arrays)))
 
     adapters = {name for name, parameter in model.parameters.items() if parameter.kind == "adapter"}
     quantized = set(model.quantized)
     sizes = {
-        "weights": stored(set(model.parameters) - adapters - quantized),
-        "quantized weights": stored(quantized),
-        "adapters": stored(adapters),
+        "weights": stored_bytes(set(model.parameters) - adapters - quantized),
+        "quantized weights": stored_bytes(quantized),
+        "adapters": stored_bytes(adapters),
         "optimizer": sum(map(memory.device_bytes, jax.tree.leaves(run.state.optimizer))),
         "reference": sum(map(memory.device_bytes, jax.tree.leaves(run.state.reference))),
         "average of weights": sum(map(memory.device_bytes, jax.tree.leaves(run.state.average))),

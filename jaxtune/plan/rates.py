@@ -96,8 +96,8 @@ SCENARIOS = {
 # FlashAttention 3, on an H100, 4096 causal tokens, head dimension 128: 579 TFLOP/s forward in its paper
 # (arXiv:2407.08608), which shows no causal backward pass: 462 in MagiAttention's comparison (SandAI-org/MagiAttention,
 # docs/source/blog/cp_benchmark.md), which has 662 forward; flash-attn3-jax's own README has 469 and 498. Mosaic:
-# numbers of tokamax's kernels (0.0.17, its autotuning data), not of ours, but of the same design and in the same language: 568
-# forward and 408 backward, which counts 5 products although 7 are executed.
+# numbers of tokamax's kernels (0.0.17, its autotuning data), not of ours, but of the same design and in the same
+# language: 568 forward and 408 backward, which counts 5 products although 7 are executed.
 #
 # Grouped products with quantized weights: guesses, below the rates of weights that need no decoding. The gated delta
 # rule: guesses too. Its products are small, and two of its kernels carry a state from chunk to chunk.
@@ -158,14 +158,16 @@ def timed(program: Program, gpu: str, per_host: int, rates: Rates) -> list[Timed
         recent[launch.name] = launch.written
         while sum(recent.values()) > _L2_SHARE * GPUS[gpu].l2_cache:
             recent.popitem(last=False)
-    return [Timed(launch, us := alone[id(launch)], _exposed(launch, us, alone, rates)) for launch in program.launches]
+    return [
+        Timed(launch, us := alone[id(launch)], _exposed_us(launch, us, alone, rates)) for launch in program.launches
+    ]
 
 
 _L2_SHARE = 0.65  # fraction of L2 that holds recently written results
 _ON_LINKS = (*COLLECTIVES, "host copy")
 
 
-def _exposed(launch: Launch, us: float, alone: dict[int, float], rates: Rates) -> float:
+def _exposed_us(launch: Launch, us: float, alone: dict[int, float], rates: Rates) -> float:
     if launch.beside is None:
         return us
     if launch.kind not in _ON_LINKS:

@@ -89,7 +89,7 @@ def _assumptions(plan: Plan) -> list[str]:
 
 def _most_expensive(plan: Plan, count: int) -> list[str]:
     total = sum(group.ms for group in plan.groups)
-    rows = [f"{'ms':>9} {'%':>5} {'launches':>9} {'GB':>8} {'TFLOP':>7}  what, and where it comes from"]
+    rows = [f"{'ms':>9} {'%':>5} {'launches':>9} {'GB':>8} {'TFLOP':>7}  launches, and their source"]
     for group in plan.groups[:count]:
         rows.append(
             f"{group.ms:9.2f} {100 * group.ms / total:5.1f} {group.launches:9,} {group.bytes / 1e9:8.1f} "

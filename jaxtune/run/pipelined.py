@@ -193,30 +193,30 @@ def pipelined_gradients(
         # Inside of `by_stage` an array has one stage's part: its leading axis has size 1, so leaf[0] and leaf[None].
         def forward(part: Part, row: Any, x: Array, all: Stages, seen: Batch, key: Source) -> tuple[Array, Stages]:
             (number, chunk, slot), stage = _row_of_stage(row.forward)
-            own = jax.tree.map(lambda leaf: leaf[0], all)
-            x = jnp.where((stage == 0) & (chunk == 0), x, own.arriving)
+            state = jax.tree.map(lambda leaf: leaf[0], all)
+            x = jnp.where((stage == 0) & (chunk == 0), x, state.arriving)
 
             def compute(x: Array) -> tuple[Array, Emitted]:
                 return of_chunks(of_chunk(part, chunk, stack.chunks), chunk, _at(seen, number), key, x)
 
             y, emitted = jax.lax.cond(number >= 0, compute, lambda x: zeros_like(jax.eval_shape(compute, x)), x)
             # An idle stage (number -1) writes back the input that is in the slot.
-            kept_input = jnp.where(number >= 0, x, _at(own.inputs, slot))
-            own = own._replace(
-                inputs=jax.lax.dynamic_update_index_in_dim(own.inputs, kept_input, slot, 0),
+            kept_input = jnp.where(number >= 0, x, _at(state.inputs, slot))
+            state = state._replace(
+                inputs=jax.lax.dynamic_update_index_in_dim(state.inputs, kept_input, slot, 0),
                 arriving=sent(y, stack.stages),
-                emitted=jax.tree.map(lambda all, one: added(all, one, chunk, number), own.emitted, emitted),
+                emitted=jax.tree.map(lambda all, one: added(all, one, chunk, number), state.emitted, emitted),
             )
             leaving = _broadcast_leaving(row.leaving, y, (stage == last[0]) & (chunk == last[1]))
-            return leaving, jax.tree.map(lambda leaf: leaf[None], own)
+            return leaving, jax.tree.map(lambda leaf: leaf[None], state)
 
         def backward(
             part: Part, row: Any, waiting: Array, total: Total, all: Stages, seen: Batch, key: Source
         ) -> tuple[Array, Total, Stages]:
             (number, chunk, slot), stage = _row_of_stage(row.backward)
-            own = jax.tree.map(lambda leaf: leaf[0], all)
+            state = jax.tree.map(lambda leaf: leaf[0], all)
             is_last = (stage == last[0]) & (chunk == last[1])
-            dy = jnp.where(is_last, _at(waiting, number % plan.waiting), own.returning)
+            dy = jnp.where(is_last, _at(waiting, number % plan.waiting), state.returning)
 
             def compute(total: Total) -> tuple[Total, Array]:
                 given = of_chunk(part, chunk, stack.chunks)
@@ -224,15 +224,15 @@ def pipelined_gradients(
                 def of(trained: Parameters, scales: dict[str, Array], x: Array) -> tuple[Array, Emitted]:
                     return of_chunks(given._replace(trained=trained, scales=scales), chunk, _at(seen, number), key, x)
 
-                _, transposed = jax.vjp(of, given.trained, given.scales, _at(own.inputs, slot))
-                *parts, dx = transposed((dy, _at(_at(own.of_emitted, chunk), number)))
+                _, transposed = jax.vjp(of, given.trained, given.scales, _at(state.inputs, slot))
+                *parts, dx = transposed((dy, _at(_at(state.of_emitted, chunk), number)))
                 so_far = of_chunk(total, chunk, stack.chunks)
                 return _with_chunk(total, _accumulate(so_far, Total(*parts), places_in), chunk, stack.chunks), dx
 
             total, dx = jax.lax.cond(number >= 0, compute, lambda total: (total, jnp.zeros_like(dy)), total)
-            own = own._replace(returning=sent(dx, stack.stages, by=-1))
+            state = state._replace(returning=sent(dx, stack.stages, by=-1))
             back = _broadcast_leaving(row.returning, dx, (stage == 0) & (chunk == 0))
-            return back, total, jax.tree.map(lambda leaf: leaf[None], own)
+            return back, total, jax.tree.map(lambda leaf: leaf[None], state)
 
         # ---- a tick: embedding, stages forward, head, stages backward, embedding backward ----
         forward_of_all = by_stage(forward, (STAGES, P(), P(), STAGES, P(), P()), (P(), STAGES))
@@ -243,7 +243,7 @@ def pipelined_gradients(
                 return before(trained, scales, row.entering)
 
             x, entered = jax.lax.cond(row.entering >= 0, take, lambda: zeros_like(jax.eval_shape(take)))
-            entered = jax.tree.map(lambda all, own: added(all, own, row.entering), carry.entered, entered)
+            entered = jax.tree.map(lambda all, one: added(all, one, row.entering), carry.entered, entered)
             leaving, stages = forward_of_all(inside, row, x, carry.stages, seen, key)
             carry = carry._replace(stages=stages, entered=entered)
             # The head's gradient is ready before the stages' backward pass of this tick: in 1F1B the last stage begins
@@ -307,7 +307,7 @@ def pipelined_gradients(
             return moved(direction, None if inner is None else jax.typeof(inner).sharding.spec)
 
         directions = {name: where_trained(name, direction) for name, direction in done.sums.directions.items()}
-        amax = {name: jax.reshard(found, P()) for name, found in done.inside.amax.items()}
+        amax = {name: jax.reshard(value, P()) for name, value in done.inside.amax.items()}
         return Summed(
             {**done.outside.gradients, **_with_prefix(prefix, done.inside.gradients)},
             done.sums._replace(directions=directions),

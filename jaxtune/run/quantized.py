@@ -51,7 +51,7 @@ def choose(model: Model, kind: str, dtype: str, copied: Iterable[str] = ()) -> C
 
     def leave(name: str, reason: str | None) -> None:
         # Readers look up the name in the files, or the module's name in transformers: list both.
-        unquantized.update(dict.fromkeys(_module(found) for found in (name, loaded.get(name, name))))
+        unquantized.update(dict.fromkeys(_module(weight_name) for weight_name in (name, loaded.get(name, name))))
         if reason is not None:
             reasons[name] = reason
 

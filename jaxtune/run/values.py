@@ -36,12 +36,12 @@ def check_files(model: Model, config: Config) -> None:
         _adapter_tensors(model, config)
     if not config.model.from_scratch:
         saved = {name: p for name, p in model.parameters.items() if name not in model.new}
-        hf.check_weights(model.folder, *_wanted(model, saved))
+        hf.check_weights(model.folder, *_targets(model, saved))
 
 
 def read_parameters(model: Model, wanted: Mapping[str, Parameter]) -> Parameters:
     """Read parameters from the model's folder, directly into their shards; `wanted` must not contain adapters."""
-    parameters = hf.read(model.folder, *_wanted(model, wanted))
+    parameters = hf.read(model.folder, *_targets(model, wanted))
     if model.spec.vocabulary > model.base.saved_vocabulary:
         embeddings = [name for name, parameter in wanted.items() if parameter.kind == "table"]
         parameters |= {name: _with_new_tokens(parameters[name], model) for name in embeddings}
@@ -70,7 +70,7 @@ def _with_new_tokens(embeddings: jax.Array, model: Model) -> jax.Array:
     return fill(embeddings)
 
 
-def _wanted(model: Model, wanted: Mapping[str, Parameter]) -> tuple[dict[str, hf.Target], Callable[[str], bool]]:
+def _targets(model: Model, wanted: Mapping[str, Parameter]) -> tuple[dict[str, hf.Target], Callable[[str], bool]]:
     """The targets of parameters that the files hold unquantized; and a test for other tensors that may be present."""
     scheme = model.base.scheme
     targets = {
@@ -78,11 +78,11 @@ def _wanted(model: Model, wanted: Mapping[str, Parameter]) -> tuple[dict[str, hf
         for name, parameter in wanted.items()
         if scheme is None or name not in model.quantized
     }
-    others = {place.name for name, p in model.parameters.items() if name not in targets for place in p.places}
+    other_tensors = {place.name for name, p in model.parameters.items() if name not in targets for place in p.places}
 
     def ignorable(hf_name: str) -> bool:
         weight = hf_name if scheme is None else scheme.weight_of(hf_name)
-        return weight in others or families.is_ignorable(model.spec, hf_name)
+        return weight in other_tensors or families.is_ignorable(model.spec, hf_name)
 
     return targets, ignorable
 
