@@ -81,7 +81,7 @@ def read(file: Path, gpu: str) -> Calibration:
         what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(f"calibration {file} is not a result of the suite's piece {PIECE}: {what}. {remedy}") from error
     if smoke:
-        raise UserError(f"calibration {file} is of a smoke run, which measures nothing. {remedy}")
+        raise UserError(f"calibration {file} is from a smoke run, which measures nothing. {remedy}")
     if device != GPUS[gpu].kind:
         raise UserError(f"calibration {file} was measured on {device}, and --gpu={gpu} is {GPUS[gpu].kind}. {remedy}")
     if not isinstance(values, dict) or not values:
@@ -93,7 +93,9 @@ def read(file: Path, gpu: str) -> Calibration:
 
 def _check(file: Path, name: str, value: Any) -> None:
     if name not in PLAUSIBLE:
-        raise UserError(f"calibration {file}: the time model has no rate {name!r}; there are {', '.join(PLAUSIBLE)}")
+        raise UserError(
+            f"calibration {file}: the time model has no rate {name!r}; its rates are {', '.join(PLAUSIBLE)}"
+        )
     low, high = PLAUSIBLE[name]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number and low <= value <= high):  # refuses NaN too

@@ -283,7 +283,7 @@ def _sizes(product: Instruction, body: Computation) -> tuple[int, int, int]:
 
 
 def _xla_compute_us(instruction: Instruction) -> float:
-    """XLA's estimate of a fusion's arithmetic; 0 for Triton fusions, where it counts a reduction once per element."""
+    """XLA's estimate of a fusion's arithmetic; 0 for Triton fusions, because it counts a reduction once per element."""
     estimate = instruction.attribute(r'"reification_cost":\[\{[^}]*?"compute_time_us":([\d.e+-]+)')
     return 0.0 if estimate is None or "kind=kCustom" in instruction.attributes else float(estimate)
 

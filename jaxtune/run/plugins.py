@@ -193,7 +193,7 @@ def _load(name: str, content: str) -> Plugin:
         _check_callable(plugin, function, known[function])
     if hasattr(plugin.module, "MODEL_TYPE"):
         if missing := [part for part in FAMILY if not hasattr(plugin.module, part)]:
-            raise UserError(f"{OPTION}: {plugin.file}: a family (MODEL_TYPE) has {missing[0]} too")
+            raise UserError(f"{OPTION}: {plugin.file}: a family (MODEL_TYPE) must define {missing[0]} too")
     elif not used:
         raise UserError(
             f"{OPTION}: {plugin.file} has nothing that is used: {', '.join(known)} or a family (MODEL_TYPE)"

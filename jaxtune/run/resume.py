@@ -135,7 +135,7 @@ def _saved_start(config: Config, folder: RunFolder) -> Saved:
     record = checkpoints.host(step)
     if record is None:
         raise UserError(
-            f"ckpt.start={config.ckpt.start}: no checkpoint is there; it is the folder of a run, or one of its "
+            f"ckpt.start={config.ckpt.start}: no checkpoint is there; set it to the folder of a run, or to one of its "
             "checkpoints, such as runs/NAME/checkpoints/100"
         )
     if path.resolve().is_relative_to(folder.path.resolve()):
@@ -161,7 +161,7 @@ def restored(saved: Saved, program: Program, load_optimizer: bool) -> tuple[Stat
         state = state._replace(optimizer=jax.jit(program.optimizer.init)(state.trained))
     position = Position.from_json(checkpoint.host)
     if not saved.own:
-        position.standing = Standing()  # the best so far is not among this run's checkpoints
+        position.standing = Standing()  # the best step of the other run has no checkpoint here
     log.info("resumed from step %d", position.step)
     return state, starts, position
 
@@ -173,7 +173,7 @@ def rolled_back(checkpoints: CheckpointManager, program: Program, state: State) 
     """
     checkpoints.wait()
     if checkpoints.host() is None:
-        log.warning("there is no checkpoint to go back to yet (ckpt.save_steps)")
+        log.warning("cannot roll back before the first checkpoint (ckpt.save_steps)")
         return state
     kept = {"step": state.step, "guard": state.guard, "scaling": state.scaling}
     for leaf in jax.tree.leaves((state.trained, state.optimizer, state.reference, state.average, state.base)):

@@ -325,6 +325,7 @@ def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -
         skipped=0,
         notes=(),
     )
+    # The step is compiled for one row per completion: no packing.
     plain = dataclasses.replace(config.data, packing=False, shuffle=False, num_workers=0, prefetch=0)
     columns: tuple[Column, ...] = tuple(c for c in program.objective.columns if c != OLD_LOG_PROB)
     rows = data.Rows(Documents.joined([part]), plain, 1, columns)
@@ -339,7 +340,7 @@ def _make_scored(config: Config, model: Model) -> Callable[[Parameters, Paramete
     They are of the policy that sampled the completions, for the importance ratio of later iterations.
     """
     recipe = recipe_of(config.precision, model.linears)
-    call = call_of(config, recipe)._replace(remat="none")
+    call = call_of(config, recipe)._replace(remat="none")  # without a backward pass nothing is rematerialised
 
     def scored(trained: Parameters, frozen: Parameters, batch: Batch) -> Array:
         weights_of, _ = weights_of_step(recipe.linears, trained, frozen, {}, jnp.zeros((), jnp.int32))

@@ -101,12 +101,12 @@ def open_evaluated(
         trained, base, frozen = start_parameters(model, config)
         return Evaluated(config, model, trained, {**frozen, **base}, {}, None)
     if name is not None:
-        raise UserError("--run and --model: one at a time")
+        raise UserError("--run and --model: give only one of the two")
     run = open_run(RunFolder(Path(run_path)), mesh, step, config.train.plugins, low_precision=True, reference=reference)
     for option in ("path", "head"):
         trained, wanted = getattr(run.config.model, option), getattr(config.model, option)
         if trained != wanted:
-            raise UserError(f"the run trained model.{option}={trained}, not {wanted}; give its own recipe")
+            raise UserError(f"the run trained model.{option}={trained}, not {wanted}; evaluate it with its own recipe")
     config = dataclasses.replace(config, model=run.config.model)  # includes the labels of the training
     then, now = dataclasses.asdict(run.config), dataclasses.asdict(config)
     changed = [

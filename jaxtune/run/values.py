@@ -61,6 +61,7 @@ def _with_new_tokens(embeddings: jax.Array, model: Model) -> jax.Array:
     """Set the rows (vocabulary, hidden) of new tokens to the mean of the others, as transformers resizes embeddings."""
     old, new = model.base.saved_vocabulary, model.spec.vocabulary
 
+    # The table is donated: it is filled in place, and never exists twice on the device.
     @partial(jax.jit, donate_argnums=0, out_shardings=embeddings.sharding)
     def fill(embeddings):
         row = jax.lax.broadcasted_iota(jnp.int32, embeddings.shape, 0, out_sharding=jax.typeof(embeddings).sharding)
@@ -328,7 +329,7 @@ def of_model(name: str, config: Config) -> Config:
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         adapter = hf.read_adapter(folder)
         if adapter.base_model is None:
-            raise UserError(f"{name} does not say which model it is an adapter of (base_model_name_or_path)")
+            raise UserError(f"{name} does not name the model that it adapts (base_model_name_or_path)")
         base, revision = adapter.base_model, adapter.revision
         lora = Lora(enabled=True, path=name, **adapter.options, **adapter.chosen)
         quant = config.quant

@@ -163,7 +163,7 @@ def test_benchmark_tasks_are_asked_of_a_run_and_of_any_model(home, adapter, monk
     [
         ([], "--config=... is missing"),
         (["--config=qwen_lora:MODEL", "--step=3"], "needs --run: only a run has checkpoints"),
-        (["--config=qwen_lora:MODEL", "--run=R", "--model=M"], "--run and --model: one at a time"),
+        (["--config=qwen_lora:MODEL", "--run=R", "--model=M"], "--run and --model: give only one of the two"),
     ],
 )
 def test_what_cannot_be_evaluated_is_said(arguments, said):
