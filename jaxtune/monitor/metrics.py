@@ -153,6 +153,7 @@ def cut(path: pathlib.Path, resume_step: int) -> None:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
+    # Only a complete file takes the name: a crash leaves the old rows or the new ones.
     temporary.replace(path)
 
 

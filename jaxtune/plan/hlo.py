@@ -48,6 +48,7 @@ class Instruction:
     @property
     def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
         """Dtype and dimensions of each array of the result."""
+        # XLA prints comments such as /*index=5*/ inside of long tuples.
         text = re.sub(r"/\*.*?\*/", "", self.shape)
         arrays = re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", text)
         return [(dtype, tuple(int(size) for size in sizes.split(",") if size)) for dtype, sizes in arrays]
@@ -198,6 +199,7 @@ def results(value: Instruction) -> float:
     """Bytes that an instruction writes; parameters and the workspace of a cuBLAS call do not count."""
     if value.opcode == "parameter" or (value.opcode == "get-tuple-element" and value.shape.startswith("s8[")):
         return 0.0
+    # A cuBLAS call returns its result and an s8 array, the workspace.
     if "__cublas" in value.target:
         return sum(WIDTH[dtype] * math.prod(sizes) for dtype, sizes in value.arrays if dtype != "s8")
     return value.bytes

@@ -242,12 +242,15 @@ def _collective_bytes(kind: str, instruction: Instruction, reads: list[float]) -
 
 def _group(instruction: Instruction) -> tuple[int, ...]:
     """The numbers of the first group's devices. XLA prints groups as lists, reshaped ranges, or axes of a mesh."""
+    # {{0,1},{2,3}}
     if match := instruction.attribute(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]*)\}"):
         return tuple(_integers(match))
+    # mesh['data'=2,'fsdp'=4] {'fsdp'}
     if match := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.attributes):
         axes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
         sizes, wanted = [int(size) for size in axes.values()], re.findall(r"'(\w+)'", match[2])
         return _along([place for place, name in enumerate(axes) if name in wanted], sizes)
+    # [2,4]<=[8] or [2,4]<=[4,2]T(1,0): (groups, devices of one) from a range that is reshaped and transposed
     match = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.attributes)
     if match is None:
         return ()
@@ -295,6 +298,7 @@ def executed(thunks: str, trips: list[int]) -> dict[str, int]:
     loops, in order.
     """
     counts = {"graphs": 0, "in graphs": 0, "outside": 0}
+    # The dump is indented: deeper lines are inside of the loop or CUDA graph above them.
     loops, around, graph = iter(trips), [(-1, 1)], None
     for line in thunks.splitlines():
         match = re.match(r"( *)\d+: (k\w+)", line)

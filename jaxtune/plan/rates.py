@@ -150,7 +150,7 @@ class Timed:
 
 def timed(program: Program, gpu: str, per_host: int, rates: Rates) -> list[Timed]:
     """The time of every launch. per_host: GPUs of a host, which decides the links of a collective."""
-    recent: OrderedDict[str, float] = OrderedDict()
+    recent: OrderedDict[str, float] = OrderedDict()  # results that are still in L2, the oldest first
     alone: dict[int, float] = {}
     for launch in program.launches:
         cached = sum(size for name, size in launch.reads if name in recent)

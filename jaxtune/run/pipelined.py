@@ -194,11 +194,13 @@ def pipelined_gradients(
         def forward(part: Part, row: Any, x: Array, all: Stages, seen: Batch, key: Source) -> tuple[Array, Stages]:
             (number, chunk, slot), stage = _row_of_stage(row.forward)
             state = jax.tree.map(lambda leaf: leaf[0], all)
+            # The first chunk takes the embedding's output, any other chunk the output of the previous one.
             x = jnp.where((stage == 0) & (chunk == 0), x, state.arriving)
 
             def compute(x: Array) -> tuple[Array, Emitted]:
                 return of_chunks(of_chunk(part, chunk, stack.chunks), chunk, _at(seen, number), key, x)
 
+            # number -1: the stage is idle in this tick (the bubble of the pipeline) and skips the computation.
             y, emitted = jax.lax.cond(number >= 0, compute, lambda x: zeros_like(jax.eval_shape(compute, x)), x)
             # An idle stage (number -1) writes back the input that is in the slot.
             kept_input = jnp.where(number >= 0, x, _at(state.inputs, slot))
@@ -216,6 +218,7 @@ def pipelined_gradients(
             (number, chunk, slot), stage = _row_of_stage(row.backward)
             state = jax.tree.map(lambda leaf: leaf[0], all)
             is_last = (stage == last[0]) & (chunk == last[1])
+            # The last chunk takes its gradient from the head, any other chunk from the next one.
             dy = jnp.where(is_last, _at(waiting, number % plan.waiting), state.returning)
 
             def compute(total: Total) -> tuple[Total, Array]:
@@ -224,6 +227,7 @@ def pipelined_gradients(
                 def of(trained: Parameters, scales: dict[str, Array], x: Array) -> tuple[Array, Emitted]:
                     return of_chunks(given._replace(trained=trained, scales=scales), chunk, _at(seen, number), key, x)
 
+                # vjp of the saved input: this recomputes the chunk's forward pass.
                 _, transposed = jax.vjp(of, given.trained, given.scales, _at(state.inputs, slot))
                 *parts, dx = transposed((dy, _at(_at(state.of_emitted, chunk), number)))
                 so_far = of_chunk(total, chunk, stack.chunks)

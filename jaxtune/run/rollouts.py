@@ -78,7 +78,7 @@ def with_rollouts(
 ) -> Callable[..., tuple[State, dict[str, Any]]]:
     """Wrap `train_step`: return a function (state, frozen, prompts of a step, learning rate) -> (state, metrics).
 
-    Completions are used for grpo.iterations of `train_step`. Metrics are those of the last iteration and, named as in
+    Completions are used for grpo.iterations of `train_step`. Metrics are from the last iteration and, named as in
     TRL: reward, reward_std, rewards/NAME/mean, frac_reward_zero_std, completions/mean_length,
     completions/clipped_ratio.
 
@@ -105,6 +105,7 @@ def with_rollouts(
         if written is not None:
             written.write(asked.first // len(prompts) + 1, made, above, group_size)
         batch = _batch(config, program, made, above)
+        # In a single iteration the policy is the one that sampled: the importance ratio is 1 and needs no old scores.
         if config.grpo.iterations > 1:
             batch[OLD_LOG_PROB.name] = scored(state.trained, frozen, batch)
         metrics = {}

@@ -108,6 +108,7 @@ def accumulated_gradients(
         magnified = 1.0 if scaling.loss is None else scaling.loss.scale / size
 
         def loss(given: Parameters, scales: dict[str, Array], micro: Batch) -> tuple[Array, Sums]:
+            # `Added` takes a stack's gradient sum through the backward pass; its cotangent is the new sum.
             decoder = bind(graph, weights_of(given | {n: Added(trained[n], given[n]) for n in added_by_layer}, scales))
             head = "embed.weight" if decoder.head is None else "head.weight"
             noisy = call._replace(noise=noise_of(micro, source))
@@ -130,6 +131,7 @@ def accumulated_gradients(
             name: zeros_of(p, recipe.gradient_dtype, added_by_layer.get(name, False)) for name, p in trained.items()
         }
         given = trained | {name: totals[name] for name in added_by_layer}
+        # Objectives differ in their metrics: the initial carry of the scan gets their shapes from one micro-batch.
         _, sums = jax.eval_shape(loss, given, scales, jax.tree.map(lambda x: x[0], batch))
         start = Summed(placed(totals, places), jax.tree.map(_zero, sums), jax.tree.map(jnp.zeros_like, scales))
         total, _ = jax.lax.scan(add, start, batch)

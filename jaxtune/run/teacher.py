@@ -186,6 +186,7 @@ def _write(path: Path, teacher: Teacher, mesh: jax.sharding.Mesh, rows: data.Row
         columns = {name: np.asarray(array.addressable_data(0)) for name, array in step(parameters, batch).items()}
         place = columns.pop("place", None)
         for number, row in enumerate(range(first, min(after, used))):
+            # Dealt rows: `place` has the position of each element in the row; argsort gives the element of a position.
             order = np.arange(config.data.seq_len) if place is None else np.argsort(place[number])
             for document, start, position, count in rows.targets_in(row):
                 weights = rows.documents.values("loss_weight", document, start, start + count)
