@@ -22,7 +22,7 @@ NOTHING = "x = 1\n"
         ("def on_steps(run, step, metrics): ...\n", "on_steps is not a callback; the callbacks are: on_step"),
         ("def on_step(step): ...\n", r"on_step must be a function of \(run, step, metrics\)"),
         ("import nowhere\n", r"mine\.py:1 fails: ModuleNotFoundError"),
-        ("MODEL_TYPE = 'x'\nNAMES = {}\n", "a family .* has read_spec too"),
+        ("MODEL_TYPE = 'x'\nNAMES = {}\n", "a family .* must define read_spec too"),
     ],
 )
 def test_a_plugin_that_cannot_be_used(tmp_path, text, message):

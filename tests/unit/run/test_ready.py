@@ -105,4 +105,4 @@ def test_the_output_of_a_command_is_tried_before_its_model(command, arguments, t
     (tmp_path / "taken").write_text("")
     output = f"--output={tmp_path}/taken/b/answers.jsonl"
     assert command.main([*arguments, output]) == 2
-    assert f"{output}: nothing can be written to {tmp_path}/taken: Not a directory" in capsys.readouterr().err
+    assert f"{output}: cannot write to {tmp_path}/taken: Not a directory" in capsys.readouterr().err
