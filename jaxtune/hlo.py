@@ -1,4 +1,4 @@
-"""The text of an optimised HLO module: instructions in the order in which they run, and where each comes from."""
+"""Parser of optimised HLO text: instructions in execution order, with the lines of Python that they come from."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-# Bytes of an element.
+# Bytes per element.
 WIDTH = {
     "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8,
     "u64": 8, "f64": 8, "c64": 8, "s4": 0.5, "u4": 0.5, "s2": 0.25, "u2": 0.25, "f8e4m3fn": 1, "f8e5m2": 1, "f8e4m3": 1,
@@ -16,7 +16,7 @@ WIDTH = {
 
 
 class Frame(NamedTuple):
-    """A line of Python that an instruction comes from; the file's path begins at its package."""
+    """A line of Python from which an instruction comes; the file's path begins at its package."""
 
     file: str
     function: str
@@ -25,7 +25,17 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction. `shape` and `attributes` are text; `number` is that of a parameter, else -1."""
+    """One instruction.
+
+    Attributes:
+        name: without the leading %.
+        shape: text, of the result.
+        opcode: such as 'fusion'.
+        operands: names.
+        attributes: text after the operands.
+        is_root: whether its value is the computation's.
+        number: of a parameter; else -1.
+    """
 
     name: str
     shape: str
@@ -38,18 +48,20 @@ class Instruction:
     @property
     def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
         """Dtype and dimensions of each array of the result."""
+        # XLA prints comments such as /*index=5*/ inside of long tuples.
         text = re.sub(r"/\*.*?\*/", "", self.shape)
-        found = re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", text)
-        return [(dtype, tuple(int(size) for size in sizes.split(",") if size)) for dtype, sizes in found]
+        arrays = re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", text)
+        return [(dtype, tuple(int(size) for size in sizes.split(",") if size)) for dtype, sizes in arrays]
 
     @property
     def bytes(self) -> float:
-        """Of the whole result."""
+        """Bytes of the whole result."""
         return sum(WIDTH.get(dtype, 0) * math.prod(sizes) for dtype, sizes in self.arrays)
 
     @property
     def on_host(self) -> bool:
-        """Whether the result, or a part of it, is in the host's memory."""
+        """Whether the result is in the host's memory, as a whole or in part."""
+        # S(5) is XLA's memory space for pinned host memory.
         return "S(5)" in self.shape
 
     @property
@@ -59,25 +71,25 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """What a custom call calls."""
+        """The target of a custom call; "" for other instructions."""
         return self.attribute(r'custom_call_target="([^"]+)"') or ""
 
     @property
     def known_iterations(self) -> int | None:
-        """Of a loop, where XLA knows them."""
-        found = self.attribute(r'"known_trip_count":\{"n":"(\d+)"')
-        return None if found is None else int(found)
+        """The trip count of a loop, if XLA knows it."""
+        trip_count = self.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+        return None if trip_count is None else int(trip_count)
 
     def called(self, key: str = "calls") -> str:
-        """The name of a computation that it calls."""
-        found = self.attribute(key + r"=%?([\w.\-]+)")
-        assert found is not None, f"{self.name} has no {key}"
-        return found
+        """The name of the called computation, by attribute."""
+        called = self.attribute(key + r"=%?([\w.\-]+)")
+        assert called is not None, f"{self.name} has no {key}"
+        return called
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of a pattern, in the attributes."""
-        found = re.search(pattern, self.attributes)
-        return found and found[1]
+        """The first group of a pattern's first match in the attributes."""
+        match = re.search(pattern, self.attributes)
+        return match and match[1]
 
 
 Computation = dict[str, Instruction]
@@ -85,7 +97,7 @@ Computation = dict[str, Instruction]
 
 @dataclass(frozen=True)
 class Module:
-    """The computations of a program, of which `entry` is called; and the lines of Python behind its instructions."""
+    """The computations of a program, the name of its entry, and tables with the lines of Python of its instructions."""
 
     computations: dict[str, Computation]
     entry: str
@@ -93,23 +105,23 @@ class Module:
 
     @classmethod
     def parse(cls, text: str) -> "Module":
-        """The module that jax.stages.Compiled.as_text() prints."""
+        """Parse the text of jax.stages.Compiled.as_text()."""
         computations: dict[str, Computation] = {}
         entry, current = "", None
         for line in text.splitlines():
-            if current is not None and (found := _INSTRUCTION.match(line)):
-                instruction = _instruction(*found.groups())
+            if current is not None and (match := _INSTRUCTION.match(line)):
+                instruction = _instruction(*match.groups())
                 computations[current][instruction.name] = instruction
-            elif found := _COMPUTATION.match(line):
-                current = found[2]
+            elif match := _COMPUTATION.match(line):
+                current = match[2]
                 computations[current] = {}
-                entry = current if found[1] else entry
+                entry = current if match[1] else entry
             elif line.startswith("}"):
                 current = None
         return cls(computations, entry, _tables(text))
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
-        """The lines behind an instruction, the innermost first."""
+        """The lines of Python of an instruction, innermost first."""
         number = instruction.attribute(r"stack_frame_id=(\d+)")
         return tuple(self._stack(int(number))) if number else ()
 
@@ -122,11 +134,11 @@ class Module:
             function = self._tables["FunctionNames"][_number(location, "function_name_id")].strip('"')
             path = re.sub(r".*/(?=(jaxtune|pallas_kernels)/)|.*site-packages/", "", file)
             yield Frame(path, function.split(".")[-1], _number(location, "line"))
-            number = _number(text, "parent_frame_id") - 1  # printed as one more, so that 1 is none
+            number = _number(text, "parent_frame_id") - 1  # XLA prints the id plus one, so that 1 means none
 
     @cached_property
     def users(self) -> dict[str, dict[str, list[Instruction]]]:
-        """By computation and instruction, those that use its result."""
+        """By computation and instruction: the instructions that use its result."""
         users: dict[str, dict[str, list[Instruction]]] = {}
         for name, computation in self.computations.items():
             users[name] = {}
@@ -136,14 +148,14 @@ class Module:
         return users
 
     def read(self, computation: str, parameter: Instruction) -> float:
-        """Bytes of a parameter that a fusion reads: of a slice what it takes, of what is updated in place nothing."""
-        total, open_ = 0.0, [parameter]
-        while open_:
-            value = open_.pop()
+        """Bytes that a fusion reads of a parameter: only the slice if it takes one, nothing for an update in place."""
+        total, pending = 0.0, [parameter]
+        while pending:
+            value = pending.pop()
             for user in self.users[computation].get(value.name, ()):
                 first = user.operands[0] == value.name
                 if user.opcode in ("bitcast", "reshape"):
-                    open_.append(user)
+                    pending.append(user)
                 elif first and user.opcode in ("dynamic-slice", "slice", "gather"):
                     total += user.bytes
                 elif user.opcode == "fusion":
@@ -154,7 +166,7 @@ class Module:
         return min(total, parameter.bytes)
 
     def written(self, computation: str) -> float:
-        """Bytes that a fusion writes: of what it updates in place the update."""
+        """Bytes that a fusion writes: only the update if it updates an array in place."""
         body = self.computations[computation]
 
         def of(value: Instruction) -> float:
@@ -163,7 +175,7 @@ class Module:
             if value.opcode == "dynamic-update-slice":
                 return body[value.operands[1]].bytes
             if value.opcode == "scatter" and len(value.operands) == 3:
-                return 2 * body[value.operands[2]].bytes  # what it adds to is read
+                return 2 * body[value.operands[2]].bytes  # scatter-add also reads the values that it adds to
             if value.opcode == "tuple":
                 return sum(of(body[operand]) for operand in value.operands)
             if value.opcode == "fusion":
@@ -174,25 +186,26 @@ class Module:
 
     def parameters(self, computation: str) -> list[Instruction]:
         """The parameters of a computation, in order."""
-        found = (i for i in self.computations[computation].values() if i.opcode == "parameter")
-        return sorted(found, key=lambda parameter: parameter.number)
+        parameters = (i for i in self.computations[computation].values() if i.opcode == "parameter")
+        return sorted(parameters, key=lambda parameter: parameter.number)
 
 
 def root(computation: Computation) -> Instruction:
-    """The instruction whose value is that of the computation."""
+    """The instruction that gives a computation its value."""
     return next(instruction for instruction in computation.values() if instruction.is_root)
 
 
 def results(value: Instruction) -> float:
-    """Bytes that an instruction writes: not a parameter, nor the workspace that a call to cuBLAS is given."""
+    """Bytes that an instruction writes; parameters and the workspace of a cuBLAS call do not count."""
     if value.opcode == "parameter" or (value.opcode == "get-tuple-element" and value.shape.startswith("s8[")):
         return 0.0
+    # A cuBLAS call returns its result and an s8 array, the workspace.
     if "__cublas" in value.target:
         return sum(WIDTH[dtype] * math.prod(sizes) for dtype, sizes in value.arrays if dtype != "s8")
     return value.bytes
 
 
-# Instructions that run nothing.
+# Opcodes that launch nothing.
 FREE = {
     *("parameter", "constant", "bitcast", "get-tuple-element", "tuple", "after-all", "add-dependency"),
     *("optimization-barrier", "partition-id", "replica-id", "async-done", "async-update", "copy-done", "fusion-done"),
@@ -204,19 +217,19 @@ _INSTRUCTION = re.compile(r"  +(ROOT )?%([\w.\-]+) = (.*)$")
 
 
 def _instruction(root: str | None, name: str, text: str) -> Instruction:
-    shape, rest = _balanced(text) if text.startswith("(") else text.split(" ", 1)
+    shape, rest = _split_parentheses(text) if text.startswith("(") else text.split(" ", 1)
     rest = rest.lstrip()
     opcode = re.match(r"[\w\-]+", rest)
     assert opcode is not None, f"no opcode in {text[:200]}"
-    inside, attributes = _balanced(rest[opcode.end() :])
+    inside, attributes = _split_parentheses(rest[opcode.end() :])
     if opcode[0] == "parameter":
         return Instruction(name, shape, opcode[0], (), attributes, bool(root), int(inside[1:-1]))
     operands = () if opcode[0] == "constant" else re.findall(r"%([\w.\-]+)", re.sub(r"/\*.*?\*/", "", inside))
     return Instruction(name, shape, opcode[0], tuple(operands), attributes, bool(root))
 
 
-def _balanced(text: str) -> tuple[str, str]:
-    """A text that begins with a parenthesis, up to the one that closes it; and the rest."""
+def _split_parentheses(text: str) -> tuple[str, str]:
+    """Split a text that begins with a parenthesis after the matching one."""
     depth = 0
     for place, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -226,7 +239,7 @@ def _balanced(text: str) -> tuple[str, str]:
 
 
 def _tables(text: str) -> dict[str, dict[int, str]]:
-    """FileNames, FunctionNames, FileLocations and StackFrames, which stand before the computations."""
+    """The tables FileNames, FunctionNames, FileLocations and StackFrames, which precede the computations."""
     tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
     rows = None
     for line in text.splitlines():
@@ -234,8 +247,8 @@ def _tables(text: str) -> dict[str, dict[int, str]]:
             rows = tables[line]
         elif _COMPUTATION.match(line):
             break
-        elif rows is not None and (found := re.match(r"(\d+) (.*)", line)):
-            rows[int(found[1])] = found[2]
+        elif rows is not None and (match := re.match(r"(\d+) (.*)", line)):
+            rows[int(match[1])] = match[2]
     return tables
 
 
@@ -243,5 +256,5 @@ _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
 def _number(text: str, key: str) -> int:
-    found = re.search(key + r"=(\d+)", text)
-    return int(found[1]) if found else 0
+    match = re.search(key + r"=(\d+)", text)
+    return int(match[1]) if match else 0

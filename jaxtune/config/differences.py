@@ -7,7 +7,7 @@ from typing import Any
 from jaxtune.config import keys
 from jaxtune.config.schema import Dataset
 
-# Options that may differ when a run goes on: they change where and how, never what is computed.
+# Options that may differ when a run continues: they change where and how, never what is computed.
 MAY_CHANGE = (
     "attention", "ckpt", "device", "eval", "export", "log", "memory", "mesh", "parallel", "prof", "data.cache_dir",
     "data.cache_only", "data.num_proc", "data.num_workers", "data.prefetch", "guard.deviations", "guard.norm_factor",
@@ -16,11 +16,11 @@ MAY_CHANGE = (
 )  # fmt: skip
 
 
-_NO_ENTRY = asdict(Dataset())  # where a list of datasets was shorter
+_NO_ENTRY = asdict(Dataset())  # in place of a missing entry, if one list of datasets is shorter
 
 
 def differences(before: Any, after: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
-    """(key, before, after) of each option below a key that a run may not change and that differs."""
+    """Yield (key, before, after) of each option below `key` that differs and is not in MAY_CHANGE."""
     if key in MAY_CHANGE or before == after:
         return
     if isinstance(before, dict) and isinstance(after, dict):

@@ -1,4 +1,4 @@
-"""How good a model is on a config's validation data: that of a run, any model, or what a recipe starts from."""
+"""Evaluation on a config's validation data: of a run, of any model, or of a recipe's starting point."""
 
 import dataclasses
 import logging
@@ -32,7 +32,15 @@ NO_DATA = "no validation data: set data.eval_datasets or data.validation_split"
 
 
 class Evaluated(NamedTuple):
-    """A model that is evaluated; reference: what its run compares with; step: of its checkpoint, None without a run."""
+    """A model to evaluate.
+
+    Attributes:
+        config: validation data and precision.
+        model: declared parameters.
+        trained, frozen: values of the parameters.
+        reference: values that the run's objective compares with.
+        step: of the checkpoint; None without a run.
+    """
 
     config: Config
     model: Model
@@ -45,48 +53,48 @@ class Evaluated(NamedTuple):
 def evaluate(
     config: Config, mesh: jax.sharding.Mesh, run: str | None = None, step: int | None = None, name: str | None = None
 ) -> dict[str, float]:
-    """Loss and perplexity; of a classifier loss and accuracy; of rewarded answers rewards.
+    """Evaluate a model: loss and perplexity; for a classifier loss and accuracy; with reward functions rewards.
 
     Args:
-        config: The validation data, and how it is computed.
+        config: The validation data and the precision.
         mesh: The devices.
-        run: The folder of the run whose model it is.
-        step: Its checkpoint; None: the newest good one.
-        name: The model, instead of a run's: a Hugging Face folder, hub id or adapter. With neither, it is what
-            the config starts from.
+        run: The folder of a run, whose model is evaluated.
+        step: The run's checkpoint; None: the newest good one.
+        name: Another model, without a run: a Hugging Face folder, hub id or adapter. With neither run nor name, the
+            model from which the config starts.
 
     Raises:
-        UserError: No validation data, or these do not fit each other.
+        UserError: There is no validation data, or the arguments do not fit each other.
     """
     with out_of_memory_is_answered(config):
         opened = open_evaluated(config, mesh, run, step, name, reference=not config.rollout.rewards)
         config, model = opened.config, opened.model
-        what = name or config.model.path if run is None else f"{run}, step {opened.step}"
-        log.info("evaluated: %s", what)
+        evaluated_name = name or config.model.path if run is None else f"{run}, step {opened.step}"
+        log.info("evaluated: %s", evaluated_name)
         home = tokenizer_home(model, config, name)
         tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
         if config.rollout.rewards:
-            found = _of_prompts(run, config, model, mesh, tokenizer)
+            evaluate_model = _of_prompts(run, config, model, mesh, tokenizer)
         else:
-            found = _of_documents(config, model, mesh, tokenizer)
-        return found(opened.trained, opened.frozen, opened.reference)
+            evaluate_model = _of_documents(config, model, mesh, tokenizer)
+        return evaluate_model(opened.trained, opened.frozen, opened.reference)
 
 
 def tokenizer_home(model: Model, config: Config, name: str | None) -> Path:
-    """Where its tokenizer is: a run uses its base's; name: of the model, instead of a run's."""
+    """The folder of the tokenizer: the base's for a run; name: a model given without a run."""
     return model.folders.tokenizer if name is None else tokenizer_folder(model, config)
 
 
 def open_evaluated(
     config: Config, mesh: jax.sharding.Mesh, run_path: str | None, step: int | None, name: str | None, reference: bool
 ) -> Evaluated:
-    """The model of a run, a named one, or the recipe's starting point; arguments as of `evaluate`.
+    """Open the model of a run, a named model, or the recipe's starting point; arguments as in `evaluate`.
 
-    `reference`: whether the evaluation compares with the reference of a preference loss.
+    reference: whether the evaluation compares with the reference of a preference loss.
     """
     if run_path is None:
         if step is not None:
-            raise UserError(f"--step={step}: without --run there are no checkpoints")
+            raise UserError(f"--step={step} needs --run: only a run has checkpoints")
         config = labelled(config if name is None else of_model(name, config))
         model = declare_model(read_base(config), config, mesh, train=name is None)
         if reference and (is_kept(config) or config.preference.precompute_reference):
@@ -94,13 +102,13 @@ def open_evaluated(
         trained, base, frozen = start_parameters(model, config)
         return Evaluated(config, model, trained, {**frozen, **base}, {}, None)
     if name is not None:
-        raise UserError("--run and --model: one at a time")
+        raise UserError("--run and --model: give only one of the two")
     run = open_run(RunFolder(Path(run_path)), mesh, step, config.train.plugins, low_precision=True, reference=reference)
     for option in ("path", "head"):
-        trained, asked = getattr(run.config.model, option), getattr(config.model, option)
-        if trained != asked:
-            raise UserError(f"the run trained model.{option}={trained}, not {asked}; give its own recipe")
-    config = dataclasses.replace(config, model=run.config.model)  # with the labels that it was trained with
+        trained, wanted = getattr(run.config.model, option), getattr(config.model, option)
+        if trained != wanted:
+            raise UserError(f"the run trained model.{option}={trained}, not {wanted}; evaluate it with its own recipe")
+    config = dataclasses.replace(config, model=run.config.model)  # includes the labels of the training
     then, now = dataclasses.asdict(run.config), dataclasses.asdict(config)
     changed = [
         f"  {key}: {before!r} then, {after!r} now"
@@ -120,11 +128,11 @@ def _of_documents(config: Config, model: Model, mesh: jax.sharding.Mesh, tokeniz
     if not documents:
         raise UserError(NO_DATA)
     rows = data.rows_to_evaluate(documents, config, task_of(model, config).columns)
-    for name, own in rows.items():
-        for loss in own.losses:
+    for name, set_rows in rows.items():
+        for loss in set_rows.losses:
             log.warning("validation%s: %s", f" {name}" if name else "", loss)
-        log.info("validation%s: %s", f" {name}" if name else "", own.counts)
-    scored = {name: with_reference(config, model, mesh, own) for name, own in rows.items()}
+        log.info("validation%s: %s", f" {name}" if name else "", set_rows.counts)
+    scored = {name: with_reference(config, model, mesh, set_rows) for name, set_rows in rows.items()}
     return make_evaluate(config, model, scored, mesh)
 
 
@@ -134,7 +142,7 @@ def _of_prompts(run: str | None, config: Config, model: Model, mesh: jax.shardin
     if prompts is None:
         raise UserError(NO_DATA)
     process.on_main(lambda: try_rewards(rewards, prompts[0], tokenizer, config.rollout.group_size))
-    folder = Path(run or config.train.output_dir) / "evaluation"  # for an adapter that is sent to a server
+    folder = Path(run or config.train.output_dir) / "evaluation"  # for adapters that are sent to a server
     make = rollouts.make_rollouts(config, model, tokenizer, rewards, folder)
     at_once = train.micro_batch_size * train.grad_accum_steps * data_shards(mesh)
     return rollouts.make_evaluate(config, make, prompts, at_once)

@@ -1,4 +1,4 @@
-"""Which weights of a model are quantized when it is exported, and which stay as they are."""
+"""The weights of a model that an export quantizes, and those that it leaves unquantized."""
 
 import logging
 import re
@@ -16,36 +16,42 @@ from jaxtune.weights.model import Model
 
 log = logging.getLogger("jaxtune")
 
-_MATRICES = ("linear", "gate", "router", "score")  # what transformers has a Linear for, besides the head
+_MATRICES = ("linear", "gate", "router", "score")  # kinds that are a Linear in transformers, apart from the head
 
 
 class Chosen(NamedTuple):
-    """The weights that are quantized, by their names in the files, and config.json's entry about them."""
+    """The weights to quantize, by their names in the files, and the quantization entry for config.json."""
 
     weights: frozenset[str]
     config: Mapping[str, Any]
 
 
 def choose(model: Model, kind: str, dtype: str, copied: Iterable[str] = ()) -> Chosen:
-    """Of a model that is written in `dtype`, every linear layer of the decoder that the format can hold.
+    """Select every linear layer of the decoder that the format can hold.
 
-    `copied`: tensors that are written as they are in the base.
-    Layers that servers multiply as one are quantized together or not at all. The log names what is left out.
+    Layers that servers fuse into one product are quantized together or not at all. The log names the layers left out.
+
+    Args:
+        model: the model that is exported.
+        kind: the format, of SCHEMES.
+        dtype: of all other weights.
+        copied: tensors that are copied from the base unchanged.
 
     Raises:
-        UserError: there is none; the decoder is a part of a larger model; transformers could not read its experts.
+        UserError: no layer can be quantized; the decoder is a part of a larger model; transformers could not read the
+            experts.
     """
     if model.spec.untouched is not None:
         raise UserError(
-            f"--quantize={kind}: {model.spec.family} is more than a decoder, and which linear layers its other parts "
-            "have is not known here, so that config.json could not name them; export it without --quantize"
+            f"--quantize={kind}: {model.spec.family} has other parts next to the decoder, whose linear layers are not "
+            "known here and cannot be listed in config.json; export it without --quantize"
         )
     format, reasons = format_of(SCHEMES[kind], ""), {}
-    chosen, others, loaded = set(), dict.fromkeys([_module(_head(model))]), loaded_names(model.base.spec)
+    chosen, unquantized, loaded = set(), dict.fromkeys([_module(_head(model))]), loaded_names(model.base.spec)
 
     def leave(name: str, reason: str | None) -> None:
-        # Readers look for it by the name in the files, or by that of the module that transformers makes of it.
-        others.update(dict.fromkeys(_module(found) for found in (name, loaded.get(name, name))))
+        # Readers look up the name in the files, or the module's name in transformers: list both.
+        unquantized.update(dict.fromkeys(_module(weight_name) for weight_name in (name, loaded.get(name, name))))
         if reason is not None:
             reasons[name] = reason
 
@@ -57,8 +63,8 @@ def choose(model: Model, kind: str, dtype: str, copied: Iterable[str] = ()) -> C
                 continue
             if reason is not None and _is_an_expert(parameter, place) and kind in WITH_EXPERTS:
                 raise UserError(
-                    f"--quantize={kind}: {place.name} cannot be quantized so ({reason}), and transformers reads no "
-                    "such files with experts that are not; choose another format"
+                    f"--quantize={kind}: {place.name} cannot be quantized in this format ({reason}), and transformers "
+                    "cannot read such files with unquantized experts; choose another format"
                 )
             leave(place.name, reason)
     for name in copied:
@@ -66,15 +72,15 @@ def choose(model: Model, kind: str, dtype: str, copied: Iterable[str] = ()) -> C
     partly = {together(name): name for name in reasons}
     for name in [name for name in sorted(chosen) if together(name) in partly]:
         chosen.remove(name)
-        leave(name, f"it goes together with {partly[together(name)]}")
-    # Of layers, and experts, that differ in their number alone, one line.
+        leave(name, f"servers fuse it with {partly[together(name)]}")
+    # One line for layers, or experts, whose names differ only in the number.
     listed = dict.fromkeys(re.sub(r"\.\d+\b", ".*", f"{name} ({reason})") for name, reason in reasons.items())
     if not chosen:
-        raise UserError(f"--quantize={kind}: no linear layer can be quantized so: {', '.join(listed)}")
+        raise UserError(f"--quantize={kind}: no linear layer can be quantized in this format: {', '.join(listed)}")
     log.info("%d linear layers are written in %s; embedding, head and routers stay in %s", len(chosen), kind, dtype)
     if reasons:
         log.warning("%d linear layers stay in %s: %s", len(reasons), dtype, ", ".join(listed))
-    return Chosen(frozenset(chosen), quantization_config(kind, dtype, list(others)))
+    return Chosen(frozenset(chosen), quantization_config(kind, dtype, list(unquantized)))
 
 
 def _misfit(kind: str, format: Format, parameter: Parameter, place: Place) -> str | None:
@@ -82,20 +88,20 @@ def _misfit(kind: str, format: Format, parameter: Parameter, place: Place) -> st
     if place.stack is not None or place.transposed or place.of is not None:
         return "its tensor holds several layers"
     if _is_an_expert(parameter, place) and kind not in OF_EXPERTS:
-        return f"transformers reads experts in {' and '.join(OF_EXPERTS)} alone"
+        return f"transformers reads experts only in {' and '.join(OF_EXPERTS)}"
     return format.misfit(parameter.matrix)
 
 
 def _is_an_expert(parameter: Parameter, place: Place) -> bool:
-    """Whether a weight is that of one expert, in a tensor of its own."""
+    """Whether a weight belongs to one expert and has its own tensor."""
     return len(parameter.lead) > 1 and place.stack is None
 
 
 def _head(model: Model) -> str:
-    found = names_of(model.spec)["head.weight"]
-    return found if isinstance(found, str) else found.name
+    place = names_of(model.spec)["head.weight"]
+    return place if isinstance(place, str) else place.name
 
 
 def _module(name: str) -> str:
-    """What config.json calls the layer of a weight: of experts, what holds them all."""
+    """The name of a weight's layer in config.json; for an expert, the module that holds all experts."""
     return together(name) if ".experts." in name else name.removesuffix(".weight")

@@ -1,20 +1,20 @@
-"""Plugins: Python files of the user's own that take part in a run (`train.plugins`, --plugin=FILE.py).
+"""Plugins: Python files of the user that take part in a run (`train.plugins`, --plugin=FILE.py).
 
-A plugin is used by the names in it. Callbacks, each of which may be left out:
+The names that a plugin defines decide what it does. Callbacks, all optional:
 
-    on_step(run, step, metrics)       after each step, once its metrics are known, which is while the next one runs
+    on_step(run, step, metrics)       after each step, when its metrics are known (the next step runs meanwhile)
     on_evaluate(run, step, metrics)   after each evaluation
-    on_save(run, step, folder)        once a checkpoint is asked for, which is written while training goes on
+    on_save(run, step, folder)        when a checkpoint is started; it is written while training continues
     on_epoch(run, step, epoch)        after the step that ends a pass over the data
-    on_end(run, step)                 once the run is finished, before its model is exported
+    on_end(run, step)                 when the run is finished, before its model is exported
 
-What takes the place of something here; one plugin of a run alone may have it:
+Replacements for parts of jaxtune; at most one plugin of a run may define each:
 
     objective(config) -> jaxtune.objectives.objective.Objective
     optimizer_rule(config) -> jaxtune.optim.rules.Rule
     MODEL_TYPE, read_spec, NAMES, IGNORABLE: a family, as the files of jaxtune.models.families are
 
-A form of data of one's own is a function too, named where the data is: data.datasets[i].function.
+A custom data format is a function too, but it is named with its data: data.datasets[i].function.
 """
 
 import functools
@@ -49,13 +49,14 @@ FAMILY = ("read_spec", "NAMES", "IGNORABLE")
 
 @dataclass
 class PluginRun:
-    """What callbacks of one plugin are given of the run, always the same object.
+    """The run as the callbacks of one plugin see it; they always get the same object.
 
     Attributes:
         config: The options of the run.
-        folder: Of the run.
-        state: JSON of the plugin's own, which checkpoints hold.
-        is_main: Whether this process is the one that writes the run's files; with several, all call the callbacks.
+        folder: The run folder.
+        state: The plugin's own JSON, saved in checkpoints.
+        is_main: Whether this process writes the run's files. Callbacks are called in all processes.
+        ending: Why the plugin wants the run to end; "" if it does not.
     """
 
     config: Config
@@ -65,24 +66,24 @@ class PluginRun:
     ending: str = ""
 
     def end(self, reason: str) -> None:
-        """Finishes the run after its next step, as if it was the last: it is evaluated, saved and exported."""
+        """Finish the run after its next step, as if that was the last one: it is evaluated, saved and exported."""
         self.ending = self.ending or reason
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plugin file that has been run."""
+    """A plugin file that was executed."""
 
     name: str  # as train.plugins has it
     module: ModuleType
 
     @property
     def file(self) -> Path:
-        """Where it is."""
+        """The path of the plugin."""
         return Path(self.name).expanduser()
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """What a function of the plugin returns. Raises UserError, with the line in its file, if it fails."""
+        """Call a function of the plugin. Raises UserError, with the line in its file, if the function fails."""
         try:
             return getattr(self.module, function)(*arguments)
         except UserError:
@@ -94,13 +95,18 @@ class Plugin:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """The callbacks of a run's plugins; `runs` are what each of them is given."""
+    """The callbacks of a run's plugins.
+
+    Attributes:
+        plugins: in the order of train.plugins.
+        runs: the object that each plugin's callbacks get.
+    """
 
     plugins: Sequence[Plugin] = ()
     runs: Sequence[PluginRun] = ()
 
     def __call__(self, name: str, *arguments: Any) -> None:
-        """Calls a callback of all plugins that have it, in the order of train.plugins."""
+        """Call a callback in all plugins that have it, in the order of train.plugins."""
         for plugin, run in zip(self.plugins, self.runs, strict=True):
             if hasattr(plugin.module, name):
                 plugin.call(name, run, *arguments)
@@ -111,54 +117,54 @@ class Callbacks:
         return next((run.ending for run in self.runs if run.ending), "")
 
     def states(self) -> dict[str, Any]:
-        """What each plugin keeps, by its name. Raises UserError where that is not JSON."""
-        found = {}
+        """The state of each plugin, by the plugin's name. Raises UserError if a state is not JSON."""
+        states = {}
         for plugin, run in zip(self.plugins, self.runs, strict=True):
             try:
-                found[plugin.name] = json.loads(json.dumps(run.state))
+                states[plugin.name] = json.loads(json.dumps(run.state))
             except (TypeError, ValueError) as error:
                 text = f"run.state must be JSON, so that a checkpoint can hold it: {error}"
                 raise UserError(f"{OPTION}: {plugin.file}: {text}") from error
-        return found
+        return states
 
 
 def load(config: Config) -> tuple[Plugin, ...]:
-    """The plugins of a config, in their order. A file is run once, and again once it has changed.
+    """The plugins of a config, in order. A file is executed once, and again after it has changed.
 
-    A family among them is one of jaxtune.models.families from then on.
+    A model family among them is registered in jaxtune.models.families.
 
     Raises:
-        UserError: A file is not there, fails, has nothing that is used, or a function that cannot be called as above;
-            two have what only one may have.
+        UserError: A file is missing or fails; it defines nothing that is used, or a function that cannot be called as
+            above; two plugins define the same replacement.
     """
-    found = tuple(_load(name, content) for name, content in contents(config).items())
+    plugins = tuple(_load(name, content) for name, content in contents(config).items())
     FAMILIES.update(
-        {plugin.module.MODEL_TYPE: plugin.module for plugin in found if hasattr(plugin.module, "MODEL_TYPE")}
+        {plugin.module.MODEL_TYPE: plugin.module for plugin in plugins if hasattr(plugin.module, "MODEL_TYPE")}
     )
     for name in REPLACEMENTS:
-        having = [plugin.name for plugin in found if hasattr(plugin.module, name)]
-        if len(having) > 1:
-            raise UserError(f"{OPTION}: {' and '.join(having)} have {name}, of which a run has one")
-    return found
+        names = [plugin.name for plugin in plugins if hasattr(plugin.module, name)]
+        if len(names) > 1:
+            raise UserError(f"{OPTION}: {' and '.join(names)} define {name}; only one of them may")
+    return plugins
 
 
 def callbacks(config: Config, folder: Path, states: Mapping[str, Any]) -> Callbacks:
-    """The callbacks of a run in `folder`; `states` is what a checkpoint holds of them."""
+    """The callbacks of a run in `folder`; states: of the plugins, from a checkpoint."""
     plugins = load(config)
     return Callbacks(plugins, [PluginRun(config, folder, dict(states.get(plugin.name, {}))) for plugin in plugins])
 
 
 def own_objective(config: Config) -> Objective | None:
-    """The objective of a plugin, if one has it. Raises UserError where it returns something else."""
-    return _made(config, "objective", Objective)
+    """The objective of a plugin, if one defines it. Raises UserError if the plugin returns another type."""
+    return _call_factory(config, "objective", Objective)
 
 
 def own_rule(config: Config) -> Rule | None:
-    """The optimizer's rule of a plugin, if one has it. Raises UserError where it returns something else."""
-    return _made(config, "optimizer_rule", Rule)
+    """The optimizer rule of a plugin, if one defines it. Raises UserError if the plugin returns another type."""
+    return _call_factory(config, "optimizer_rule", Rule)
 
 
-def _made(config: Config, name: str, kind: type[T]) -> T | None:
+def _call_factory(config: Config, name: str, kind: type[T]) -> T | None:
     for plugin in load(config):
         if hasattr(plugin.module, name):
             made = plugin.call(name, config)
@@ -169,23 +175,25 @@ def _made(config: Config, name: str, kind: type[T]) -> T | None:
 
 
 def contents(config: Config) -> dict[str, str]:
-    """A hash of each plugin's file. Raises UserError where one is not there."""
+    """A hash of each plugin's file. Raises UserError if a file is missing."""
     return {name: user_files.fingerprint(f"{name}:plugin", OPTION) for name in config.train.plugins}
 
 
 @functools.cache
 def _load(name: str, content: str) -> Plugin:
-    """`content` is its hash, so that a file that has changed is run again."""
+    """Execute a plugin file. `content`, its hash, is part of the cache key: a changed file is executed again."""
     plugin = Plugin(name, user_files.module_of(f"{name}:plugin", OPTION))
     known = {**CALLBACKS, **REPLACEMENTS}
     used = [function for function in known if hasattr(plugin.module, function)]
     if misnamed := [f for f in vars(plugin.module) if f.startswith("on_") and f not in CALLBACKS]:
-        raise UserError(f"{OPTION}: {plugin.file}: {misnamed[0]} is no callback; these are: {', '.join(CALLBACKS)}")
+        raise UserError(
+            f"{OPTION}: {plugin.file}: {misnamed[0]} is not a callback; the callbacks are: {', '.join(CALLBACKS)}"
+        )
     for function in used:
         _check_callable(plugin, function, known[function])
     if hasattr(plugin.module, "MODEL_TYPE"):
         if missing := [part for part in FAMILY if not hasattr(plugin.module, part)]:
-            raise UserError(f"{OPTION}: {plugin.file}: a family (MODEL_TYPE) has {missing[0]} too")
+            raise UserError(f"{OPTION}: {plugin.file}: a family (MODEL_TYPE) must define {missing[0]} too")
     elif not used:
         raise UserError(
             f"{OPTION}: {plugin.file} has nothing that is used: {', '.join(known)} or a family (MODEL_TYPE)"

@@ -1,4 +1,4 @@
-"""What a run needs only later, tried at its start: packages that options need, and folders that are written to."""
+"""Checks at the start for things that a run needs only later: optional packages, and writable folders."""
 
 import importlib.util
 import tempfile
@@ -15,21 +15,21 @@ from pallas_kernels.flash_attention import fa3
 
 
 def check_ready(config: Config, folder: RunFolder) -> None:
-    """Raises UserError if a package or a login is missing, or a folder cannot be written to."""
+    """Raise UserError if a package or a login is missing, or a folder is not writable."""
     process.on_main(lambda: _check(config, folder))
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Raises UserError if no file can be written to a folder, which need not exist yet.
+    """Raise UserError if a folder is not writable; the folder need not exist yet.
 
-    option: what names it, for the message.
+    option: the option that names the folder, for the message.
     """
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
-        with tempfile.TemporaryFile(dir=there) as file:
+        with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"\0")
     except OSError as error:
-        raise UserError(f"{option}: nothing can be written to {there}: {error.strerror or error}") from error
+        raise UserError(f"{option}: cannot write to {existing}: {error.strerror or error}") from error
 
 
 def _check(config: Config, folder: RunFolder) -> None:

@@ -259,5 +259,5 @@ def bind(graph: nnx.GraphDef, parameters: Parameters) -> Any:
 
 
 def cast_like(parameters: Parameters, like: Parameters) -> Parameters:
-    """Copies of the parameters that `like` names, in its dtypes."""
+    """Copy the parameters in `like`, each cast to its dtype there."""
     return {name: jnp.copy(parameters[name].astype(other.dtype)) for name, other in like.items()}

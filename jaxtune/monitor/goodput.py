@@ -1,4 +1,4 @@
-"""Where the wall-clock time of a run went."""
+"""The wall-clock time of a run by category."""
 
 import contextlib
 import time
@@ -29,12 +29,12 @@ class Goodput:
             self._switch(outer)
 
     def beat(self) -> None:
-        """Says that what is being measured goes on: called between the parts of what takes long as a whole."""
+        """Signal progress: call it between the parts of a long measurement."""
         self._switch(self._now_in)
 
     @property
     def now(self) -> tuple[str, float]:
-        """The category that is being measured, and when that began or last beat: what a hang leaves unchanged."""
+        """The current category, and the time of its start or last beat. Both stay unchanged during a hang."""
         return self._now_in, self._since
 
     def seconds(self) -> dict[str, float]:
@@ -43,7 +43,7 @@ class Goodput:
         return dict(self._seconds)
 
     def report(self) -> str:
-        """One line: the wall-clock time and each part of it that is not shown as 0.0 s, the largest first."""
+        """One line: the wall-clock time and its parts, the largest first, without parts that round to 0.0 s."""
         seconds = self.seconds()
         wall = sum(seconds.values())
         parts = sorted(((spent, name) for name, spent in seconds.items() if round(spent, 1)), reverse=True)

@@ -1,4 +1,4 @@
-"""How the GPUs of this process are used, as NVIDIA's driver counts it (NVML, of the package nvidia-ml-py)."""
+"""Utilization, memory and power of this process's GPUs, by NVIDIA's driver (NVML, package nvidia-ml-py)."""
 
 import importlib
 import logging
@@ -14,12 +14,12 @@ log = logging.getLogger("jaxtune")
 
 
 class Gpus:
-    """Readings of this process's GPUs; where it has none, there are none."""
+    """Readings of this process's GPUs; a process without GPUs has no readings."""
 
     def __init__(self) -> None:
-        """Raises UserError where there are GPUs, and the package is missing or NVML does not know them.
+        """Open NVML. Raises UserError if there are GPUs, and the package is missing or NVML does not know them.
 
-        A reading that the driver does not have, as on a part of a GPU, is said once and left out.
+        A reading that the driver lacks, as on a MIG slice, is reported once and left out.
         """
         devices = [device for device in jax.local_devices() if device.platform == "gpu"]
         self._readings: dict[str, Callable[[], float]] = {}
@@ -43,19 +43,19 @@ class Gpus:
         self.read()
 
     def read(self) -> dict[str, float]:
-        """Of this process's GPUs: the mean utilization, a fraction; of the fullest one the bytes in use; the power."""
-        found = {}
+        """Mean utilization (a fraction), bytes in use on the fullest GPU, and total power of this process's GPUs."""
+        values = {}
         for name, reading in list(self._readings.items()):
             try:
-                found[name] = reading()
+                values[name] = reading()
             except self._error as error:
                 log.warning("log.gpu_every: %s cannot be read: %s", name, error)
                 del self._readings[name]
-        return found
+        return values
 
 
 def _handle(nvml: Any, ordinal: int) -> Any:
-    """That of the GPU which CUDA numbers so; NVML numbers all GPUs, also those that CUDA_VISIBLE_DEVICES hides."""
+    """NVML's handle of a GPU by CUDA's number; NVML also counts the GPUs that CUDA_VISIBLE_DEVICES hides."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     name = visible[ordinal] if ordinal < len(visible) else str(ordinal)
     return nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else nvml.nvmlDeviceGetHandleByUUID(name)

@@ -1,6 +1,6 @@
-"""Ending a process that hangs: whose main thread waits for ever, for a collective or for a file system.
+"""Ends a process that hangs: its main thread waits forever, for a collective or for a file system.
 
-Where one process of a run has stopped, the others wait for it in the next collective, which no exception ends.
+If one process of a run has stopped, the others wait for it in the next collective, and no exception ends that wait.
 """
 
 import faulthandler
@@ -22,10 +22,10 @@ LEAVE_SECONDS = 5
 
 @contextmanager
 def ended_when_hung(goodput: Goodput, seconds: int | None, stacks: Path) -> Iterator[None]:
-    """Ends the process, with exit code 1, once `goodput` has not moved for so many seconds; None: never.
+    """In this context, end the process with exit code 1 if `goodput` does not move for `seconds`; None: never.
 
-    One line on stderr says so, and the stacks of all threads are written to a file. Seconds in which this process is
-    stopped itself, as by Ctrl-Z, do not count.
+    It prints one line to stderr and writes the stacks of all threads to a file. Time in which this process itself is
+    stopped, as by Ctrl-Z, does not count.
     """
     ended = threading.Event()
     if seconds is not None:
@@ -48,7 +48,7 @@ def _watch(goodput: Goodput, seconds: int, stacks: Path, ended: threading.Event)
         f"(train.hang_seconds); the stacks of its threads are in {stacks}\n"
     )
     sys.stderr.flush()
-    # In a thread of its own, as what hangs may be the file system.
+    # In a separate thread, because the file system itself may hang.
     threading.Thread(target=_write, args=(stacks,), daemon=True).start()
     # The other processes hang as well and write theirs: when process 0 has ended, jax aborts them.
     time.sleep(LEAVE_SECONDS)

@@ -1,15 +1,15 @@
-"""Whether a run learns at all: notices that a user wants early, not when the run has ended."""
+"""Signs that a run does not learn, noticed early and not when the run has ended."""
 
 from collections.abc import Iterator, Mapping
 
 IN_A_ROW = 5  # steps
-HIGH_RATE = 0.1  # for the optimizers in NORMALISED, whose updates are as large as the rate, whatever the gradients
+HIGH_RATE = 0.1  # for optimizers in NORMALISED: the size of their updates depends on the rate, not on the gradients
 NORMALISED = ("adamw", "adamw_8bit", "lion", "schedule_free", "adafactor")
 _CAUSES = "the model is saturated (is optim.learning_rate too high?), or no token is a target"
 
 
 class Health:
-    """Looks at one training step after the other."""
+    """Checks one training step after another."""
 
     def __init__(self, optimizer: str) -> None:
         self._rate_counts = optimizer in NORMALISED
@@ -17,7 +17,7 @@ class Health:
         self._loss: float | None = None
 
     def notice(self, values: Mapping[str, float]) -> Iterator[str]:
-        """The notices after a step; `values` has its loss, grad_norm and learning_rate."""
+        """Yield notices after a step; values: its metrics, with loss, grad_norm and learning_rate."""
         loss, rate = values["loss"], values["learning_rate"]
         self._no_gradient = self._no_gradient + 1 if values["grad_norm"] == 0 else 0
         self._same_loss = self._same_loss + 1 if loss == self._loss and rate > 0 else 0

@@ -18,9 +18,9 @@ from jaxtune.errors import UserError
 
 _WANDB_ID, _AIM_HASH = "wandb_id.txt", "aim_hash.txt"
 IDS = (_WANDB_ID, _AIM_HASH)
-"""Files in the folder of a run by which it goes on in these."""
+"""Files in the run folder that hold the ids of the run in wandb and Aim, so that a resumed run continues there."""
 MOST = {"tokens": 1e18, "step_seconds": 1e9}
-"""Metrics over which others are drawn, and how large they may be."""
+"""The largest plausible values of metrics that serve as the x axis of charts."""
 _PACKAGES = {
     "tensorboardX": ("log.tensorboard", "pip install 'jaxtune[tensorboard]'"),
     "wandb": ("log.wandb.enabled", "pip install 'jaxtune[wandb]'"),
@@ -31,13 +31,12 @@ _PACKAGES = {
 class MetricsLog:
     """Appends the metrics of each step to the outputs that the config selects; only the main process writes.
 
-    `metrics.jsonl` holds one JSON object per line, with `step` and the metrics given: those of a training step, or of
-    an evaluation after a step, told apart by their keys (`loss`, `eval_loss`). Floats are written by `repr`, so that
-    equal lines mean equal bits; non-finite ones as `NaN`, `Infinity`, `-Infinity`, which Python's and most other
-    readers understand.
+    `metrics.jsonl` holds one JSON object per line, with `step` and the metrics of a training step, or of an evaluation
+    after a step; the keys tell which (`loss`, `eval_loss`). Floats are written by `repr`, so equal lines mean equal
+    bits; non-finite ones as `NaN`, `Infinity`, `-Infinity`, which Python's and most other readers understand.
 
-    At the start, rows after `resume_step` are removed (all rows if it is 0), so that the file of a resumed run becomes
-    that of an uninterrupted one. So an evaluation row must be written before its step is saved.
+    At the start, rows after `resume_step` are removed (all rows if it is 0), so that the file of a resumed run equals
+    the file of an uninterrupted run. For this, an evaluation row must be written before its step is saved.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class MetricsLog:
             self._file = path.open("a", encoding="utf-8")
         if log.tensorboard:
             module = _load("tensorboardX")
-            # purge_step hides the events from that step on that an earlier process wrote.
+            # purge_step hides events that an earlier process wrote for this step and later ones.
             first = resume_step + 1 if resume_step else 0
             self._tensorboard = module.SummaryWriter(
                 str(folder / "tensorboard"), purge_step=first, filename_suffix=f".from-{first}"
@@ -82,9 +81,9 @@ class MetricsLog:
                     self._aim.track(value, name=name, step=step)
 
     def close(self) -> None:
-        """Write out and close everything."""
+        """Flush and close all outputs."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # the disk is full, for which `write` has already raised
+            with contextlib.suppress(OSError):  # a full disk, for which `write` has already raised
                 self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -95,12 +94,12 @@ class MetricsLog:
 
 
 def check_outputs(log: Log) -> None:
-    """Raises UserError if a package is missing that one of the outputs needs, or wandb has no login.
+    """Raise UserError if the package of an output is missing, or wandb has no login.
 
-    In a terminal wandb asks for one.
+    In a terminal wandb prompts for the login.
     """
-    asked = {"tensorboardX": log.tensorboard, "wandb": log.wandb.enabled, "aim": log.aim.enabled}
-    for module in (module for module, wanted in asked.items() if wanted):
+    outputs = {"tensorboardX": log.tensorboard, "wandb": log.wandb.enabled, "aim": log.aim.enabled}
+    for module in (module for module, wanted in outputs.items() if wanted):
         _load(module)
     if log.wandb.enabled:
         _check_wandb_login()
@@ -110,7 +109,7 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, without a half-written last line.
 
     Raises UserError, with file and line, for a line that is not an object with a step, and for a metric that is neither
-    a number nor a text, or out of the range of MOST.
+    a number nor a string, or is out of the range of MOST.
     """
     rows = read_rows(path)
     for line, row in enumerate(rows, start=1):
@@ -134,7 +133,7 @@ def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError):  # of what is nested too deep
+        except (ValueError, RecursionError):  # RecursionError: nested too deep
             row = None
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise UserError(
@@ -154,11 +153,12 @@ def cut(path: pathlib.Path, resume_step: int) -> None:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
+    # Only a complete file takes the name: a crash leaves the old rows or the new ones.
     temporary.replace(path)
 
 
 def _check_wandb_login() -> None:
-    """Log in as `wandb.init` would, without asking the server."""
+    """Log in as `wandb.init` would, without a request to the server."""
     wandb = _load("wandb")
     if wandb.setup().settings.mode in ("offline", "dryrun", "disabled"):
         return

@@ -1,4 +1,4 @@
-"""Runs as one HTML page, which holds all that it needs: charts, numbers, samples, and the options that differ."""
+"""A self-contained HTML page about runs: charts, numbers, samples, and the options that differ."""
 
 import base64
 import datetime
@@ -16,34 +16,34 @@ import numpy as np
 from jaxtune.monitor.series import AXES, Row, Series, series, summary, thinned
 from jaxtune.monitor.step_time import StepTime
 
-MOST_POINTS = 1200  # of a line; charts are at most about a thousand pixels wide
+MOST_POINTS = 1200  # per line; charts are at most about a thousand pixels wide
 GENERATOR = "jaxtune report"
-"""What a page says in its head about who made it."""
+"""The page's <meta name="generator">."""
 
 _FILES = Path(__file__).with_name("report_page")
-# By heading, the metrics that are not the objective's own; those come first, of which these begin.
+# The objective's metrics come first on the page, and among them these; then the groups below, by heading.
 _FIRST = ("loss", "eval_loss", "reward", "eval_reward")
 _GROUPS = {
     "Learning rate and gradients": ("learning_rate", "grad_norm", "loss_scale", "bad_steps"),
     "Throughput and memory": ("tokens_per_second", "step_seconds", "mfu", "peak_memory_bytes"),
     "Progress": ("epoch", "tokens", "target_tokens"),
 }
-# Drawn as they are: what a step sets or counts is not scattered around a mean.
+# Drawn without smoothing: settings and counts do not scatter around a mean.
 _EXACT = ("learning_rate", "loss_scale", "bad_steps", "peak_memory_bytes", *_GROUPS["Progress"])
 _NO_VALUE = "-"
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a run has written.
+    """The data of one run for the page.
 
     Attributes:
-        name: What it is called on the page, which no other run of the page is.
-        options: By key; one that is not there is not set.
-        rows: Of metrics.jsonl.
-        counts: Of documents and tokens; a stream has none.
-        samples: What the model wrote: step, prompt, text, and its reward where it learns from rewards.
-        step_time: Of its last profile, if it has one.
+        name: The run's name on the page; unique there.
+        options: By key; a missing key is not set.
+        rows: Rows of metrics.jsonl.
+        counts: Numbers of documents and tokens; empty for a stream.
+        samples: Texts that the model wrote: step, prompt, text, and reward if the run has reward functions.
+        step_time: From the last profile, if there is one.
     """
 
     name: str
@@ -55,10 +55,10 @@ class Record:
 
 
 def page(records: Sequence[Record], defaults: Mapping[str, Any], most: int = MOST_POINTS) -> str:
-    """The page of some runs. One run is compared with the default options.
+    """The HTML page of some runs. The options of a single run are compared with the defaults.
 
-    Nothing that a run holds is markup: names, options and samples are in one block of JSON, in which no `<` is left,
-    and the page's script shows them as text. A browser runs that script alone, by its hash.
+    Data of a run never becomes markup: names, options and samples are in one block of JSON without any `<`, and the
+    page's script shows them as text. By the content security policy a browser runs only that script, by its hash.
     """
     style, script = ((_FILES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     policy = [
@@ -80,17 +80,17 @@ def page(records: Sequence[Record], defaults: Mapping[str, Any], most: int = MOS
 
 
 def contents(records: Sequence[Record], defaults: Mapping[str, Any], most: int = MOST_POINTS) -> dict[str, Any]:
-    """All that the page shows, as JSON. A number that is not finite is a text: `NaN`, `Infinity`, `-Infinity`."""
+    """The page's data, for JSON. Non-finite numbers are strings: `NaN`, `Infinity`, `-Infinity`."""
     metrics = [series(record.rows) for record in records]
-    axes = [axis for axis in AXES if all(axis in next(iter(found.values())).at for found in metrics if found)]
+    axes = [axis for axis in AXES if all(axis in next(iter(of_run.values())).at for of_run in metrics if of_run)]
     charts = [
         {
             "group": group,
             "metric": name,
             "exact": name in _EXACT,
-            "lines": [_line(found[name], axes, most) if name in found else None for found in metrics],
+            "lines": [_line(of_run[name], axes, most) if name in of_run else None for of_run in metrics],
         }
-        for group, name in grouped(list(dict.fromkeys(name for found in metrics for name in found)))
+        for group, name in grouped(list(dict.fromkeys(name for of_run in metrics for name in of_run)))
     ]
     columns = [record.name for record in records]
     options = [record.options for record in records]
@@ -117,48 +117,48 @@ def contents(records: Sequence[Record], defaults: Mapping[str, Any], most: int =
 
 
 def grouped(names: Sequence[str]) -> list[tuple[str, str]]:
-    """(heading, metric) in the order of the page: losses, the objective's other metrics, then what every run has."""
-    elsewhere = {name for group in _GROUPS.values() for name in group}
-    own = [name for name in names if name not in elsewhere]
-    ordered = [name for name in _FIRST if name in own] + [name for name in own if name not in _FIRST]
+    """(heading, metric) in the order of the page: losses, the objective's other metrics, then common metrics."""
+    in_groups = {name for group in _GROUPS.values() for name in group}
+    of_objective = [name for name in names if name not in in_groups]
+    ordered = [name for name in _FIRST if name in of_objective] + [name for name in of_objective if name not in _FIRST]
     groups = {"Objective": ordered} | _GROUPS
     return [(heading, name) for heading, group in groups.items() for name in group if name in names]
 
 
 def of_some_steps(completions: Sequence[Row], most: int = 6) -> list[dict[str, Any]]:
-    """As samples, the completions with the highest and the lowest reward of some steps, from the first to the last."""
+    """Samples for the page: completions with the highest and the lowest reward, of `most` steps from first to last."""
     steps = sorted({each["step"] for each in completions})
     chosen = [steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(most, len(steps)))]
-    found = []
+    samples = []
     for step in chosen:
         ordered = sorted((each for each in completions if each["step"] == step), key=lambda each: -each["reward"])
-        found += [ordered[0], ordered[-1]] if ordered[0]["reward"] > ordered[-1]["reward"] else ordered[:1]
+        samples += [ordered[0], ordered[-1]] if ordered[0]["reward"] > ordered[-1]["reward"] else ordered[:1]
     return [
-        {"step": each["step"], "prompt": _shown(each["prompt"]), "text": each["completion"], "reward": each["reward"]}
-        for each in found
+        {"step": each["step"], "prompt": _as_text(each["prompt"]), "text": each["completion"], "reward": each["reward"]}
+        for each in samples
     ]
 
 
 def differences(options: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """[key, a value each] of the options that are not the same in all, by key."""
+    """[key, one value per config] of the options that differ, sorted by key."""
     keys = sorted({key for each in options for key in each})
-    rows = [[key, *(_shown(each[key]) if key in each else _NO_VALUE for each in options)] for key in keys]
+    rows = [[key, *(_as_text(each[key]) if key in each else _NO_VALUE for each in options)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested options by key, such as `optim.learning_rate` and `data.datasets[0].path`, without empty lists."""
-    found: dict[str, Any] = {}
+    """Flatten nested options: keys such as `optim.learning_rate` and `data.datasets[0].path`; no empty lists."""
+    options: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
-            found |= flat(value, f"{key}.")
+            options |= flat(value, f"{key}.")
         elif isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value):
             for index, each in enumerate(value):
-                found |= flat(each, f"{key}[{index}].")
+                options |= flat(each, f"{key}[{index}].")
         else:
-            found[key] = value
-    return found
+            options[key] = value
+    return options
 
 
 def _line(metric: Series, axes: Sequence[str], most: int) -> dict[str, Any]:
@@ -173,12 +173,12 @@ def _points(metric: Series, axes: Sequence[str]) -> dict[str, list[float | str]]
 
 
 def _short(value: np.floating) -> float:
-    """As it is, if whole; otherwise with the digits that a float32 has."""
+    """Round to the digits of a float32; whole numbers stay exact."""
     return float(value) if float(value).is_integer() else float(f"{value:.7g}")
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: what is not finite as text, whole numbers without a point."""
+    """Convert for JSON: non-finite numbers to strings, whole numbers to int."""
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -189,7 +189,7 @@ def _plain(value: Any) -> Any:
 
 
 def _totals(record: Record) -> dict[str, Any]:
-    """What a run comes to, in a line each."""
+    """The totals of a run: model, steps, tokens, time."""
     last = record.rows[-1]["step"]
     totals: dict[str, Any] = {"model": record.options.get("model.path"), "steps": last}
     if tokens := [row["tokens"] for row in record.rows if "tokens" in row]:
@@ -201,21 +201,23 @@ def _totals(record: Record) -> dict[str, Any]:
 
 
 def _table(columns: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """[name, a value each] of everything that one of them has."""
+    """[name, one value per column] of every name in any column."""
     names = dict.fromkeys(name for column in columns for name in column)
-    return [[name, *(_counted(column[name]) if name in column else _NO_VALUE for column in columns)] for name in names]
+    return [
+        [name, *(_format_number(column[name]) if name in column else _NO_VALUE for column in columns)] for name in names
+    ]
 
 
-def _counted(value: Any) -> str:
+def _format_number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else f"{value}"
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _texts(record: Record) -> list[dict[str, Any]]:
-    """Metrics that are texts."""
+    """Metrics that are strings, as samples."""
     return [
         {"step": row["step"], "prompt": name, "text": value}
         for row in record.rows
@@ -225,5 +227,5 @@ def _texts(record: Record) -> list[dict[str, Any]]:
 
 
 def _digest(text: str) -> str:
-    """What a content security policy calls an inline script or style by."""
+    """The hash by which a content security policy allows an inline script or style."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,4 +1,4 @@
-"""A trace of a few steps with jax.profiler, for TensorBoard, XProf or Perfetto; what it says; the memory after them."""
+"""Profiles of a few steps with jax.profiler, for TensorBoard, XProf or Perfetto; their breakdown; a memory profile."""
 
 import logging
 import pathlib
@@ -14,17 +14,17 @@ from jaxtune.config.schema import Prof
 from jaxtune.monitor import step_time
 
 log = logging.getLogger("jaxtune")
-_asked = threading.Event()  # for a trace, by SIGUSR1
+_trace_requested = threading.Event()  # a trace was requested by SIGUSR1
 
 
 @contextmanager
 def asked_by_signal() -> Iterator[None]:
-    """SIGUSR1, which would end the process, asks for a trace of the next steps meanwhile; in the main thread alone."""
-    if threading.current_thread() is not threading.main_thread():  # where alone Python answers signals
+    """In this context SIGUSR1 requests a trace of the next steps instead of ending the process; main thread only."""
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
         yield
         return
-    _asked.clear()
-    before = signal.signal(signal.SIGUSR1, lambda *_: _asked.set())
+    _trace_requested.clear()
+    before = signal.signal(signal.SIGUSR1, lambda *_: _trace_requested.set())
     try:
         yield
     finally:
@@ -32,7 +32,7 @@ def asked_by_signal() -> Iterator[None]:
 
 
 def trace_folder(folder: pathlib.Path, prof: Prof) -> pathlib.Path:
-    """Where the main process of a run writes its traces."""
+    """The folder of the traces of a run's main process."""
     return folder / "profile" if prof.dir is None else pathlib.Path(prof.dir).expanduser() / folder.name
 
 
@@ -40,10 +40,11 @@ class Profiler:
     """Traces steps `prof.start_step` .. `prof.start_step + prof.steps - 1` into `<folder>/profile`, or prof.dir.
 
     Steps are counted from the start of this process, so that a resumed run can be traced too and compilation is left
-    out. The main process writes a trace, of its own devices; with prof.every_process every one does. A process that
-    gets SIGUSR1 (kill -USR1 PID) traces the next steps, whatever the options say. Processes but the first have a folder
-    of their number in it, as a trace is named by its host and second alone. Where the time of a step went is logged and
-    written beside the trace (`step_time`); `step_text`: that of the compiled step, read when a trace has ended.
+    out. The main process writes a trace of its own devices; with prof.every_process every process does. A process that
+    gets SIGUSR1 (kill -USR1 PID) traces the next steps, whatever the options are. Processes other than the first use a
+    subfolder with their number, because the name of a trace has only host and second. The breakdown of the step's time
+    is logged and written next to the trace (`step_time`). step_text: returns the text of the compiled step; called when
+    a trace has ended.
     """
 
     def __init__(self, folder: pathlib.Path, prof: Prof, is_main: bool, step_text: Callable[[], str | None]) -> None:
@@ -57,22 +58,22 @@ class Profiler:
         self._tracing = False
 
     def before_step(self) -> None:
-        """Call right before a step is dispatched."""
+        """Start a trace if one is due; call right before a step is dispatched."""
         self._count += 1
-        if not self._tracing and (_asked.is_set() or self._count == self._first):
-            _asked.clear()
+        if not self._tracing and (_trace_requested.is_set() or self._count == self._first):
+            _trace_requested.clear()
             self._last = self._count + self._steps - 1
             jax.profiler.start_trace(self._folder)
             self._tracing = True
 
     def after_step(self, results: Any) -> None:
-        """Call right after a step is dispatched; after the last traced step, waits for its `results`."""
+        """End a trace that is complete, after waiting for `results`; call right after a step is dispatched."""
         if self._tracing and self._count == self._last:
             jax.block_until_ready(results)
             self.close()
 
     def close(self) -> None:
-        """End a trace that is still running, as when the run ended before its last traced step."""
+        """End a trace that is running, also if the run ends before the last step to trace."""
         if not self._tracing:
             return
         jax.profiler.stop_trace()
@@ -82,11 +83,11 @@ class Profiler:
         steps = self._count - self._last + self._steps
         log.info("profile of %d steps: %s", steps, self._folder)
         file = self._folder / step_time.NAME
-        file.unlink(missing_ok=True)  # of an earlier trace
+        file.unlink(missing_ok=True)  # left by an earlier trace
         try:
-            found = step_time.read_step_time(self._folder, self._step_text() or "", steps)
-        except Exception as error:  # a run does not end because XLA has come to name things otherwise
-            log.warning("where the time of a step goes cannot be read from this profile: %r", error)
+            breakdown = step_time.read_step_time(self._folder, self._step_text() or "", steps)
+        except Exception as error:  # a run must not end because XLA has changed names in its traces
+            log.warning("no breakdown of the step time: this profile cannot be read: %r", error)
             return
-        found.write(file)
-        log.info("%s", found.text())
+        breakdown.write(file)
+        log.info("%s", breakdown.text())

@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal or in a notebook, or plain lines where stdout is a file or a pipe."""
+"""The progress of a run: a bar on a terminal or in a notebook, or plain lines if stdout is a file or a pipe."""
 
 import datetime
 import html
@@ -14,7 +14,7 @@ import rich.console
 import rich.progress
 import rich.text
 
-# What is shown by other means than the log, for the log's file alone (`host.process.log_to_file`).
+# Progress lines are printed without the log; this logger writes them to the log file (`host.process.log_to_file`).
 FILE = logging.getLogger("jaxtune-progress")
 MEAN_STEPS = 20  # the mean loss is over this many steps
 
@@ -25,31 +25,31 @@ class Progress:
 
     `start` steps of `total` are already done. On a terminal this is a bar; otherwise a line every `every` steps and for
     the last step. A step whose loss is not finite always gets its own line. Only the main process shows anything.
-    In a notebook there is one line below the cell, which changes. With the format "lines" or "key_value" there are
-    lines everywhere. `FILE` gets lines and messages too.
+    A notebook has one line below the cell, updated in place. With the format "lines" or "key_value" there are lines
+    everywhere. `FILE` gets lines and messages too.
     """
 
     def __init__(self, total: int, start: int, every: int, is_main: bool = True, format: str = "auto") -> None:
         self._total, self._every, self._format = total, every, format
         self._is_main = is_main
-        self._first: tuple[int, float] | None = None  # a step and when it ended; the first may load programs
+        self._first: tuple[int, float] | None = None  # the first step and its end: it may include loading
         self._losses: deque[float] = deque(maxlen=MEAN_STEPS)
         self._console = rich.console.Console(highlight=False, emoji=False, soft_wrap=True)
         self._bar = self._cell = None
         if self._console.is_jupyter:
-            # rich itself would need ipywidgets for a bar, and makes HTML of every line.
+            # rich's own bar would need ipywidgets, and rich converts every line to HTML.
             self._console = rich.console.Console(force_jupyter=False, highlight=False, emoji=False, soft_wrap=True)
             self._cell = _Cell(total, start) if is_main and format == "auto" else None
         elif is_main and self._console.is_terminal and format == "auto":
             numbers = rich.progress.TextColumn("{task.completed}/{task.total}  {task.fields[numbers]}")
-            # A narrow terminal has no room for the bar beside the numbers.
+            # A narrow terminal has no room for a bar next to the numbers.
             bar = [rich.progress.BarColumn(bar_width=20)] if self._console.width >= 120 else []
             self._bar = rich.progress.Progress(*bar, numbers, console=self._console)
             self._task = self._bar.add_task("", total=total, completed=start, numbers="first step")
             self._bar.start()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished step; `metrics` are its row in metrics.jsonl, in which any of them may be missing."""
+        """Show a finished step; metrics: its row in metrics.jsonl, in which any metric may be missing."""
         if not self._is_main:
             return
         left = self._seconds_left(step)
@@ -94,15 +94,15 @@ class Progress:
 
 
 class _Cell:
-    """A line in a notebook, below the cell that runs, which changes in place."""
+    """A line in a notebook below the running cell, updated in place."""
 
     def __init__(self, total: int, start: int) -> None:
         self._total, self._shown = total, time.monotonic()
-        display = importlib.import_module("IPython.display").display  # which is there: this is its kernel
+        display = importlib.import_module("IPython.display").display  # installed, because this is its kernel
         self._handle = display(self._text(start, "first step"), raw=True, display_id=True)
 
     def update(self, step: int, numbers: str) -> None:
-        """Show a step; ten times a second at most, as the notebook keeps up with no more, but for the last one."""
+        """Show a step; at most ten a second, because a notebook cannot keep up with more, and always the last one."""
         if step == self._total or time.monotonic() - self._shown >= 0.1:
             self._shown = time.monotonic()
             self._handle.update(self._text(step, numbers), raw=True)

@@ -1,4 +1,4 @@
-"""What metrics.jsonl holds, one series a metric: where values stand, what they come to, and fewer points to draw."""
+"""Series of metrics.jsonl, one per metric: their positions on the x axes, summaries, and thinning for charts."""
 
 import itertools
 import math
@@ -10,12 +10,17 @@ import numpy as np
 
 Row = Mapping[str, Any]
 AXES = ("step", "tokens", "hours")
-"""What a value can be drawn over: its step, the tokens trained on until then, the hours spent in steps until then."""
+"""The x axes of charts: step, tokens trained on until then, hours spent in steps until then."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """A metric's values in the order of the file, and for each axis that the run has, where they stand on it."""
+    """One metric.
+
+    Attributes:
+        at: positions of the values on each axis that the run has.
+        values: in the order of the file.
+    """
 
     at: dict[str, np.ndarray]
     values: np.ndarray
@@ -26,23 +31,23 @@ class Series:
 
 
 def series(rows: Sequence[Row]) -> dict[str, Series]:
-    """Every metric that is a number, by name, in the order in which they first appear."""
+    """The series of every numeric metric, by name, in order of first appearance."""
     places = _places(rows)
-    found: dict[str, tuple[list[int], list[float]]] = {}
+    columns: dict[str, tuple[list[int], list[float]]] = {}
     for index, row in enumerate(rows):
         for name, value in row.items():
             if name != "step" and not isinstance(value, str):
-                indices, values = found.setdefault(name, ([], []))
+                indices, values = columns.setdefault(name, ([], []))
                 indices.append(index)
                 values.append(float(value))
     return {
         name: Series({axis: place[indices] for axis, place in places.items()}, np.array(values))
-        for name, (indices, values) in found.items()
+        for name, (indices, values) in columns.items()
     }
 
 
 def _places(rows: Sequence[Row]) -> dict[str, np.ndarray]:
-    """For each axis where every row stands. An evaluation's row stands where the step before it ended."""
+    """The position of every row on each axis. An evaluation has the position of the step before it."""
     places = {"step": np.array([row["step"] for row in rows], dtype=float)}
     if any("tokens" in row for row in rows):
         places["tokens"] = np.maximum.accumulate(np.array([row.get("tokens", 0) for row in rows], dtype=float))
@@ -52,7 +57,7 @@ def _places(rows: Sequence[Row]) -> dict[str, np.ndarray]:
 
 
 def summary(metric: Series) -> dict[str, Any]:
-    """Of all values the number, the last, the lowest and the highest with their steps, and how many are not finite."""
+    """The number of values and of non-finite ones; the last, lowest and highest value with their steps."""
     steps, values = metric.at["step"], metric.values
     finite = np.flatnonzero(np.isfinite(values))
     extremes = {}
@@ -71,24 +76,24 @@ def summary(metric: Series) -> dict[str, Any]:
 
 
 def thinned(metric: Series, most: int) -> tuple[Series, Series]:
-    """The points to draw, about `most` of them, and those to smooth; all points, twice, if there are no more.
+    """Thin a series to about `most` points. Returns (points to draw, points to smooth); short series stay as they are.
 
-    Of each stretch of points, its lowest, its highest and its first that is not finite are drawn, so that no spike is
-    lost; smoothed is its mean, as those two are not what is between them.
+    Points to draw are the lowest, the highest and the first non-finite point of each interval, so no spike is lost.
+    Points to smooth are the interval's means: the extremes would not represent the values between them.
     """
     count = metric.values.size
     if count <= most:
         return metric, metric
     edges = np.linspace(0, count, math.ceil(most / 2) + 1).astype(int)
-    kept, places, means = {0, count - 1}, [], []
+    drawn, places, means = {0, count - 1}, [], []
     for first, end in itertools.pairwise(edges):
         finite = np.isfinite(metric.values[first:end])
         inside, outside = first + np.flatnonzero(finite), first + np.flatnonzero(~finite)
-        kept.update(outside[:1].tolist())
+        drawn.update(outside[:1].tolist())
         if inside.size:
             values = metric.values[inside]
-            kept.update((int(inside[np.argmin(values)]), int(inside[np.argmax(values)])))
+            drawn.update((int(inside[np.argmin(values)]), int(inside[np.argmax(values)])))
             places.append({axis: place[inside].mean() for axis, place in metric.at.items()})
             means.append(values.mean())
     at = {axis: np.array([place[axis] for place in places]) for axis in metric.at}
-    return metric.take(np.array(sorted(kept))), Series(at, np.array(means))
+    return metric.take(np.array(sorted(drawn))), Series(at, np.array(means))

@@ -1,4 +1,4 @@
-"""Stopping a run: from outside by SIGTERM and Ctrl-C, or because all processes agree that it is at its end."""
+"""Stop requests for a run: SIGTERM and Ctrl-C, or an early end on which all processes agree."""
 
 import enum
 import os
@@ -14,50 +14,51 @@ import numpy as np
 import rich.console
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT)
-_CLOSE = 0  # no signal has this number
+_CLOSE = 0  # not the number of any signal
 
 
 class Asked(enum.IntEnum):
-    """What processes ask for; of two wishes the larger one counts."""
+    """The request of a process; if processes differ, the largest value counts."""
 
     NOTHING = 0
     END = 1  # the run is finished
-    STOP = 2  # leave, to go on later
+    STOP = 2  # save and exit, to continue later
 
 
 class StopRequest:
-    """Records requests to stop while the context lasts: `with StopRequest() as stop:`.
+    """Records stop requests in a context: `with StopRequest() as stop:`.
 
-    The first SIGTERM or Ctrl-C prints a line and records the request; a Ctrl-C after that ends the process at once,
-    with exit code 130. Enter it after `multihost.initialize`. Python answers signals in the main thread alone: in
-    another one, as in a worker of Ray, none is heard.
+    The first SIGTERM or Ctrl-C prints a line and records the request; a Ctrl-C after that ends the process immediately,
+    with exit code 130. Enter the context after `multihost.initialize`. Python handles signals only in the main thread:
+    in another thread, as in a Ray worker, requests are ignored.
     """
 
     def __init__(self) -> None:
         self._wished = threading.Event()
-        self._previous: dict[int, Any] = {}  # handlers, while signals are heard
+        self._previous: dict[int, Any] = {}  # handlers before this context
         self._agreement: jax.Array | None = None  # from the previous step
 
     def requested(self) -> bool:
-        """Whether this process was asked to stop. The other processes may not have been: to act on it, use `agree`."""
+        """Whether this process got a stop request. Other processes may not have: to act on requests, use `agree`."""
         return self._wished.is_set()
 
     def agree(self, end: bool = False) -> Asked:
-        """What any process was asked for, by signals or by `end`; all get the same answer, and must call it each step.
+        """The largest request of all processes, by signals or by `end`; every process must call this in each step.
 
-        With several processes the answer is that of the previous call, so that no step waits for communication.
+        With several processes, the answer is from the requests of the previous call, so that no step waits for
+        communication.
         """
-        asked = Asked.STOP if self.requested() else Asked.END if end else Asked.NOTHING
+        request = Asked.STOP if self.requested() else Asked.END if end else Asked.NOTHING
         if jax.process_count() == 1:
-            return asked
-        before, self._agreement = self._agreement, _of_any_process(asked)
+            return request
+        before, self._agreement = self._agreement, _largest_request(request)
         return Asked.NOTHING if before is None else Asked(int(before))
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             return self
         # Python runs signal handlers only between two bytecodes of the main thread, and XLA may compile for minutes
-        # before the next one. The wake-up socket gets the signal's number at once, and a separate thread answers it.
+        # before the next one. The wake-up socket gets the signal's number immediately, and a separate thread reads it.
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         self._thread = threading.Thread(target=self._answer, name="signals", daemon=True)
@@ -70,7 +71,7 @@ class StopRequest:
         if not self._previous:
             return
         for number, handler in self._previous.items():
-            # None: the previous handler was not installed from Python, so that it cannot be restored.
+            # None: the previous handler was not installed from Python and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._previous_wakeup)
         self._sender.send(bytes([_CLOSE]))
@@ -98,13 +99,13 @@ def _say(line: str) -> None:
     sys.stderr.flush()
 
 
-def _of_any_process(asked: Asked) -> jax.Array:
-    """The largest wish of all processes: a number on every device, computed after the work already queued there."""
+def _largest_request(request: Asked) -> jax.Array:
+    """The largest request of all processes, as an array on every device; computed after the work queued there."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("device",))
     sharding = jax.sharding.NamedSharding(mesh, jax.P("device"))
-    wishes = jax.make_array_from_callback((mesh.size,), sharding, lambda _: np.array([asked], np.int32))
+    requests = jax.make_array_from_callback((mesh.size,), sharding, lambda _: np.array([request], np.int32))
     with jax.set_mesh(mesh):
-        return _largest(wishes)
+        return _largest(requests)
 
 
 # At module level, so that it is compiled only once.

@@ -1,13 +1,15 @@
-"""Where the time of a step goes, from a trace of jax.profiler and the text of the compiled step.
+"""Breakdown of the time of a step by part of the model, from a jax.profiler trace and the text of the compiled step.
 
-An operation of a trace bears the name of an instruction of the optimised HLO, whose metadata say by which lines of
-Python it came about, and whether jax made it for the forward or the backward pass. Lines of jaxtune say which part of
-the model they are. A fusion counts as what its root is: where XLA fuses a norm into what follows it, the norm's time is
-that of what follows. What no line tells is 'other', such as the sum with a residual, or zeros that XLA fills in. What
-is no instruction of the step, such as a copy that the host asks for, is 'unknown'.
+An operation in a trace has the name of an instruction of the optimised HLO. The instruction's metadata give the lines
+of Python that it comes from, and whether jax made it for the forward or the backward pass; the files of these lines
+tell the part of the model. A fusion counts as its root: if XLA fuses a norm into the next operation, the norm's time
+counts for that operation. Instructions without a line of any part are 'other', such as residual additions, or zeros
+that XLA fills in. Operations that are not instructions of the step, such as copies that the host requests, are
+'unknown'.
 
-The traces that this has read so far are of CPUs. Of a GPU it reads the lines of the streams, as XLA's collector of
-CUPTI's records names them (xla/backends/profiler/gpu/cupti_collector.cc), and takes each kernel as a whole operation.
+Only traces of CPUs have been read with this until now. In a trace of a GPU it reads the lines of the streams, by the
+names that XLA's CUPTI collector gives them (xla/backends/profiler/gpu/cupti_collector.cc), and takes each kernel as one
+operation.
 """
 
 import dataclasses
@@ -33,44 +35,52 @@ _COLLECTIVES, _COPIES, _OTHER = "collectives", "copies", "other"
 _OPTIMIZER, _SUMMED, _DEQUANTIZED = "optimizer", "gradient accumulation", "dequantization"
 _HEAD, _OTHER_PROGRAMS, _UNKNOWN = "embedding, head and loss", "other programs", "unknown"
 _MODELS, _KERNELS, _STEP = "jaxtune/models/", "pallas_kernels/", "jaxtune/training/step.py"
-# A part is that of an instruction if a line of one of its files is among those behind it; the first such part. Linear
-# layers are in none: they are a part of what calls them.
+_LAYERS = f"{_MODELS}layers/"
+# An instruction belongs to the first part with a file among the instruction's lines. Linear layers are in no part: they
+# count for the layer that calls them.
 _FILES = {
     "adapters": ("jaxtune/lora/",),
-    "experts": tuple(f"{_MODELS}{name}.py" for name in ("experts", "router", "dispatch", "exchange")),
+    "experts": tuple(f"{_LAYERS}{name}.py" for name in ("experts", "router", "expert_sort", "expert_all_to_all")),
     "attention": (
-        *(f"{_MODELS}{name}.py" for name in ("attend", "attention", "attention_dropout", "latent_attention", "rope")),
-        *(f"{_MODELS}delta_net.py", f"{_KERNELS}flash_attention/", f"{_KERNELS}gated_delta_rule/"),
+        *(f"{_LAYERS}{name}.py" for name in ("attend", "attention", "attention_dropout", "latent_attention", "rope")),
+        *(f"{_LAYERS}delta_net.py", f"{_KERNELS}flash_attention/", f"{_KERNELS}gated_delta_rule/"),
     ),
-    "feed-forward": (f"{_MODELS}mlp.py",),
-    "norms": (f"{_MODELS}norm.py",),
+    "feed-forward": (f"{_LAYERS}mlp.py",),
+    "norms": (f"{_LAYERS}norm.py",),
     _HEAD: (
-        *(f"{_MODELS}lookup.py", f"{_MODELS}divergence.py", "jaxtune/objectives/"),
+        *(f"{_LAYERS}lookup.py", f"{_MODELS}divergence.py", "jaxtune/objectives/"),
         f"{_KERNELS}linear_cross_entropy/",
     ),
 }
 PARTS = (*_FILES, _DEQUANTIZED, _OPTIMIZER, _SUMMED, _COLLECTIVES, _COPIES, _OTHER, _UNKNOWN, _OTHER_PROGRAMS)
 _UNPACKED = f"{_KERNELS}quant_matmul/", f"{_KERNELS}grouped_quant_matmul/"
-_PRODUCT = re.compile(r"(dot_general|quant_matmul\w*/\w+)$")  # of XLA; of a kernel, which unpacks as it multiplies
-# Where the forward pass is written: lines that nothing differentiates have no mark of jax's.
+_PRODUCT = re.compile(r"(dot_general|quant_matmul\w*/\w+)$")  # by XLA; by a kernel that unpacks while it multiplies
+# Files of the forward pass. jax marks only differentiated operations (jvp), so others are recognised by file.
 _FORWARD = (_MODELS, "jaxtune/objectives/", "jaxtune/precision/")
-# What a fusion that only copies is made of.
+# A fusion of only these opcodes is a copy.
 _MOVES = {"parameter", "copy", "bitcast", "dynamic-slice", "dynamic-update-slice", "constant", "tuple"}
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
 
 
 class Operation(NamedTuple):
-    """What a device did, from `start` to `end` in ns: an instruction of a compiled program; "" where none is named."""
+    """One operation of a device.
+
+    Attributes:
+        name: of the instruction; "" if the trace names none.
+        module: the name of the HLO module.
+        program: the program's number, if the trace has it: two programs may have modules of the same name.
+        start, end: ns.
+    """
 
     name: str
     module: str
-    program: int | None  # by number, where the trace has it: two programs may have modules of one name
+    program: int | None
     start: float
     end: float
 
 
 class Place(NamedTuple):
-    """Where an instruction belongs: one of PARTS and of PHASES; and the instructions that run inside it."""
+    """The part (of PARTS) and phase (of PHASES) of an instruction, and the names of instructions that run inside it."""
 
     part: str
     phase: str
@@ -79,15 +89,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of a step on one device, in ms, as the mean of the steps of a trace.
+    """The time of a step on one device, in ms, as the mean over the steps of a trace.
 
     Attributes:
         device: a plane of the trace: '/device:GPU:0', or '/host:CPU'.
-        steps: traced.
-        wall: from the first operation of the step to the last, with what the device waited in between.
-        busy: of it, in which an operation of `parts` ran.
-        parts: by part of PARTS and by phase of PHASES, summed over streams or threads, which run beside each other.
-        alone: by part, in which nothing else ran: of collectives and copies, what computation does not hide.
+        steps: number of traced steps.
+        wall: time from the first operation of the step to the last, idle time included.
+        busy: the part of `wall` in which an operation of `parts` ran.
+        parts: time by part of PARTS and by phase of PHASES, summed over streams or threads, which run in parallel.
+        alone: time by part in which no other part ran; for collectives and copies: not hidden by computation.
     """
 
     device: str
@@ -98,19 +108,19 @@ class StepTime:
     alone: dict[str, float]
 
     def rows(self) -> list[list[str]]:
-        """A table: a head, a row a part, and their sums; a column a phase."""
-        phases = [phase for phase in PHASES if any(phase in found for found in self.parts.values())]
-        total = sum(sum(found.values()) for found in self.parts.values())
+        """A table: header, one row per part, and sums; one column per phase."""
+        phases = [phase for phase in PHASES if any(phase in times for times in self.parts.values())]
+        total = sum(sum(times.values()) for times in self.parts.values())
         rows = [["ms a step", *phases, "all", "share", "alone"]]
-        for part, found in self.parts.items():
-            cells = [f"{found[phase]:.2f}" if phase in found else "-" for phase in phases]
-            own = sum(found.values())
-            rows.append([part, *cells, f"{own:.2f}", f"{own / total:.0%}", f"{self.alone[part]:.2f}"])
-        sums = [sum(found.get(phase, 0.0) for found in self.parts.values()) for phase in phases]
+        for part, times in self.parts.items():
+            cells = [f"{times[phase]:.2f}" if phase in times else "-" for phase in phases]
+            part_sum = sum(times.values())
+            rows.append([part, *cells, f"{part_sum:.2f}", f"{part_sum / total:.0%}", f"{self.alone[part]:.2f}"])
+        sums = [sum(times.get(phase, 0.0) for times in self.parts.values()) for phase in phases]
         return [*rows, ["all", *(f"{value:.2f}" for value in sums), f"{total:.2f}", "100%", "-"]]
 
     def said(self) -> str:
-        """What the table is of, and how much of the time is in it."""
+        """The table's caption: number of steps, device, and busy time."""
         steps = f"{self.steps} step{'s' * (self.steps > 1)}"
         return (
             f"mean of {steps} on {self.device}: operations ran in {self.busy:.2f} of {self.wall:.2f} ms a step "
@@ -118,35 +128,35 @@ class StepTime:
         )
 
     def text(self) -> str:
-        """For a terminal."""
+        """The table and its caption as text for a terminal."""
         rows = self.rows()
         first, *others = (max(map(len, column)) for column in zip(*rows))
         lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
         return "\n".join([*lines, self.said()])
 
     def write(self, file: Path) -> None:
-        """As JSON."""
+        """Write JSON."""
         file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, file: Path) -> "StepTime":
-        """Reads a file that `write` wrote. Raises UserError for another file."""
-        found = read_fields(file, cls)
-        phases = {phase for part in found.parts.values() for phase in part}
-        total = sum(time for part in found.parts.values() for time in part.values())
-        if found.alone.keys() != found.parts.keys() or not phases <= {*PHASES} or min(found.wall, total) <= 0:
+        """Read a file of `write`. Raises UserError for any other file."""
+        saved = read_fields(file, cls)
+        phases = {phase for part in saved.parts.values() for phase in part}
+        total = sum(time for part in saved.parts.values() for time in part.values())
+        if saved.alone.keys() != saved.parts.keys() or not phases <= {*PHASES} or min(saved.wall, total) <= 0:
             raise UserError(f"{file} is damaged: it does not hold the parts of a step")
-        return found
+        return saved
 
 
 def read_step_time(folder: Path, text: str, steps: int) -> StepTime:
-    """Of the newest trace of so many steps that jax.profiler wrote to a folder; `text` as `step_time` has it."""
+    """Read the newest trace in a folder of jax.profiler; arguments as in `step_time`."""
     file = max(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     return step_time(text, *operations(ProfileData.from_file(str(file))), steps)
 
 
 def operations(profile: Any) -> tuple[str, list[Operation]]:
-    """The name of the plane of a trace's first device, and all that it did. profile: a jax.profiler.ProfileData."""
+    """The plane's name and the operations of a trace's first device. profile: a jax.profiler.ProfileData."""
     planes = {plane.name: plane for plane in profile.planes}
     gpus = sorted(int(found[1]) for name in planes if (found := re.fullmatch(r"/device:GPU:(\d+)", name)))
     if gpus:
@@ -156,7 +166,7 @@ def operations(profile: Any) -> tuple[str, list[Operation]]:
     by_device: dict[int, list[Operation]] = {}
     for line in planes["/host:CPU"].lines:
         for event in line.events:
-            if event.name.startswith("$"):  # a call of Python
+            if event.name.startswith("$"):  # a Python call
                 continue
             stats = dict(event.stats)
             if "hlo_op" in stats:
@@ -170,20 +180,20 @@ def _operation(event: Any, stats: Mapping[str, Any]) -> Operation:
 
 
 def step_time(text: str, device: str, found: Sequence[Operation], steps: int) -> StepTime:
-    """Of so many steps in which a device did what was found.
+    """Compute the breakdown from the operations of a device.
 
-    text: of the compiled step, as jax.stages.Compiled.as_text() prints it.
-    Raises ValueError where nothing of the step is among what was found.
+    text: of the compiled step, as jax.stages.Compiled.as_text() prints it. steps: the number of traced steps.
+    Raises ValueError if no operation belongs to the step.
     """
     name, places = places_of(text)
-    own = _of_step([each for each in found if each.module == name], places)
-    seen = {each.name for each in own}
+    step_operations = _of_step([each for each in found if each.module == name], places)
+    seen = {each.name for each in step_operations}
     if seen.isdisjoint(places):
         raise ValueError(f"no operation of {name} is in the trace of {device}")
-    start, end = min(each.start for each in own), max(each.end for each in own)
+    start, end = min(each.start for each in step_operations), max(each.end for each in step_operations)
     intervals: dict[str, list[tuple[float, float]]] = defaultdict(list)
     sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    programs = {each.program for each in own}
+    programs = {each.program for each in step_operations}
     for each in found:
         if each.end <= start or end <= each.start:
             continue
@@ -191,33 +201,33 @@ def step_time(text: str, device: str, found: Sequence[Operation], steps: int) ->
             intervals[_OTHER_PROGRAMS].append((max(start, each.start), min(end, each.end)))
             continue
         place = places.get(each.name, Place(_UNKNOWN, "rest"))
-        # On a CPU a loop lasts as long as all that runs in it, which is in the trace too.
+        # On a CPU the trace has both a loop and the operations inside it: count only the latter.
         if device.startswith("/host") and not seen.isdisjoint(place.inside):
             continue
         intervals[place.part].append((each.start, each.end))
         sums[place.part][place.phase] += each.end - each.start
-    if intervals[_OTHER_PROGRAMS]:  # whose loops are not known
-        sums[_OTHER_PROGRAMS]["rest"] = _covered(intervals[_OTHER_PROGRAMS])
+    if intervals[_OTHER_PROGRAMS]:  # without their text, loops cannot be told from their bodies: take the union
+        sums[_OTHER_PROGRAMS]["rest"] = _union_length(intervals[_OTHER_PROGRAMS])
     ms = 1e6 * steps
-    busy = _covered(itertools.chain(*intervals.values()))
+    busy = _union_length(itertools.chain(*intervals.values()))
     parts, alone = {}, {}
     for part in (part for part in PARTS if part in sums):
         parts[part] = {phase: sums[part][phase] / ms for phase in PHASES if phase in sums[part]}
         others = itertools.chain(*(each for other, each in intervals.items() if other != part))
-        alone[part] = (busy - _covered(others)) / ms
+        alone[part] = (busy - _union_length(others)) / ms
     return StepTime(device, steps, (end - start) / ms, busy / ms, parts, alone)
 
 
 def _of_step(found: Sequence[Operation], places: dict[str, Place]) -> list[Operation]:
-    """Those of the program that has most of the step's instructions: an evaluation's module has the same name."""
+    """The operations of the step's program: an evaluation's module has the same name, but fewer equal instructions."""
     programs: dict[int | None, list[Operation]] = defaultdict(list)
     for each in found:
         programs[each.program].append(each)
     return max(programs.values(), key=lambda each: len({one.name for one in each} & set(places)), default=[])
 
 
-def _covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of the union."""
+def _union_length(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, until))
@@ -226,9 +236,9 @@ def _covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def places_of(text: str) -> tuple[str, dict[str, Place]]:
-    """The name of a module, and where each of its instructions belongs, but for what is fused.
+    """The name of a module, and the place of each instruction that is not inside a fusion.
 
-    Raises ValueError for what is not the text of a module.
+    Raises ValueError if the text is not a module.
     """
     head = re.match(r"HloModule ([\w.\-]+)", text)
     if head is None:
@@ -239,13 +249,13 @@ def places_of(text: str) -> tuple[str, dict[str, Place]]:
 
 
 def _read(module: Module, computation: str, around: Place, places: dict[str, Place]) -> list[str]:
-    """Adds the instructions of a computation and of all that it calls; their names.
+    """Add the instructions of a computation, and of all computations that it calls, to `places`; return their names.
 
-    What XLA made belongs to what is around it.
+    Instructions without metadata, which XLA made, get the place of the instruction around them.
     """
     names, body = [], module.computations[computation]
     for instruction in body.values():
-        called = _called(instruction)
+        called = _called_computations(instruction)
         one_launch = instruction.opcode in ("fusion", "async-start")
         fused = [one for name in called for one in module.computations[name].values()] if one_launch else []
         part, phase = _by_lines(module, instruction, fused, around)
@@ -259,8 +269,8 @@ def _read(module: Module, computation: str, around: Place, places: dict[str, Pla
     return names
 
 
-def _called(instruction: Instruction) -> list[str]:
-    """The computations that are run in an instruction; not those which say how two elements are reduced or compared."""
+def _called_computations(instruction: Instruction) -> list[str]:
+    """The computations that run in an instruction, without the scalar functions of reductions and sorts."""
     if instruction.opcode not in ("fusion", "while", "call", "conditional", "async-start"):
         return []
     branches = instruction.attribute(r"branch_computations=\{([^}]*)\}") or ""
@@ -268,7 +278,7 @@ def _called(instruction: Instruction) -> list[str]:
 
 
 def _phase(operation: str, frames: Sequence[Frame], around: str) -> str:
-    """By jax's name stack, as `plan.launches` has it; what is not differentiated is forward by its lines alone."""
+    """The phase by jax's name stack, as in `plan.launches`; operations that are not differentiated: by their files."""
     if "rematted_computation" in operation:
         return "recomputed"
     if "transpose(" in operation:
@@ -281,24 +291,24 @@ def _phase(operation: str, frames: Sequence[Frame], around: str) -> str:
 
 
 def _by_lines(module: Module, instruction: Instruction, fused: Sequence[Instruction], around: Place) -> tuple[str, str]:
-    """Its part and phase; of a fusion with several results, which has no metadata, those of most of what is in it."""
+    """Part and phase by lines of Python. A fusion with several results has no metadata: its instructions vote."""
     frames = module.frames(instruction)
     if frames or instruction.operation:
         part = _part(instruction.operation, frames) if frames else around.part
         return part, _phase(instruction.operation, frames, around.phase)
-    inner = ((one.operation, own) for one in fused if (own := module.frames(one)))
-    found = Counter((_part(name, own), _phase(name, own, around.phase)) for name, own in inner)
-    return found.most_common(1)[0][0] if found else (around.part, around.phase)
+    inner = ((one.operation, lines) for one in fused if (lines := module.frames(one)))
+    votes = Counter((_part(name, lines), _phase(name, lines, around.phase)) for name, lines in inner)
+    return votes.most_common(1)[0][0] if votes else (around.part, around.phase)
 
 
 def _by_kind(instruction: Instruction, read: Sequence[Instruction], fused: Sequence[Instruction]) -> str | None:
-    """The part of what moves data between devices, on one, or from the host's memory or to it, whatever it is for."""
+    """The part of an instruction that only moves data: between devices, on one, or from or to the host; else None."""
     kind = re.sub("-(start|done)$", "", instruction.opcode)
-    if kind in ("while", "conditional", "call"):  # which carry arrays in the host's memory
+    if kind in ("while", "conditional", "call"):  # may carry arrays in the host's memory, and is not a copy
         return None
     if kind in COLLECTIVES or (kind == "async" and any(one.opcode in COLLECTIVES for one in fused)):
         return _COLLECTIVES
-    # A slice of a stack, or its update, with where it begins.
+    # Reading or writing a slice of a stack is a move too; the scalars compute the start of the slice.
     moves = (
         bool(fused) and not _is_scalar(instruction) and all(one.opcode in _MOVES or _is_scalar(one) for one in fused)
     )
@@ -310,7 +320,7 @@ def _is_scalar(instruction: Instruction) -> bool:
 
 
 def _part(operation: str, frames: Sequence[Frame]) -> str:
-    """By the lines behind an instruction; what multiplies by a quantized weight is a part of its module."""
+    """The part by lines of Python. Dequantization is its own part, unless a product does it on the fly."""
     files = [frame.file for frame in frames]
 
     def among(*prefixes: str) -> bool:

@@ -6,14 +6,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Work:
-    """Sizes that decide what a token costs. Only parameters of matrix products count: the head, not a lookup table."""
+    """Sizes that determine the FLOPs of a token. Only parameters of matrix products count: the head, no lookup table.
 
-    trained: int  # parameters with a gradient, adapters included
-    frozen: int  # parameters that only pass gradients on
+    Attributes:
+        trained: parameters with a gradient, adapters included.
+        frozen: parameters that only pass gradients on.
+        layers: number of layers.
+        attention_width: heads x head dimension of a layer's queries.
+        seq_len: tokens in a row.
+        window: the most keys that a token attends to.
+    """
+
+    trained: int
+    frozen: int
     layers: int
-    attention_width: int  # heads x head dimension of a layer's queries
-    seq_len: int  # tokens in a row
-    window: int | None = None  # the most keys that a token attends to
+    attention_width: int
+    seq_len: int
+    window: int | None = None
 
 
 def flops_per_token(work: Work) -> float:

@@ -1,1 +1,1 @@
-"""What a run would take on GPUs that are not there: memory and time, read from its compiled step."""
+"""Predicts memory and time of a run on GPUs that are not present, from its compiled step."""

@@ -1,4 +1,4 @@
-"""Predict memory and speed of a run on GPUs that are not there; exit code 2 if it does not fit.
+"""Predict memory and speed of a run on GPUs that are not present; exit code 2 if it does not fit.
 
     python -m jaxtune.plan --config=qwen_lora:Qwen/Qwen3-8B --gpu=h100
     python -m jaxtune.plan --config=qwen_full --model=Qwen/Qwen3-8B --gpu=h100 --gpus=8 --hosts=2
@@ -6,10 +6,11 @@
     python -m jaxtune.plan qwen_lora:Qwen/Qwen3-8B qwen_qlora_nf4:Qwen/Qwen3-8B --gpu=l40s
     python -m jaxtune.plan --config=qwen_lora:Qwen/Qwen3-8B --gpu=h200 --calibration=benchmarks/results/nvidia_h200.json
 
-The step of the run is compiled for these GPUs (pip install 'jaxtune[aot]'); its memory is the compiler's, its time a
-model's, with a range: jaxtune/plan/rates.py has every assumption, and --calibration replaces those that were measured
-on such a GPU (benchmarks/gpu_suite.py --only assumptions). No weight is read. --fit looks for the fastest
-micro-batch, rematerialisation policy and, if need be, format of the base. Several recipes are compared.
+The step of the run is compiled for these GPUs (pip install 'jaxtune[aot]'). The compiler reports its memory; a time
+model predicts its time, with a range. jaxtune/plan/rates.py has all assumptions of this model; --calibration replaces
+them by rates that were measured on such a GPU (benchmarks/gpu_suite.py --only assumptions). No weight is read. --fit
+looks for the fastest micro-batch, rematerialisation policy and, if necessary, quantization of the base. Several recipes
+are compared.
 """
 
 import sys
@@ -22,7 +23,7 @@ from pallas_kernels.gpus import GPUS
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints plans; returns the exit code."""
+    """Print plans; return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     recipes = [argument for argument in arguments if not argument.startswith("-")]
     if not recipes:
@@ -57,7 +58,7 @@ def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("gpus", None, meaning, lower_bound=1, flag_values=values)
     flags.DEFINE_integer("hosts", 1, "hosts", lower_bound=1, flag_values=values)
     flags.DEFINE_string("model", None, "model in place of the recipe's: a hub id or a folder", flag_values=values)
-    meaning = "what benchmarks/gpu_suite.py wrote on such a GPU: its measured rates replace the assumed ones"
+    meaning = "result file of benchmarks/gpu_suite.py on such a GPU: its measured rates replace the assumed ones"
     flags.DEFINE_string("calibration", None, meaning, flag_values=values)
     flags.DEFINE_bool("fit", False, "find the fastest options that fit, and print them", flag_values=values)
     flags.DEFINE_bool("json", False, "print the plan as JSON", flag_values=values)

@@ -1,7 +1,7 @@
-"""Rates that were measured on a GPU, in place of what the time model assumes there.
+"""Rates that were measured on a GPU, in place of the time model's assumptions.
 
-`benchmarks/gpu_suite.py --only assumptions` measures them; its result file is the calibration. Those in the folder
-`measured` beside this file, named as the GPUs of pallas_kernels.gpus, are used without being asked for.
+`benchmarks/gpu_suite.py --only assumptions` measures them; its result file is the calibration. Calibrations in the
+folder `measured` next to this file, named like the GPUs of pallas_kernels.gpus, are used by default.
 """
 
 import json
@@ -15,9 +15,9 @@ from jaxtune.plan.rates import KERNELS, SCENARIOS, Rates
 from pallas_kernels.gpus import GPUS
 
 SHIPPED = Path(__file__).parent / "measured"
-PIECE = "assumptions"  # of the suite
-# What one GPU can measure, and from where to where a value is plausible; in the units of Rates. A kernel's fraction
-# leaves room for the optimistic scenario below the peak.
+PIECE = "assumptions"  # name of the suite's piece
+# Rates that can be measured on one GPU, with their plausible ranges; in the units of Rates. The upper bound of a
+# kernel's fraction keeps the optimistic scenario below the peak.
 PLAUSIBLE: dict[str, tuple[float, float]] = {
     "sustained": (0.3, 1.25),  # 1.27 times the table's largest would be the peak
     "narrow": (0.05, 1.0),
@@ -34,7 +34,15 @@ PLAUSIBLE: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class Calibration:
-    """Values by name in PLAUSIBLE; the device that they were measured on, the day, the version of jax, and the file."""
+    """Measured rates.
+
+    Attributes:
+        values: by name in PLAUSIBLE.
+        device: on which they were measured.
+        date: the day.
+        jax: its version.
+        file: the file's name.
+    """
 
     values: Mapping[str, float]
     device: str
@@ -48,14 +56,14 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Assumption:
-    """The central value of one rate, and whether it is 'assumed' or where it was measured."""
+    """The central value of one rate, and its source: 'assumed', or the calibration."""
 
     value: float
     source: str
 
 
 def find(gpu: str, file: str | None = None) -> Calibration | None:
-    """The calibration in a file; without one, that which is shipped for a GPU, or None: all is assumed."""
+    """The calibration in `file`; without a file, the shipped one of the GPU, or None: all rates are assumed."""
     path = SHIPPED / f"{gpu}.json" if file is None else Path(file).expanduser()
     if file is None and not path.exists():
         return None
@@ -63,17 +71,17 @@ def find(gpu: str, file: str | None = None) -> Calibration | None:
 
 
 def read(file: Path, gpu: str) -> Calibration:
-    """The calibration that the suite left in its result file. Raises UserError for one that cannot be trusted."""
+    """Read a calibration from a result file of the suite. Raises UserError if it cannot be trusted."""
     remedy = f"On that GPU, python benchmarks/gpu_suite.py --only {PIECE} --out FILE writes one"
     try:
-        found = json.loads(file.read_text())[PIECE]
-        run, values = found["run"], found["conclusions"]
+        piece = json.loads(file.read_text())[PIECE]
+        run, values = piece["run"], piece["conclusions"]
         device, date, version, smoke = run["device"], run["date"], run["versions"]["jax"], run["smoke"]
     except (ValueError, TypeError, KeyError) as error:
         what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(f"calibration {file} is not a result of the suite's piece {PIECE}: {what}. {remedy}") from error
     if smoke:
-        raise UserError(f"calibration {file} is of a smoke run, which measures nothing. {remedy}")
+        raise UserError(f"calibration {file} is from a smoke run, which measures nothing. {remedy}")
     if device != GPUS[gpu].kind:
         raise UserError(f"calibration {file} was measured on {device}, and --gpu={gpu} is {GPUS[gpu].kind}. {remedy}")
     if not isinstance(values, dict) or not values:
@@ -85,10 +93,12 @@ def read(file: Path, gpu: str) -> Calibration:
 
 def _check(file: Path, name: str, value: Any) -> None:
     if name not in PLAUSIBLE:
-        raise UserError(f"calibration {file}: the time model has no rate {name!r}; there are {', '.join(PLAUSIBLE)}")
+        raise UserError(
+            f"calibration {file}: the time model has no rate {name!r}; its rates are {', '.join(PLAUSIBLE)}"
+        )
     low, high = PLAUSIBLE[name]
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and low <= value <= high):  # NaN neither
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and low <= value <= high):  # refuses NaN too
         raise UserError(
             f"calibration {file}: {name} is {value!r}, and must be a number from {low:.4g} to {high:.4g} "
             "(PLAUSIBLE in jaxtune/plan/calibration.py): another value is an error of the measurement or of the model"
@@ -96,7 +106,7 @@ def _check(file: Path, name: str, value: Any) -> None:
 
 
 def with_value(rates: Rates, name: str, value: float) -> Rates:
-    """Rates with another value of one, by its name in PLAUSIBLE."""
+    """Rates with one value replaced, by its name in PLAUSIBLE."""
     if name in KERNELS:
         return replace(rates, fractions={**rates.fractions, name: value})
     return replace(rates, **{name: value})
@@ -105,22 +115,22 @@ def with_value(rates: Rates, name: str, value: float) -> Rates:
 def scenarios(values: Mapping[str, float]) -> dict[str, Rates]:
     """The scenarios around measured values.
 
-    The range around a value stays as wide as assumed, relative to it: one operation alone tells the value there, not
-    how far it differs by shape, and as clocks fall in a long run. No scenario leaves what is plausible.
+    The relative width of the assumed range is kept: the measurement of one operation gives its rate there, but not how
+    the rate varies with shape, or with clocks that fall in a long run. Scenarios stay within plausible values.
     """
-    made = {}
+    result = {}
     for scenario, rates in SCENARIOS.items():
         for name, value in values.items():
             low, high = PLAUSIBLE[name]
-            if name not in KERNELS:  # whose range is Rates.kernels
+            if name not in KERNELS:  # the range of kernels is Rates.kernels
                 value *= getattr(SCENARIOS[scenario], name) / getattr(SCENARIOS["central"], name)
             rates = with_value(rates, name, min(max(value, low), high))
-        made[scenario] = rates
-    return made
+        result[scenario] = rates
+    return result
 
 
 def assumptions(gpu: str, calibration: Calibration | None) -> dict[str, Assumption]:
-    """The central value of every rate on a GPU, and where it is from."""
+    """The central value of every rate on a GPU, and its source."""
     central = SCENARIOS["central"]
     assumed = {field.name: getattr(central, field.name) for field in fields(Rates)}
     del assumed["kernels"], assumed["fractions"]

@@ -18,7 +18,7 @@ from jaxtune.plan.summary import as_json, comparison, line, table
 
 
 def plan_one(values: flags.FlagValues, config: Config) -> int:
-    """Prints a plan, or the fastest one that fits; returns the exit code."""
+    """Print a plan, with --fit the fastest one that fits; return the exit code."""
     _use_cpu()
     config = _with_model(config, values.model)
     where = _where(values, config)
@@ -30,7 +30,7 @@ def plan_one(values: flags.FlagValues, config: Config) -> int:
 
 
 def compare(parsed: Mapping[str, tuple[flags.FlagValues, Config]]) -> int:
-    """Prints plans of several recipes next to each other; returns the exit code."""
+    """Print plans of several recipes as a table; return the exit code."""
     _use_cpu()
     plans = {
         recipe: predict(_with_model(config, values.model), *_where(values, config))
@@ -41,23 +41,23 @@ def compare(parsed: Mapping[str, tuple[flags.FlagValues, Config]]) -> int:
 
 
 def _use_cpu() -> None:
-    # With the plugin for CUDA installed jax would look for a GPU and its libraries, and with one there, take its
-    # compute capability for the others'.
+    # With the CUDA plugin installed, jax would look for a GPU and its libraries. With a GPU present, it would use that
+    # GPU's compute capability in place of the target's.
     jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def _fastest(config: Config, where: Where, measured: calibration.Calibration | None) -> Plan:
-    made = []
+    plans = []
 
-    def planned(other: Config) -> Plan:
-        made.append(predict(other, where, measured))
-        print(line(made[-1]), file=sys.stderr, flush=True)
-        return made[-1]
+    def make_plan(other: Config) -> Plan:
+        plans.append(predict(other, where, measured))
+        print(line(plans[-1]), file=sys.stderr, flush=True)
+        return plans[-1]
 
-    if plan := fastest(config, planned):
+    if plan := fastest(config, make_plan):
         return plan
-    least = min(made, key=lambda plan: plan.needed)
+    least = min(plans, key=lambda plan: plan.needed)
     raise UserError(
         f"--fit: nothing fits into {least.limit / 1e9:.2f} GB; the least, {least.needed / 1e9:.2f} GB: {line(least)}. "
         "More GPUs (--gpus with mesh.fsdp=-1), shorter rows (data.seq_len) or adapters (lora.enabled) need less"
@@ -71,7 +71,7 @@ def _with_model(config: Config, model: str | None) -> Config:
 
 
 def _where(values: flags.FlagValues, config: Config) -> tuple[Where, calibration.Calibration | None]:
-    """The GPUs, and what was measured on one."""
+    """The GPUs, and the calibration measured on one."""
     gpus = [one for one in (values.gpus, config.device.gpus) if one is not None] or [1]
     if min(gpus) != max(gpus):
         raise UserError(f"--gpus={gpus[0]}: device.gpus is {gpus[1]}; leave one of them out")

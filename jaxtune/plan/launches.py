@@ -1,6 +1,6 @@
-"""What a compiled step launches on a GPU: each product, kernel, fusion, copy and collective, how often, on how much.
+"""The launches of a compiled step on a GPU: products, kernels, fusions, copies and collectives, with counts and bytes.
 
-Read from the optimised HLO of one device, whose instructions are in the order in which they run.
+They are read from the optimised HLO of one device, whose instructions are in execution order.
 """
 
 import math
@@ -17,19 +17,20 @@ class Launch:
     """One instruction that runs something on the device.
 
     Attributes:
-        kind: 'product', 'FP8 product', 'fusion', 'fill' (with a constant), 'copy', 'host copy' (from the host's memory
-            or to it), 'library call'; or the name of a Pallas kernel, with 'mosaic_' before those of Mosaic GPU; of a
+        name: of the instruction.
+        kind: 'product', 'FP8 product', 'fusion', 'fill' (with a constant), 'copy', 'host copy' (from or to the host's
+            memory), 'library call'; the name of a Pallas kernel, with the prefix 'mosaic_' for Mosaic GPU, or of a
             kernel of FlashAttention 3; or one of COLLECTIVES.
-        phase: 'forward', 'recomputed' (forward again, in the backward pass), 'backward' or 'step' (all else).
-        count: launches a step.
-        reads: the operands and the bytes of each that a launch reads.
+        phase: 'forward', 'recomputed' (forward again, in the backward pass), 'backward' or 'step' (everything else).
+        count: launches per step.
+        reads: (operand, bytes that a launch reads).
         written: bytes.
-        flops: of matrix products; 0 where there are none, or where nothing says how many.
-        sizes: of a product, (m, n, k).
-        compute_us: what XLA's own model thinks the arithmetic of a fusion takes.
-        group: of a collective, the devices that take part, by number.
-        beside: what runs between its start and its end, of an asynchronous launch; None: it is synchronous.
-        frames: lines of Python, the innermost first.
+        flops: of matrix products; 0 if there are none, or if their number is unknown.
+        sizes: (m, n, k) of a product.
+        compute_us: XLA's own estimate of a fusion's arithmetic.
+        group: numbers of the devices in a collective.
+        beside: of an asynchronous launch: the launches between its start and its end; None: it is synchronous.
+        frames: lines of Python, innermost first.
     """
 
     name: str
@@ -47,13 +48,13 @@ class Launch:
 
     @property
     def read(self) -> float:
-        """Bytes."""
+        """Bytes that a launch reads."""
         return sum(size for _, size in self.reads)
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """A loop whose length neither XLA nor the code says: what is in it is counted once."""
+    """A loop whose trip count is known neither to XLA nor from the code: its body is counted once."""
 
     name: str
     frames: tuple[Frame, ...]
@@ -61,14 +62,14 @@ class Unknown:
 
 @dataclass
 class Program:
-    """All that a step launches, in order.
+    """All launches of a step.
 
     Attributes:
-        launches: in the order in which they run.
-        unknown: loops that are counted once.
-        syncs: times that the host waits for a value, to know whether a loop goes on.
+        launches: in execution order.
+        unknown: loops whose body is counted once.
+        syncs: number of times that the host waits for a loop's condition.
         trips: iterations of each loop, in the order of the text.
-        residuals: bytes of the device that loops over layers keep for the backward pass.
+        residuals: bytes of device memory that loops over layers keep for the backward pass.
     """
 
     launches: list[Launch] = field(default_factory=list)
@@ -79,14 +80,14 @@ class Program:
 
 
 def read_program(text: str) -> Program:
-    """The program of an optimised module, as jax.stages.Compiled.as_text() prints it."""
+    """Read the launches from an optimised module, the text of jax.stages.Compiled.as_text()."""
     module, program = Module.parse(text), Program()
     _read(module, module.entry, 1, "step", program)
     return program
 
 
 def _read(module: Module, computation: str, count: int, phase: str, program: Program) -> None:
-    """Adds what a computation launches, `count` times a step."""
+    """Add the launches of a computation that runs `count` times per step."""
     body = module.computations[computation]
     started: dict[str, Launch] = {}
     for instruction in body.values():
@@ -94,17 +95,17 @@ def _read(module: Module, computation: str, count: int, phase: str, program: Pro
             started.pop(instruction.operands[0], None)
         if instruction.opcode in FREE or instruction.target == "AllocateBuffer":
             continue
-        own = _phase(instruction, phase)
+        own_phase = _phase(instruction, phase)
         if instruction.opcode == "while":
             _read_loop(module, instruction, count, phase, program)
         elif instruction.opcode in ("call", "conditional"):
-            _read(module, _longest(module, instruction), count, own, program)
+            _read(module, _longest(module, instruction), count, own_phase, program)
         else:
             place, work = body, instruction
             if instruction.opcode == "async-start":
                 place = module.computations[instruction.called()]
                 work = next(inner for inner in place.values() if inner.opcode not in FREE)
-            launch = _launch(module, work, place, count, own, instruction.opcode.endswith("-start"))
+            launch = _launch(module, work, place, count, own_phase, instruction.opcode.endswith("-start"))
             for other in started.values():
                 if launch.beside is None and other.beside is not None:
                     other.beside.append(launch)
@@ -115,24 +116,25 @@ def _read(module: Module, computation: str, count: int, phase: str, program: Pro
 
 def _read_loop(module: Module, loop: Instruction, count: int, around: str, program: Program) -> None:
     phase = _phase(loop, around)
-    said, known = cost.iterations_said(loop.operation), loop.known_iterations
-    trips = known if known is not None else said
+    from_code, known = cost.iterations_said(loop.operation), loop.known_iterations
+    trips = known if known is not None else from_code
     if trips is None:
         trips = 1
         program.unknown.append(Unknown(loop.name, module.frames(loop)))
     program.trips.append(trips)
+    # XLA runs a loop of known trip count without the host. Otherwise the host reads the condition in each iteration.
     if known is None:
         program.syncs += trips * count
     body = loop.called("body")
     if phase == "forward" and around != "forward":
-        program.residuals += _kept(module.computations[body], trips)
+        program.residuals += _residual_bytes(module.computations[body], trips)
     _read(module, body, count * trips, phase, program)
     if known is None:
         _read(module, loop.called("condition"), count * trips, phase, program)
 
 
-def _kept(body: Computation, trips: int) -> float:
-    """Bytes of the arrays that a forward loop carries with an element for each iteration, and changes."""
+def _residual_bytes(body: Computation, trips: int) -> float:
+    """Bytes of the residuals of a forward loop: arrays that it carries and changes, with one element per iteration."""
     total = 0.0
     for place, name in enumerate(root(body).operands):
         value = body[name]
@@ -144,7 +146,7 @@ def _kept(body: Computation, trips: int) -> float:
 
 
 def _longest(module: Module, instruction: Instruction) -> str:
-    """The computation that a call runs; of a conditional, the branch with the most instructions."""
+    """The computation that a call runs; for a conditional, the branch with the most instructions."""
     if instruction.opcode == "call":
         return instruction.called("to_apply")
     branches = instruction.attribute(r"branch_computations=\{([^}]*)\}")
@@ -156,7 +158,7 @@ def _longest(module: Module, instruction: Instruction) -> str:
 
 
 def _phase(instruction: Instruction, around: str) -> str:
-    """By JAX's name stack; an instruction that XLA made has that of the loop around it."""
+    """The phase by JAX's name stack; instructions that XLA made have the phase of the loop around them."""
     operation = instruction.operation
     if "rematted_computation" in operation:
         return "recomputed"
@@ -233,34 +235,37 @@ def _kind(module: Module, instruction: Instruction, work: Instruction, inner: st
 
 
 def _collective_bytes(kind: str, instruction: Instruction, reads: list[float]) -> float:
-    """Bytes of the whole array that all devices of the group have in the end, or had at the start."""
+    """Bytes of the whole array: gathered at the end, or before it is reduced or exchanged."""
     size = len(_group(instruction)) or 1
     return sum(reads) * (size if kind == "all-gather" else 1)
 
 
 def _group(instruction: Instruction) -> tuple[int, ...]:
-    """The devices of the first group, by number: XLA prints lists, reshaped ranges, or the axes of a mesh."""
-    if found := instruction.attribute(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]*)\}"):
-        return tuple(_integers(found))
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.attributes):
-        axes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-        sizes, wanted = [int(size) for size in axes.values()], re.findall(r"'(\w+)'", found[2])
+    """The numbers of the first group's devices. XLA prints groups as lists, reshaped ranges, or axes of a mesh."""
+    # {{0,1},{2,3}}
+    if match := instruction.attribute(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]*)\}"):
+        return tuple(_integers(match))
+    # mesh['data'=2,'fsdp'=4] {'fsdp'}
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.attributes):
+        axes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+        sizes, wanted = [int(size) for size in axes.values()], re.findall(r"'(\w+)'", match[2])
         return _along([place for place, name in enumerate(axes) if name in wanted], sizes)
-    found = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.attributes)
-    if found is None:
+    # [2,4]<=[8] or [2,4]<=[4,2]T(1,0): (groups, devices of one) from a range that is reshaped and transposed
+    match = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.attributes)
+    if match is None:
         return ()
-    sizes = _integers(found[2])
-    order = _integers(found[3]) if found[3] else list(range(len(sizes)))
-    return _along(order, sizes)[: int(found[1])]
+    sizes = _integers(match[2])
+    order = _integers(match[3]) if match[3] else list(range(len(sizes)))
+    return _along(order, sizes)[: int(match[1])]
 
 
 def _along(axes: list[int], sizes: list[int]) -> tuple[int, ...]:
-    """Numbers of the elements of an array that differ in these axes alone, the last axis fastest; others are at 0."""
-    found = [0]
+    """Flat indices along these axes of an array, the last one fastest; the index in other axes is 0."""
+    indices = [0]
     for axis in axes:
         stride = math.prod(sizes[axis + 1 :])
-        found = [start + index * stride for start in found for index in range(sizes[axis])]
-    return tuple(found)
+        indices = [start + index * stride for start in indices for index in range(sizes[axis])]
+    return tuple(indices)
 
 
 def _integers(text: str) -> list[int]:
@@ -268,11 +273,11 @@ def _integers(text: str) -> list[int]:
 
 
 def _sizes(product: Instruction, body: Computation) -> tuple[int, int, int]:
-    """Rows, columns and summed elements of a call to cuBLAS; a batch of products counts as more rows."""
+    """(m, n, k) of a cuBLAS call; a batch of products counts as more rows."""
 
     def dimensions(name: str) -> list[int]:
-        found = product.attribute(rf'"{name}":\[([^\]]*)\]')
-        return [int(number.strip('"')) for number in (found or "").split(",") if number]
+        axes = product.attribute(rf'"{name}":\[([^\]]*)\]')
+        return [int(number.strip('"')) for number in (axes or "").split(",") if number]
 
     (_, left), (_, right) = (body[operand].arrays[0] for operand in product.operands[:2])
     k = math.prod(left[axis] for axis in dimensions("lhs_contracting_dimensions"))
@@ -281,18 +286,19 @@ def _sizes(product: Instruction, body: Computation) -> tuple[int, int, int]:
 
 
 def _xla_compute_us(instruction: Instruction) -> float:
-    """XLA's estimate of a fusion's arithmetic; of Triton's fusions its model counts a reduction once an element."""
-    found = instruction.attribute(r'"reification_cost":\[\{[^}]*?"compute_time_us":([\d.e+-]+)')
-    return 0.0 if found is None or "kind=kCustom" in instruction.attributes else float(found)
+    """XLA's estimate of a fusion's arithmetic; 0 for Triton fusions, because it counts a reduction once per element."""
+    estimate = instruction.attribute(r'"reification_cost":\[\{[^}]*?"compute_time_us":([\d.e+-]+)')
+    return 0.0 if estimate is None or "kind=kCustom" in instruction.attributes else float(estimate)
 
 
 def executed(thunks: str, trips: list[int]) -> dict[str, int]:
-    """'graphs': launches of CUDA graphs a step; 'in graphs', 'outside': kernels and copies in them and outside.
+    """Count per step: 'graphs', launches of CUDA graphs; 'in graphs' and 'outside', kernels and copies.
 
-    thunks: the sequence that XLA will run, as it dumps it (thunk_sequence_after_thunk_passes). trips: iterations of its
+    thunks: XLA's dump of the sequence that it will run (thunk_sequence_after_thunk_passes). trips: iterations of its
     loops, in order.
     """
-    found = {"graphs": 0, "in graphs": 0, "outside": 0}
+    counts = {"graphs": 0, "in graphs": 0, "outside": 0}
+    # The dump is indented: deeper lines are inside of the loop or CUDA graph above them.
     loops, around, graph = iter(trips), [(-1, 1)], None
     for line in thunks.splitlines():
         match = re.match(r"( *)\d+: (k\w+)", line)
@@ -308,10 +314,10 @@ def executed(thunks: str, trips: list[int]) -> dict[str, int]:
             around.append((depth, count * next(loops, 1)))
         elif kind == "kCommandBuffer":
             graph = depth
-            found["graphs"] += count
+            counts["graphs"] += count
         elif kind in _RUNS:
-            found["outside" if graph is None else "in graphs"] += count
-    return found
+            counts["outside" if graph is None else "in graphs"] += count
+    return counts
 
 
 _RUNS = {

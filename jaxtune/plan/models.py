@@ -1,4 +1,4 @@
-"""config.json of common models, so that a plan needs neither network nor files."""
+"""The config.json of common models, so that a plan needs neither network nor files."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ _MODELS: dict[str, tuple[str, tuple[int, int, int, int, int, int, bool], dict[st
 
 
 def config_of(model: str) -> dict[str, Any] | None:
-    """config.json of a model by its hub id, or that of its -Base or -Instruct; None where it is not among these."""
+    """The config.json of a model by its hub id, also with -Base or -Instruct; None if the model is not listed here."""
     for name in (model, model.removesuffix("-Instruct"), model.removesuffix("-Base")):
         if name in _MODELS:
             kind, sizes, more = _MODELS[name]

@@ -1,4 +1,4 @@
-"""The plan of one configuration: its step, compiled for GPUs that are not there, and what that says."""
+"""The plan of one configuration: compiles its step for GPUs that are not present, and predicts memory and time."""
 
 import dataclasses
 import time
@@ -30,16 +30,28 @@ from pallas_kernels.gpus import GPUS
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """The GPUs of a plan."""
+    """The GPUs of a plan.
 
-    gpu: str  # a name of pallas_kernels.gpus.GPUS
-    gpus: int = 1  # of a host
+    Attributes:
+        gpu: a name of pallas_kernels.gpus.GPUS.
+        gpus: number per host.
+        hosts: number of hosts.
+    """
+
+    gpu: str
+    gpus: int = 1
     hosts: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Of one scenario: seconds a step; tokens a second, of all GPUs together; model FLOPs utilisation, 0 .. 1."""
+    """The speed in one scenario.
+
+    Attributes:
+        seconds: per step.
+        tokens_per_second: of all GPUs together.
+        mfu: model FLOPs utilisation, 0 .. 1.
+    """
 
     seconds: float
     tokens_per_second: float
@@ -48,7 +60,7 @@ class Speed:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Launches of one kind, phase and source line: ms and launches a step, bytes and FLOPs of a step."""
+    """Launches of one kind, phase and source line, with totals per step: ms, launches, bytes and FLOPs."""
 
     kind: str
     phase: str
@@ -61,7 +73,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind and source line: launches and bytes of a step, ms that work hides, and that none does."""
+    """Collectives of one kind and source line, per step: launches, bytes, ms hidden by computation, and exposed ms."""
 
     kind: str
     source: str
@@ -73,16 +85,21 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a step would take, on each GPU.
+    """The predicted memory and time of a step, per GPU.
 
     Attributes:
-        memory: bytes by kind, of a GPU; of the host where the kind says so.
+        config: the options.
+        where: the GPUs.
+        tokens: per step, of all GPUs.
+        memory: bytes of a GPU by kind; kinds that begin with 'host' are bytes of the host.
         needed, limit: bytes of a GPU that the step needs, and that a process may use.
         speeds: by scenario.
-        groups: the dearest first; together they are the step.
-        launches: a step: 'graphs' launches of CUDA graphs, kernels and copies 'in graphs' and 'outside', 'host syncs'.
+        groups: the most expensive first; together they are the step.
+        collectives: the most expensive first.
+        launches: per step: 'graphs' (CUDA graphs), kernels and copies 'in graphs' and 'outside', 'host syncs'.
         assumptions: central values of the time model, by name.
-        said: what the prediction leaves out or guesses, for the user.
+        said: notes for the user about parts that the prediction leaves out or guesses.
+        seconds: time that planning took.
     """
 
     config: Config
@@ -105,20 +122,20 @@ class Plan:
         return self.needed <= self.limit
 
 
-# Compute capabilities whose arithmetic XLA's own cost model knows; for another it fails to compile.
+# Compute capabilities that XLA's own cost model knows; with the option below, compiling for others fails.
 _XLA_KNOWS = ((9, 0), (10, 0))
 
 
 def xla_options(gpu: str) -> process.Options:
-    """Compiler options by which XLA adds its own estimates of fusions to the program, where it has any of a GPU."""
+    """Compiler options that make XLA add its own estimates of fusions to the program, if it has them for the GPU."""
     return {"xla_gpu_collect_cost_model_stats": True} if GPUS[gpu].capability in _XLA_KNOWS else {}
 
 
 def predict(config: Config, where: Where, measured: calibration.Calibration | None = None) -> Plan:
-    """The plan of a config, as `train` would compile it there; `measured` takes the place of what is assumed.
+    """Plan a config as `train` would compile it on these GPUs; measured: rates in place of assumed ones.
 
-    No weight is read; of a model on the hub config.json, if it is not among those known here. Raises UserError for what
-    `train` would refuse, and where nothing can be compiled for a GPU here.
+    No weight is read. For a model on the hub that is not listed in `plan.models`, config.json is read. Raises UserError
+    for configs that `train` would refuse, and if compiling for a GPU is not possible here.
     """
     plans = (_predict(memory.with_policy(config, remat), where, measured) for remat in memory.policies(config, "gpu"))
     for plan in plans:
@@ -161,13 +178,13 @@ def _predict(config: Config, where: Where, measured: calibration.Calibration | N
         collectives=_collectives(timed),
         launches={**starts, "host syncs": program.syncs},
         assumptions=calibration.assumptions(where.gpu, measured),
-        said=tuple(_said(program, config, where.gpu, scenarios["central"])),
+        said=tuple(_notes(program, config, where.gpu, scenarios["central"])),
         seconds=time.monotonic() - began,
     )
 
 
 def base_of(config: Config) -> Base:
-    """The model of a config: a known one needs neither files nor network, nor do its special tokens count."""
+    """The model of a config. Models of `plan.models` need neither files nor network; special tokens are ignored."""
     path = config.model.path or ""
     known = None if Path(path).expanduser().exists() or config.model.config else config_of(path)
     if known is not None:
@@ -183,29 +200,29 @@ def base_of(config: Config) -> Base:
 def _memory(run: Run, need: memory.Need, program: Program, config: Config) -> dict[str, int]:
     model = run.model
 
-    def stored(names: Any) -> int:
+    def stored_bytes(names: Any) -> int:
         arrays = abstract({name: model.parameters[name] for name in names})
         return sum(map(memory.device_bytes, jax.tree.leaves(arrays)))
 
     adapters = {name for name, parameter in model.parameters.items() if parameter.kind == "adapter"}
     quantized = set(model.quantized)
-    found = {
-        "weights": stored(set(model.parameters) - adapters - quantized),
-        "quantized weights": stored(quantized),
-        "adapters": stored(adapters),
+    sizes = {
+        "weights": stored_bytes(set(model.parameters) - adapters - quantized),
+        "quantized weights": stored_bytes(quantized),
+        "adapters": stored_bytes(adapters),
         "optimizer": sum(map(memory.device_bytes, jax.tree.leaves(run.state.optimizer))),
         "reference": sum(map(memory.device_bytes, jax.tree.leaves(run.state.reference))),
         "average of weights": sum(map(memory.device_bytes, jax.tree.leaves(run.state.average))),
     }
-    found["batch and scales"] = max(0, need.state - sum(found.values()))
+    sizes["batch and scales"] = max(0, need.state - sum(sizes.values()))
     dtype = jax.numpy.dtype(config.precision.gradient_dtype)
     trained = jax.tree.leaves(abstract(model.trained))
     gradients = sum(memory.shard_bytes(jax.ShapeDtypeStruct(p.shape, dtype, sharding=p.sharding)) for p in trained)
-    found["gradients"] = min(gradients, need.temporaries)
-    found["residuals"] = min(int(program.residuals), need.temporaries - found["gradients"])
-    found["temporaries"] = need.temporaries - found["gradients"] - found["residuals"]
-    found |= {"host, checkpoint": need.saved, "host, offloaded": need.offloaded}
-    return {name: size for name, size in found.items() if size}
+    sizes["gradients"] = min(gradients, need.temporaries)
+    sizes["residuals"] = min(int(program.residuals), need.temporaries - sizes["gradients"])
+    sizes["temporaries"] = need.temporaries - sizes["gradients"] - sizes["residuals"]
+    sizes |= {"host, checkpoint": need.saved, "host, offloaded": need.offloaded}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _speed(ms: float, tokens: int, run: Run, config: Config, where: Where) -> Speed:
@@ -239,7 +256,7 @@ def _collectives(timed: list[rates.Timed]) -> tuple[Collective, ...]:
     for one in timed:
         if one.launch.kind in COLLECTIVES:
             by[one.launch.kind, source(one.launch)].append(one)
-    found = [
+    collectives = [
         Collective(
             *key,
             sum(one.launch.count for one in of),
@@ -249,15 +266,15 @@ def _collectives(timed: list[rates.Timed]) -> tuple[Collective, ...]:
         )
         for key, of in by.items()
     ]
-    return tuple(sorted(found, key=lambda one: -one.exposed_ms - one.hidden_ms))
+    return tuple(sorted(collectives, key=lambda one: -one.exposed_ms - one.hidden_ms))
 
 
 def source(launch: Launch) -> str:
-    """The line of jaxtune that a launch comes from, and the lines of other files that called it."""
+    """The line of jaxtune from which a launch comes, and the lines in other files that called it."""
     frames = [frame for frame in launch.frames if frame.file.startswith(("jaxtune/", "pallas_kernels/"))]
     if not frames:
         return ""
-    by_file = {frame.file: frame for frame in reversed(frames)}  # the innermost of each file
+    by_file = {frame.file: frame for frame in reversed(frames)}  # the innermost frame of each file
     shown = [frame for frame in frames if by_file[frame.file] is frame][:3]
     return " < ".join(f"{_short(frame.file)}:{frame.line}" for frame in dict.fromkeys(shown))
 
@@ -267,20 +284,20 @@ def _short(file: str) -> str:
     return path.parent.name if path.name == "__init__.py" else path.name
 
 
-def _said(program: Program, config: Config, gpu: str, central: rates.Rates) -> list[str]:
-    said = []
+def _notes(program: Program, config: Config, gpu: str, central: rates.Rates) -> list[str]:
+    notes = []
     kinds = {launch.kind for launch in program.launches}
     if GPUS[gpu].capability != (9, 0):
-        said.append("products: the time model knows by shape what was measured on Hopper alone, this is scaled")
+        notes.append("products: throughput by shape was measured only on Hopper, and is scaled to this GPU")
         if guessed := sorted(kinds & set(rates.KERNELS) - set(central.fractions)):
-            said.append(f"{', '.join(guessed)}: a guess from Hopper's rate")
+            notes.append(f"{', '.join(guessed)}: a guess from Hopper's rate")
     for loop in program.unknown:
         at = f" at {loop.frames[0].file}:{loop.frames[0].line}" if loop.frames else ""
-        said.append(f"loop {loop.name}{at}: its length is not known, what is in it is counted once")
-    own = {"product", "FP8 product", "fusion", "fill", "copy", "host copy", *COLLECTIVES}
+        notes.append(f"loop {loop.name}{at}: its trip count is unknown, so its body is counted once")
+    timed_kinds = {"product", "FP8 product", "fusion", "fill", "copy", "host copy", *COLLECTIVES}
     rated = {launch.kind for launch in program.launches if launch.kind in rates.KERNELS and launch.flops}
-    for kind in sorted(kinds - own - rated):
-        said.append(f"kernel {kind}: no rate is known, it is timed by the bytes that it moves")
+    for kind in sorted(kinds - timed_kinds - rated):
+        notes.append(f"kernel {kind}: its rate is unknown, so its time is from the bytes that it moves")
     if config.data.special_tokens:
-        said.append("data.special_tokens: rows that they would add to the embedding are not counted")
-    return said
+        notes.append("data.special_tokens: rows that they add to the embedding are not counted")
+    return notes

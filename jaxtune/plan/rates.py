@@ -1,23 +1,23 @@
 """The time model: how long a launch takes on a GPU. Every assumption is in this file, with its source.
 
-Nothing here was measured by this project. A central, an optimistic and a pessimistic set of assumptions give a range.
-What `benchmarks/gpu_suite.py --only assumptions` measures on a GPU takes their place there: see calibration.py.
+This project did not measure these numbers. A central, an optimistic and a pessimistic set of assumptions give a range.
+Rates that `benchmarks/gpu_suite.py --only assumptions` measures on a GPU replace them there: see calibration.py.
 
 - Products of 256 and more in each dimension: XLA's table of measured Hopper cuBLAS throughput (openxla/xla,
   default_matmul_perf_table.txtpb, sm_90), bf16, interpolated in logarithms and clamped, times `sustained` for clocks
-  under load. On another GPU, scaled by the peaks of the data sheets: a fifth of the peak is filled by a fifth of the
-  rows and columns together.
-- Narrower products, those of adapters: their bytes at `narrow` of the bandwidth, and 2 us.
+  under load. On another GPU, scaled by the peaks of the data sheets: to fill a fifth of the peak takes a fifth of the
+  product of rows and columns.
+- Narrower products, as in adapters: their bytes at `narrow` of the bandwidth, and 2 us.
 - FP8 products: `fp8` times the bf16 rate of the shape. XLA's own sm_90 entries exceed the peak.
-- Attention kernels: of the products that they execute, a fraction of the bf16 peak (`KERNELS`).
+- Attention kernels: a fraction of the bf16 peak (`KERNELS`) for the products that they execute.
 - Everything else: its bytes at `bandwidth` of the data sheet's, or XLA's estimate of its arithmetic, and `launch` us.
-  What was written last is read from L2, `l2` times as fast.
-- Copies on a stream of their own: `hidden` of them costs nothing.
-- Copies from and to the host: their bytes over PCIe, at `link` of the data sheet's; what runs between their start and
-  end hides them.
-- Collectives: their bytes over the slowest link, at `link` of the data sheet's, and `latency` us; what runs between
-  their start and end hides them.
-- CUDA graphs, launches outside of them, and waits of the host: `graph`, `stream` and `sync` us each.
+  Recently written data are read from L2, `l2` times as fast.
+- Copies on a separate stream: the fraction `hidden` costs no time.
+- Copies from and to the host: their bytes over PCIe, at `link` of the data sheet's; launches between their start and
+  end hide them.
+- Collectives: their bytes over the slowest link, at `link` of the data sheet's, and `latency` us; launches between
+  their start and end hide them.
+- CUDA graphs, launches outside of graphs, and waits of the host: `graph`, `stream` and `sync` us each.
 """
 
 import math
@@ -58,12 +58,12 @@ _TABLE = (
 
 @dataclass(frozen=True)
 class Rates:
-    """Assumptions; see the table above. Fractions of the data sheet's figure, and microseconds."""
+    """One set of assumptions: fractions of the data sheet's figure, ratios, and microseconds; see the list above."""
 
     sustained: float = 0.92
     narrow: float = 0.60
     fp8: float = 1.6
-    kernels: float = 1.0  # times the fractions of KERNELS, or those measured
+    kernels: float = 1.0  # factor on the fractions of KERNELS, or on measured ones
     bandwidth: float = 0.85
     launch: float = 1.3
     l2: float = 1.5
@@ -73,7 +73,7 @@ class Rates:
     graph: float = 2.5
     stream: float = 1.0
     sync: float = 15.0
-    fractions: Mapping[str, float] = field(default_factory=dict)  # measured ones of kernels, in place of KERNELS
+    fractions: Mapping[str, float] = field(default_factory=dict)  # of kernels, measured, in place of KERNELS
 
 
 SCENARIOS = {
@@ -88,19 +88,19 @@ SCENARIOS = {
     ),
 }  # fmt: skip
 
-# Fraction of the bf16 peak that a kernel's executed products reach, by major compute capability. Hopper: 0.62 of what
-# the machine code of the main loop allows with matrix and other instructions in turn; the 0.62 fits the Triton forward
-# in the paper of FlashAttention 3 (arXiv:2407.08608; causal, head dimension 128). The others are guesses: more of the
-# peak where matrix units are slower beside the rest, less where they are faster.
+# Fraction of the bf16 peak that a kernel's executed products reach, by major compute capability. Hopper: 0.62 of the
+# bound that the machine code of the main loop sets, with matrix and other instructions in turn; 0.62 fits the Triton
+# forward in the paper of FlashAttention 3 (arXiv:2407.08608; causal, head dimension 128). The others are guesses: a
+# larger fraction if matrix units are slow relative to the rest of the GPU, a smaller one if they are fast.
 #
-# FlashAttention 3, of an H100, 4096 causal tokens, head dimension 128: 579 TFLOP/s forward in its paper
+# FlashAttention 3, on an H100, 4096 causal tokens, head dimension 128: 579 TFLOP/s forward in its paper
 # (arXiv:2407.08608), which shows no causal backward pass: 462 in MagiAttention's comparison (SandAI-org/MagiAttention,
-# docs/source/blog/cp_benchmark.md), which has 662 forward; flash-attn3-jax's own README has 469 and 498. Mosaic: not of
-# our kernels but of tokamax's (0.0.17, its autotuning data), of the same design, in the same language: 568 forward and
-# 408 backward, that counted as 5 products where 7 are executed.
+# docs/source/blog/cp_benchmark.md), which has 662 forward; flash-attn3-jax's own README has 469 and 498. Mosaic:
+# numbers of tokamax's kernels (0.0.17, its autotuning data), not of ours, but of the same design and in the same
+# language: 568 forward and 408 backward, which counts 5 products although 7 are executed.
 #
-# Grouped products with quantized weights: guesses, less than of weights that need no decoding. The gated delta rule:
-# guesses too. Its products are small, and two of its kernels carry a state from chunk to chunk.
+# Grouped products with quantized weights: guesses, below the rates of weights that need no decoding. The gated delta
+# rule: guesses too. Its products are small, and two of its kernels carry a state from chunk to chunk.
 KERNELS: dict[str, dict[int, float]] = {
     "flash_attention_forward": {8: 0.50, 9: 0.334, 10: 0.25, 12: 0.50},
     "flash_attention_dq": {8: 0.42, 9: 0.369, 10: 0.22, 12: 0.42},
@@ -121,14 +121,14 @@ KERNELS: dict[str, dict[int, float]] = {
     "gated_delta_pairs": {8: 0.25, 9: 0.15, 10: 0.10, 12: 0.25},
     "gated_delta_heads": {8: 0.25, 9: 0.15, 10: 0.10, 12: 0.25},
 }
-# Bytes a second that a GPU sends, in one direction: to GPUs of its host by NVLink or PCIe (data sheets); to other hosts
-# by one adapter of 400 Gb/s a GPU, 200 beside an A100, 100 beside an L40S, 10 Gb/s a host of GeForce GPUs (assumed).
+# Bytes per second that a GPU sends, in one direction: to GPUs of its host by NVLink or PCIe (data sheets); to other
+# hosts by one adapter per GPU of 400 Gb/s; A100: 200, L40S: 100, GeForce: 10 Gb/s per host (assumed).
 LINKS = {
     "a100": (300e9, 25e9), "h100": (450e9, 50e9), "h200": (450e9, 50e9), "b200": (900e9, 50e9), "l40s": (32e9, 12.5e9),
     "rtx4090": (32e9, 1.5e9), "rtx5090": (64e9, 1.5e9),
 }  # fmt: skip
 
-# Bytes a second from the host or to it: PCIe 4.0 or 5.0 x16, in one direction (data sheets).
+# Bytes per second from or to the host: PCIe 4.0 or 5.0 x16, in one direction (data sheets).
 PCIE = {
     "a100": 32e9, "h100": 64e9, "h200": 64e9, "b200": 64e9, "l40s": 32e9, "rtx4090": 32e9, "rtx5090": 64e9,
 }  # fmt: skip
@@ -136,7 +136,7 @@ PCIE = {
 
 @dataclass(frozen=True)
 class Timed:
-    """A launch and its time, us, and how much of that nothing hides."""
+    """A launch, its time in us, and the exposed part of that time."""
 
     launch: Launch
     us: float
@@ -144,13 +144,13 @@ class Timed:
 
     @property
     def total_ms(self) -> float:
-        """Of all its launches in a step, without what is hidden."""
+        """Exposed ms of all its launches in a step."""
         return self.exposed * self.launch.count / 1e3
 
 
 def timed(program: Program, gpu: str, per_host: int, rates: Rates) -> list[Timed]:
-    """The time of every launch. `per_host`: GPUs of a host, which decides over which links a collective goes."""
-    recent: OrderedDict[str, float] = OrderedDict()
+    """The time of every launch. per_host: GPUs of a host, which decides the links of a collective."""
+    recent: OrderedDict[str, float] = OrderedDict()  # results that are still in L2, the oldest first
     alone: dict[int, float] = {}
     for launch in program.launches:
         cached = sum(size for name, size in launch.reads if name in recent)
@@ -158,14 +158,16 @@ def timed(program: Program, gpu: str, per_host: int, rates: Rates) -> list[Timed
         recent[launch.name] = launch.written
         while sum(recent.values()) > _L2_SHARE * GPUS[gpu].l2_cache:
             recent.popitem(last=False)
-    return [Timed(launch, us := alone[id(launch)], _exposed(launch, us, alone, rates)) for launch in program.launches]
+    return [
+        Timed(launch, us := alone[id(launch)], _exposed_us(launch, us, alone, rates)) for launch in program.launches
+    ]
 
 
-_L2_SHARE = 0.65  # of L2 holds what was written last
+_L2_SHARE = 0.65  # fraction of L2 that holds recently written results
 _ON_LINKS = (*COLLECTIVES, "host copy")
 
 
-def _exposed(launch: Launch, us: float, alone: dict[int, float], rates: Rates) -> float:
+def _exposed_us(launch: Launch, us: float, alone: dict[int, float], rates: Rates) -> float:
     if launch.beside is None:
         return us
     if launch.kind not in _ON_LINKS:
@@ -198,13 +200,13 @@ def _product_us(sizes: tuple[int, int, int], moved: float, fp8: bool, spec: Gpu,
         m, n, k = sizes
         compute = 2.0 * math.prod(sizes) / (_h100_flops(m / share**0.5, n / share**0.5, k) * scale)
         return 1e6 * max(compute, moved / (rates.bandwidth * spec.memory_bandwidth))
-    # Matrix units work on 64 rows at least, and reach half of the peak on so few.
+    # Matrix units work on 64 rows or more, and reach half of the peak with 64.
     compute = 2.0 * math.prod(max(64, size) for size in sizes) / (500e12 * scale)
     return 1e6 * max(compute, moved / (rates.narrow * spec.memory_bandwidth)) + 2.0
 
 
 def _h100_flops(m: float, n: float, k: float) -> float:
-    """FLOP/s of the table, interpolated."""
+    """FLOP/s by _TABLE, interpolated in logarithms."""
 
     def between(size: float) -> list[tuple[int, float]]:
         place = math.log2(min(max(size, _DIMENSIONS[0]), _DIMENSIONS[-1]) / _DIMENSIONS[0])
@@ -220,7 +222,7 @@ def _h100_flops(m: float, n: float, k: float) -> float:
 
 
 def _collective_us(launch: Launch, gpu: str, per_host: int, rates: Rates) -> float:
-    """A ring: each device sends all but its own part of the bytes; an all-reduce does so twice."""
+    """The time of a ring: each device sends all bytes except its own part; in an all-reduce, twice."""
     size = max(1, len(launch.group))
     one_host = len({device // per_host for device in launch.group}) <= 1
     inside, between = LINKS[gpu]
@@ -242,6 +244,6 @@ def step_ms(program: Program, executed: dict[str, int], gpu: str, per_host: int,
 
 
 def gaps_ms(executed: dict[str, int], syncs: int, rates: Rates) -> float:
-    """What starting work takes besides the work: graphs, launches outside of them, waits of the host."""
+    """The overhead of starting work, in ms: graphs, launches outside of graphs, waits of the host."""
     starts = executed["graphs"] * rates.graph + executed["outside"] * rates.stream
     return (starts + syncs * rates.sync) / 1e3

@@ -1,4 +1,4 @@
-"""A plan for people, and for programs."""
+"""A plan as text for people, and as JSON for programs."""
 
 import dataclasses
 import textwrap
@@ -11,13 +11,13 @@ from pallas_kernels.gpus import GPUS
 
 
 def table(plan: Plan, groups: int = 10) -> str:
-    """The plan as text, with the dearest groups."""
-    parts = (_head(plan), _memory(plan), _speed(plan), _assumptions(plan), _dearest(plan, groups), _rest(plan))
+    """The plan as text, with the `groups` most expensive groups of launches."""
+    parts = (_head(plan), _memory(plan), _speed(plan), _assumptions(plan), _most_expensive(plan, groups), _rest(plan))
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def line(plan: Plan) -> str:
-    """The plan's options, memory and speed in a line."""
+    """The plan's options, memory and speed in one line."""
     options = " ".join(f"{section}.{name}={getattr(getattr(plan.config, section), name)}" for section, name in OPTIONS)
     return (
         f"{options}: {_gb(plan.needed)}, {'fits' if plan.fits else 'does not fit'}; "
@@ -26,7 +26,7 @@ def line(plan: Plan) -> str:
 
 
 def comparison(plans: Mapping[str, Plan]) -> str:
-    """A row a plan of the same GPUs, and what the time model assumes of them."""
+    """A table with one row per plan, and the time model's assumptions; all plans must be for the same GPUs."""
     rows = [f"{'GB a GPU':>9} {'':12} {'step, ms':>9} {'tokens/s':>9} {'of all scenarios':>18} {'MFU':>6}  recipe"]
     for name, plan in plans.items():
         central, fast, slow = (plan.speeds[scenario] for scenario in ("central", "optimistic", "pessimistic"))
@@ -39,7 +39,7 @@ def comparison(plans: Mapping[str, Plan]) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as what json.dumps takes; the config as its resolved options."""
+    """The plan as a dict for json.dumps; the config as its resolved options."""
     return {**dataclasses.asdict(plan), "fits": plan.fits}
 
 
@@ -76,7 +76,7 @@ def _speed(plan: Plan) -> list[str]:
 
 
 def _assumptions(plan: Plan) -> list[str]:
-    """The rates of the time model by where they are from, measured ones first."""
+    """The rates of the time model by source, measured ones first."""
     by_source: dict[str, list[str]] = {}
     for name, assumption in sorted(plan.assumptions.items(), key=lambda item: item[1].source == "assumed"):
         by_source.setdefault(assumption.source, []).append(f"{name} {assumption.value:.3g}")
@@ -87,9 +87,9 @@ def _assumptions(plan: Plan) -> list[str]:
     return lines
 
 
-def _dearest(plan: Plan, count: int) -> list[str]:
+def _most_expensive(plan: Plan, count: int) -> list[str]:
     total = sum(group.ms for group in plan.groups)
-    rows = [f"{'ms':>9} {'%':>5} {'launches':>9} {'GB':>8} {'TFLOP':>7}  what, and where it comes from"]
+    rows = [f"{'ms':>9} {'%':>5} {'launches':>9} {'GB':>8} {'TFLOP':>7}  launches, and their source"]
     for group in plan.groups[:count]:
         rows.append(
             f"{group.ms:9.2f} {100 * group.ms / total:5.1f} {group.launches:9,} {group.bytes / 1e9:8.1f} "
@@ -114,7 +114,7 @@ def _rest(plan: Plan) -> list[str]:
         ]
         exposed = sum(one.exposed_ms for one in plan.collectives)
         share = exposed / (1e3 * plan.speeds["central"].seconds)
-        lines += [f"{exposed:.2f} ms of the step, {share:.1%}, are communication that no work hides", ""]
+        lines += [f"{exposed:.2f} ms of the step, {share:.1%}, are exposed communication", ""]
     if plan.said:
         lines += [*plan.said, ""]
     return [*lines, f"compiled and read in {plan.seconds:.0f} s"]

@@ -1,9 +1,9 @@
-"""Rewards of completions, by Python functions of the user's own, called as TRL calls them.
+"""Rewards of completions, by Python functions of the user, called as TRL calls them.
 
     function(prompts=[...], completions=[...], completion_ids=[[...], ...], **columns) -> [1.0, None, ...]
 
 Prompts are as in the data: text, or messages. A completion is text, or the assistant's one message after messages.
-Each other column of the data is a list with a value for each completion. None says nothing of a completion.
+Each other column of the data is a list with a value for each completion. None: no reward for that completion.
 """
 
 import inspect
@@ -39,25 +39,25 @@ class Reward:
     function: Callable[..., object]
 
     def error(self, problem: str, where: str | None = None) -> UserError:
-        """What is wrong with the function, for the user; `where` is the line in its file, if that is known."""
+        """A UserError about the function; where: the line in its file, if known."""
         return UserError(f"{OPTION}: {where or self.file}: {self.name} {problem}")
 
 
 def load_rewards(names: Sequence[str]) -> dict[str, Reward]:
-    """The functions FILE.py:NAME, by NAME. A file is run once, however many of its functions are asked for.
+    """Load the functions FILE.py:NAME, by NAME. A file is executed once, for all of its functions.
 
     Raises:
-        UserError: one is not there, cannot be called as above, or has the name of another.
+        UserError: a function is missing, cannot be called as above, or has the same name as another one.
     """
     modules: dict[Path, ModuleType] = {}
     rewards: dict[str, Reward] = {}
-    for named in names:
-        file, name = user_files.split(named, OPTION)
+    for path_and_name in names:
+        file, name = user_files.split(path_and_name, OPTION)
         if name in rewards:
             raise UserError(f"{OPTION}: two functions are called {name} ({rewards[name].file} and {file}); rename one")
         if file not in modules:
-            modules[file] = user_files.module_of(named, OPTION)
-        reward = Reward(name, file, user_files.find(modules[file], named, OPTION))
+            modules[file] = user_files.module_of(path_and_name, OPTION)
+        reward = Reward(name, file, user_files.find(modules[file], path_and_name, OPTION))
         _check_callable(reward)
         rewards[name] = reward
     return rewards
@@ -70,7 +70,7 @@ def rewards_of(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[object]],
 ) -> Float64[np.ndarray, "completions functions"]:
-    """What each function gives each completion, in the functions' order; NaN for None.
+    """The reward of each completion by each function, in the functions' order; NaN for None.
 
     Args:
         functions: from load_rewards.
@@ -80,22 +80,22 @@ def rewards_of(
         columns: the other columns of the data, a value for each completion.
 
     Raises:
-        UserError: a function fails, or returns something else than a finite number or None for each completion.
+        UserError: a function fails, or does not return a finite number or None for each completion.
     """
     if taken := sorted(columns.keys() & set(_OURS)):
-        raise UserError(f"{OPTION}: the data has a column {taken[0]!r}, the name of what is passed itself; rename it")
+        raise UserError(f"{OPTION}: the data has a column {taken[0]!r}, a name that jaxtune passes itself; rename it")
     answers = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(prompts, completions, strict=True)
     ]
-    given = {"prompts": prompts, "completions": answers, "completion_ids": completion_ids, **columns}
-    return np.stack([_values(reward, given, len(answers)) for reward in functions.values()], axis=1)
+    arguments = {"prompts": prompts, "completions": answers, "completion_ids": completion_ids, **columns}
+    return np.stack([_values(reward, arguments, len(answers)) for reward in functions.values()], axis=1)
 
 
 def try_rewards(
     functions: Mapping[str, Reward], prompt: Prompt, tokenizer: "PreTrainedTokenizerFast", count: int
 ) -> None:
-    """Calls each function once, as for so many completions of a prompt, before anything is compiled or generated.
+    """Call each function once, with `count` made-up completions of a prompt, before anything is compiled.
 
     Raises:
         UserError: as `rewards_of`.
@@ -112,13 +112,13 @@ def try_rewards(
 def total(
     values: Float64[np.ndarray, "completions functions"], weights: Sequence[float]
 ) -> Float64[np.ndarray, " completions"]:
-    """The weighted sum of what the functions say of each completion; NaN where none says anything, as in TRL."""
+    """The weighted sum of each completion's rewards; NaN if no function gives one, as in TRL."""
     silent = np.isnan(values).all(axis=1)
     return np.where(silent, np.nan, np.nan_to_num(values, nan=0.0) @ np.asarray(weights, np.float64))
 
 
 def _check_callable(reward: Reward) -> None:
-    """Before anything is generated: a function that is passed every column must take them all."""
+    """Raise UserError, before anything is generated, if the function is async or does not take every column."""
     if inspect.iscoroutinefunction(reward.function) or inspect.iscoroutinefunction(type(reward.function).__call__):
         raise reward.error("is async, which is not supported; write it with `def`")
     kinds = {parameter.kind for parameter in inspect.signature(reward.function).parameters.values()}
@@ -129,10 +129,12 @@ def _check_callable(reward: Reward) -> None:
         )
 
 
-def _values(reward: Reward, given: Mapping[str, Sequence[object]], count: int) -> Float64[np.ndarray, " completions"]:
+def _values(
+    reward: Reward, arguments: Mapping[str, Sequence[object]], count: int
+) -> Float64[np.ndarray, " completions"]:
     try:
-        # Lists of its own, so that a function which changes them changes nothing for the next one.
-        returned = reward.function(**{name: list(column) for name, column in given.items()})
+        # Copy the lists: a function that changes its arguments must not affect the next function.
+        returned = reward.function(**{name: list(column) for name, column in arguments.items()})
         values = (
             list(returned)
             if isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping)
@@ -142,7 +144,7 @@ def _values(reward: Reward, given: Mapping[str, Sequence[object]], count: int) -
         where = user_files.raised_at(error, reward.file)
         problem = f"fails: {type(error).__name__}: {error}"
         if where == str(reward.file) and isinstance(error, TypeError):  # the call itself failed
-            problem += f" (it was passed {', '.join(given)})"
+            problem += f" (it was passed {', '.join(arguments)})"
         raise reward.error(problem, where) from error
     if values is None:
         raise reward.error(f"must return a list with a number for each completion, not {clip(repr(returned))}")
@@ -160,7 +162,6 @@ def _number(reward: Reward, index: int, value: object) -> float:
         number = None
     if number is None or not math.isfinite(number):
         raise reward.error(
-            f"returned {clip(repr(value))} for completion {index}; it must be a finite number, or None if the function "
-            "says nothing of it"
+            f"returned {clip(repr(value))} for completion {index}; it must be a finite number, or None for no reward"
         )
     return number

@@ -1,4 +1,4 @@
-"""A step that learns from the model's own completions: make them, reward them, update by them."""
+"""A step of reinforcement learning: sample completions from the model, reward them, update the model."""
 
 import dataclasses
 import hashlib
@@ -48,7 +48,15 @@ Complete = Callable[[Parameters, Parameters, list[list[int]], Sequence[int]], li
 
 
 class Rollout(NamedTuple):
-    """Completions, and what they are worth: by each function, NaN where it says nothing, and in all."""
+    """Completions and their rewards.
+
+    Attributes:
+        prompts: one a completion.
+        completions: their tokens.
+        texts: of the completions.
+        each: rewards by function; NaN: none.
+        rewards: the weighted sum over functions; NaN: none.
+    """
 
     prompts: list[Prompt]
     completions: list[Completion]
@@ -57,7 +65,7 @@ class Rollout(NamedTuple):
     rewards: Float64[np.ndarray, " completions"]
 
 
-# (trained, frozen, a prompt for each completion, the number of each) -> what was made of them.
+# (trained, frozen, the prompt of each completion, the number of each) -> rollout.
 MakeRollout = Callable[[Parameters, Parameters, list[Prompt], Sequence[int]], Rollout]
 
 
@@ -68,15 +76,17 @@ def with_rollouts(
     train_step: Callable[..., tuple[State, dict[str, Any]]],
     run: Path,
 ) -> Callable[..., tuple[State, dict[str, Any]]]:
-    """(state, frozen, prompts of a step, learning rate) -> (state, metrics), in the place of `train_step`.
+    """Wrap `train_step`: return a function (state, frozen, prompts of a step, learning rate) -> (state, metrics).
 
-    Completions are used for grpo.iterations of `train_step`. Metrics are those of the last, and as TRL names them:
-    reward, reward_std, rewards/NAME/mean, frac_reward_zero_std, completions/mean_length, completions/clipped_ratio.
-    `run`: the folder, for the completions of the first prompt of each step, if log.jsonl.
+    Completions are used for grpo.iterations of `train_step`. Metrics are from the last iteration and, named as in
+    TRL: reward, reward_std, rewards/NAME/mean, frac_reward_zero_std, completions/mean_length,
+    completions/clipped_ratio.
+
+    run: the run folder; with log.jsonl, it gets the completions of the first prompt of each step.
     """
     group_size = config.rollout.group_size
     scored = jax.jit(_make_scored(config, program.model), compiler_options=compiler_options(config))
-    written = _Written(RunFolder(run).completions) if config.log.jsonl and multihost.is_main() else None
+    written = _CompletionsFile(RunFolder(run).completions) if config.log.jsonl and multihost.is_main() else None
     silent = 0  # steps in a row
 
     def step(state: State, frozen: Parameters, asked: Asked, rate: Any) -> tuple[State, dict[str, Any]]:
@@ -85,32 +95,33 @@ def with_rollouts(
         made = make(state.trained, frozen, prompts, range(asked.first, asked.first + len(prompts)))
         silent = silent + 1 if np.isnan(made.rewards).all() else 0
         if silent and multihost.is_main():
-            log.warning("rollout.rewards: None for every completion of a step, from which nothing is learned")
+            log.warning("rollout.rewards: None for every completion of a step, so nothing is learned from it")
         if silent == config.train.max_bad_steps:
             raise UserError(
-                f"rollout.rewards: None for every completion of {silent} steps in a row (train.max_bad_steps), from "
-                "which nothing is learned; return a number where a completion is to be rewarded, such as 0.0"
+                f"rollout.rewards: None for every completion of {silent} steps in a row (train.max_bad_steps), so "
+                "nothing is learned; return a number for each completion to reward, such as 0.0"
             )
         above = advantages(made.rewards, group_size, config.grpo.advantage_scale)
         if written is not None:
             written.write(asked.first // len(prompts) + 1, made, above, group_size)
         batch = _batch(config, program, made, above)
+        # In a single iteration the policy is the one that sampled: the importance ratio is 1 and needs no old scores.
         if config.grpo.iterations > 1:
             batch[OLD_LOG_PROB.name] = scored(state.trained, frozen, batch)
         metrics = {}
         for _ in range(config.grpo.iterations):
             state, metrics = train_step(state, frozen, batch, rate)
-        of_completions = _spread(made.rewards, group_size) | _described(made)
+        of_completions = _spread(made.rewards, group_size) | _means(made)
         return state, metrics | {name: np.asarray(value) for name, value in of_completions.items()}
 
     return step
 
 
 def make_rollouts(config: Config, model: Model, tokenizer, functions: Mapping[str, Reward], run: Path) -> MakeRollout:
-    """Completions of prompts, rewarded: made on the devices of the current mesh, or by rollout.server.
+    """Return a function that samples and rewards completions, on the devices of the current mesh or by rollout.server.
 
-    `run`: the folder, for adapters that are sent. The function raises UserError as `rewards_of` and, of a server, as
-    `completion_server.complete`.
+    run: the run folder, for adapters that are sent to the server. The function raises UserError as `rewards_of` and,
+    with a server, as `completion_server.complete`.
     """
     weights = _weights(functions, config.rollout.reward_weights)
     if config.rollout.server is None:
@@ -119,14 +130,14 @@ def make_rollouts(config: Config, model: Model, tokenizer, functions: Mapping[st
         complete = _by_server(config, model, tokenizer, run / "rollout_adapter")
 
     def make(trained: Parameters, frozen: Parameters, prompts: list[Prompt], numbers: Sequence[int]) -> Rollout:
-        found = complete(trained, frozen, [prompt.tokens for prompt in prompts], numbers)
-        # As TRL's `batch_decode(completion_ids)`: the text of a completion does not depend on its prompt's.
+        completions = complete(trained, frozen, [prompt.tokens for prompt in prompts], numbers)
+        # As TRL's `batch_decode(completion_ids)`: decode a completion without its prompt.
         texts = [
             prompt.begun + text_of(completion, tokenizer, after=prompt.tokens if prompt.begun else ())
-            for prompt, completion in zip(prompts, found)
+            for prompt, completion in zip(prompts, completions)
         ]
-        each = _rewarded(functions, prompts, texts, found)
-        return Rollout(prompts, found, texts, dict(zip(functions, each.T)), total(each, weights))
+        each = _call_rewards(functions, prompts, texts, completions)
+        return Rollout(prompts, completions, texts, dict(zip(functions, each.T)), total(each, weights))
 
     return make
 
@@ -134,9 +145,9 @@ def make_rollouts(config: Config, model: Model, tokenizer, functions: Mapping[st
 def make_evaluate(
     config: Config, make: MakeRollout, prompts: list[Prompt], at_once: int, beat: Callable[[], None] = lambda: None
 ) -> Callable[[Parameters, Parameters, Parameters], dict[str, float]]:
-    """(trained, frozen, reference) -> eval_reward and more, of a completion of each prompt, so many `at_once`.
+    """Return a function (trained, frozen, reference) -> eval_reward and more, from one completion of each prompt.
 
-    Of eval.max_batches of these, if it says so; `beat` is called after each.
+    at_once: prompts of a batch; eval.max_batches limits the number of batches. beat: is called after each batch.
     """
     if config.eval.max_batches is not None:
         prompts = prompts[: config.eval.max_batches * at_once]
@@ -145,17 +156,17 @@ def make_evaluate(
         parts = []
         for first in range(0, len(prompts), at_once):
             numbers = range(first, min(first + at_once, len(prompts)))
-            # Random numbers that no step has, the same in each evaluation.
-            own = [-1 - number for number in numbers]
-            parts.append(make(trained, frozen, [prompts[number] for number in numbers], own))
+            # Negative numbers select random bits that no training step uses, the same in each evaluation.
+            negative_numbers = [-1 - number for number in numbers]
+            parts.append(make(trained, frozen, [prompts[number] for number in numbers], negative_numbers))
             beat()
-        return {f"eval_{name}": float(value) for name, value in _described(_joined(parts)).items()}
+        return {f"eval_{name}": float(value) for name, value in _means(_concatenate(parts)).items()}
 
     return evaluate
 
 
-def _joined(parts: list[Rollout]) -> Rollout:
-    """One after another."""
+def _concatenate(parts: list[Rollout]) -> Rollout:
+    """Concatenate rollouts."""
     return Rollout(
         [prompt for part in parts for prompt in part.prompts],
         [completion for part in parts for completion in part.completions],
@@ -165,8 +176,8 @@ def _joined(parts: list[Rollout]) -> Rollout:
     )
 
 
-def _described(made: Rollout) -> dict[str, Any]:
-    """Means over completions; of rewards over those that have one, and NaN if none does."""
+def _means(made: Rollout) -> dict[str, Any]:
+    """Means over completions; for rewards, over the completions that have one, and NaN if none has."""
 
     def mean(values: Float64[np.ndarray, " n"]) -> float:
         known = values[~np.isnan(values)]
@@ -181,22 +192,22 @@ def _described(made: Rollout) -> dict[str, Any]:
 
 
 def _spread(rewards: Float64[np.ndarray, " n"], group_size: int) -> dict[str, Any]:
-    """How much rewards differ: their standard deviation, and the share of groups in which they are all alike."""
+    """The standard deviation of rewards, and the fraction of groups whose rewards are all equal."""
     known = rewards[~np.isnan(rewards)]
     groups = (group[~np.isnan(group)] for group in rewards.reshape(-1, group_size))
     alike = [len(group) > 1 and np.ptp(group) < 1e-8 for group in groups]
     return {"reward_std": known.std(ddof=1) if len(known) > 1 else math.nan, "frac_reward_zero_std": np.mean(alike)}
 
 
-class _Written:
-    """A file of completions, a line each, from the first step of this process on."""
+class _CompletionsFile:
+    """A file of completions, one line each, from the first step of this process."""
 
     def __init__(self, path: Path):
         self._path, self._begun = path, False
 
     def write(self, step: int, made: Rollout, above: np.ndarray, count: int) -> None:
-        """The first `count` completions of a step, with their advantages."""
-        if not self._begun:  # a run that goes on makes some steps again
+        """Append the first `count` completions of a step, with their advantages."""
+        if not self._begun:  # a resumed run repeats some steps
             cut(self._path, step - 1)
             self._begun = True
         with self._path.open("a", encoding="utf-8") as file:
@@ -207,18 +218,18 @@ class _Written:
 
 
 def _weights(functions: Mapping[str, Reward], factors: Sequence[str]) -> list[float]:
-    """The weight of each function. Raises UserError for one that is not there."""
+    """The weight of each function. Raises UserError for the name of an unknown function."""
     named = dict(factor.split("=") for factor in factors)
-    if strangers := named.keys() - functions.keys():
+    if unknown := named.keys() - functions.keys():
         known = ", ".join(functions)
         raise UserError(
-            f"rollout.reward_weights: {min(strangers)!r} is not one of the functions of rollout.rewards: {known}"
+            f"rollout.reward_weights: {min(unknown)!r} is not one of the functions of rollout.rewards: {known}"
         )
     return [float(named.get(name, 1.0)) for name in functions]
 
 
 def _on_devices(config: Config, model: Model, tokenizer) -> Complete:
-    """Completions that the devices of the run make, a group's each with random numbers of its own."""
+    """Sample completions on the devices of the run; each completion of a group has its own random numbers."""
     options, recipe = config.rollout, recipe_of(config.precision, model.linears)
     sampling = Sampling(**{name: getattr(options, name) for name in Sampling._fields})
     how = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "seed": config.train.seed}
@@ -230,23 +241,24 @@ def _on_devices(config: Config, model: Model, tokenizer) -> Complete:
     def complete(
         trained: Parameters, frozen: Parameters, prompts: list[list[int]], numbers: Sequence[int]
     ) -> list[Completion]:
-        found, parameters = [], {**frozen, **trained}
+        completions, parameters = [], {**frozen, **trained}
         for first in range(0, len(prompts), size):
-            # The last of them fill up the batch, so that it has the size that is compiled, and are left out again.
+            # Pad the last batch to the compiled size, by repeating the last prompt; its completions are dropped.
             rows = [min(row, len(prompts) - 1) for row in range(first, first + size)]
             tokens = generate(parameters, [prompts[row] for row in rows], [numbers[row] for row in rows])
-            found += completed(tokens, min(size, len(prompts) - first), ended)
-        return found
+            completions += completed(tokens, min(size, len(prompts) - first), ended)
+        return completions
 
     return complete
 
 
 def _by_server(config: Config, model: Model, tokenizer, folder: Path) -> Complete:
-    """Completions of an OpenAI-compatible server, to which the adapter is sent first; one process asks for all."""
+    """Get completions from an OpenAI-compatible server, after sending it the adapter; only process 0 talks to it."""
     options = config.rollout
-    # Of two runs of one name, and of a run and its evaluation, each unloads its own adapters alone.
-    own = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:6]
-    url, name = options.server or "", f"{config.train.run_name or 'run'}-{own}"
+    # The hash of the folder is part of the adapter's name on the server. So two runs of the same name, or a run and its
+    # evaluation, unload only their own adapters.
+    folder_hash = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:6]
+    url, name = options.server or "", f"{config.train.run_name or 'run'}-{folder_hash}"
     sampling = {key: getattr(options, key) for key in Sampling._fields} | {"top_k": options.top_k or 0}
     ends = {"stop": _stops(config, model, tokenizer), "strings": options.stop}
     how = {**sampling, **ends, "max_tokens": options.max_new_tokens, "seed": config.train.seed}
@@ -256,15 +268,15 @@ def _by_server(config: Config, model: Model, tokenizer, folder: Path) -> Complet
         trained: Parameters, frozen: Parameters, prompts: list[list[int]], numbers: Sequence[int]
     ) -> list[Completion]:
         export_adapter(model, {**frozen, **trained}, config, folder)
-        found = np.zeros((len(prompts), 2 + options.max_new_tokens), np.int32)  # finished, length, tokens
+        table = np.zeros((len(prompts), 2 + options.max_new_tokens), np.int32)  # finished, length, tokens
         if multihost.is_main():
             served = completion_server.send_adapter(url, name, folder)
             made = completion_server.complete(url, served, prompts, numbers, timeout=options.server_seconds, **how)
-            for row, completion in zip(found, made):
+            for row, completion in zip(table, made):
                 row[:2] = completion.finished, len(completion.tokens)
                 row[2 : 2 + len(completion.tokens)] = completion.tokens
-        found = multihost_utils.broadcast_one_to_all(found)
-        return [Completion(row[2 : 2 + row[1]].tolist(), bool(row[0])) for row in found]
+        table = multihost_utils.broadcast_one_to_all(table)
+        return [Completion(row[2 : 2 + row[1]].tolist(), bool(row[0])) for row in table]
 
     return complete
 
@@ -272,26 +284,26 @@ def _by_server(config: Config, model: Model, tokenizer, folder: Path) -> Complet
 def _stops(config: Config, model: Model, tokenizer) -> frozenset[int]:
     """The tokens that end a completion."""
     end = Prompts(tokenizer, config.chat).turn_end
-    own = frozenset() if end is None else frozenset({tokenizer.added_tokens_encoder[end]})
-    return stop_tokens(model.folders.tokenizer, tokenizer) | own
+    turn_end = frozenset() if end is None else frozenset({tokenizer.added_tokens_encoder[end]})
+    return stop_tokens(model.folders.tokenizer, tokenizer) | turn_end
 
 
-def _rewarded(
-    functions: Mapping[str, Reward], prompts: Sequence[Prompt], texts: list[str], found: list[Completion]
+def _call_rewards(
+    functions: Mapping[str, Reward], prompts: Sequence[Prompt], texts: list[str], completions: list[Completion]
 ) -> Float64[np.ndarray, "completions functions"]:
-    """What each function gives each completion; called by one process alone."""
+    """The reward of each completion by each function; process 0 calls the functions and broadcasts."""
     each = np.zeros((len(prompts), len(functions)))
     if multihost.is_main():
         names = dict.fromkeys(name for prompt in prompts for name in prompt.sample)
         columns = {name: [prompt.sample.get(name) for prompt in prompts] for name in names}
         given = [prompt.given for prompt in prompts]
-        each = rewards_of(functions, given, texts, [completion.tokens for completion in found], columns)
-    # As integers, because jax would round them to float32.
+        each = rewards_of(functions, given, texts, [completion.tokens for completion in completions], columns)
+    # Broadcast float64 as integers: jax would round it to float32.
     return multihost_utils.broadcast_one_to_all(each.view(np.int32)).view(np.float64)
 
 
 def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -> Batch:
-    """The batch of a step: each completion after its prompt, in a row of its own."""
+    """The batch of a step: one row for each prompt with its completion."""
     pairs = list(zip(made.prompts, made.completions))
     tokens = [[*prompt.tokens, *completion.tokens] for prompt, completion in pairs]
     weights = [
@@ -314,6 +326,7 @@ def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -
         skipped=0,
         notes=(),
     )
+    # The step is compiled for one row per completion: no packing.
     plain = dataclasses.replace(config.data, packing=False, shuffle=False, num_workers=0, prefetch=0)
     columns: tuple[Column, ...] = tuple(c for c in program.objective.columns if c != OLD_LOG_PROB)
     rows = data.Rows(Documents.joined([part]), plain, 1, columns)
@@ -323,9 +336,12 @@ def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -
 
 
 def _make_scored(config: Config, model: Model) -> Callable[[Parameters, Parameters, Batch], Array]:
-    """(trained, frozen, batch) -> the log-probability of each target, (micro-batches, rows, positions)."""
+    """Return (trained, frozen, batch) -> log-probability of each target, (micro-batches, rows, positions).
+
+    They are of the policy that sampled the completions, for the importance ratio of later iterations.
+    """
     recipe = recipe_of(config.precision, model.linears)
-    call = call_of(config, recipe)._replace(remat="none")
+    call = call_of(config, recipe)._replace(remat="none")  # without a backward pass nothing is rematerialised
 
     def scored(trained: Parameters, frozen: Parameters, batch: Batch) -> Array:
         weights_of, _ = weights_of_step(recipe.linears, trained, frozen, {}, jnp.zeros((), jnp.int32))

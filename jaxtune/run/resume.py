@@ -1,4 +1,4 @@
-"""Resuming a run: the checkpoint that it goes on from, and what must not have changed since."""
+"""Resuming a run: selects the checkpoint, and refuses options and data that have changed since."""
 
 import json
 import logging
@@ -33,13 +33,13 @@ log = logging.getLogger("jaxtune")
 
 @dataclass(frozen=True)
 class Saved:
-    """The checkpoint that a run goes on from.
+    """The checkpoint from which a run continues.
 
     Attributes:
-        checkpoints: Among which it is.
-        step: Which one; None: the newest good one.
-        record: What it says of its run.
-        own: Whether it is of this run, and not of the one that ckpt.start names.
+        checkpoints: The manager of its folder.
+        step: The checkpoint's step; None: the newest good one.
+        record: The checkpoint's description of its run.
+        own: Whether the checkpoint belongs to this run; False: to the run that ckpt.start names.
     """
 
     checkpoints: CheckpointManager
@@ -49,34 +49,34 @@ class Saved:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether it holds the optimizer's state."""
+        """Whether the checkpoint holds the optimizer's state."""
         return self.record["config"]["ckpt"].get("save_optimizer", True)
 
     def finished(self, total_steps: int) -> bool:
-        """Whether its run needs no further step."""
+        """Whether the run of the checkpoint is complete."""
         return self.record["step"] >= total_steps or (self.step is None and bool(self.record.get("ended")))
 
     def progress(self, train: Train, total_steps: int) -> str:
-        """How many steps its run has, of those that it is to have now."""
+        """The run's progress, for messages: steps taken, of the steps that the config now asks for."""
         step = self.record["step"]
         if step <= total_steps:
             return f"{step} of {total_steps} steps"
         of_epochs = f"train.epochs is {train.epochs:g}, {total_steps} steps"
-        asked = of_epochs if train.max_steps is None else f"train.max_steps is {train.max_steps}"
-        return f"it has {step} steps, and {asked}"
+        goal = of_epochs if train.max_steps is None else f"train.max_steps is {train.max_steps}"
+        return f"it has {step} steps, and {goal}"
 
 
 def link_checkpoints(config: Config, folder: RunFolder) -> None:
-    """With ckpt.dir, <run>/checkpoints is a link to the folder of this run there, which is made if need be.
+    """With ckpt.dir, make <run>/checkpoints a link to the run's folder there; that folder is created if missing.
 
-    Raises UserError where the run's checkpoints are somewhere else.
+    Raises UserError if the run's checkpoints are somewhere else.
     """
     if config.ckpt.dir is None:
         return
     elsewhere = Path(config.ckpt.dir).absolute() / folder.path.name
     if multihost.is_main() and not folder.checkpoints.exists():
         elsewhere.mkdir(parents=True, exist_ok=True)
-        folder.checkpoints.unlink(missing_ok=True)  # a link to what is there no more
+        folder.checkpoints.unlink(missing_ok=True)  # a link whose target is gone
         folder.checkpoints.symlink_to(elsewhere, target_is_directory=True)
     multihost_utils.sync_global_devices("checkpoints have their folder")
     if folder.checkpoints.resolve() != elsewhere.resolve():
@@ -87,10 +87,10 @@ def link_checkpoints(config: Config, folder: RunFolder) -> None:
 
 
 def saved_run(config: Config, folder: RunFolder, checkpoints: CheckpointManager) -> Saved | None:
-    """The checkpoint to go on from, by ckpt.resume and ckpt.start; None to start anew.
+    """The checkpoint from which to continue, by ckpt.resume and ckpt.start; None for a fresh start.
 
-    Raises UserError where there is nothing to go on from, a run that is not to go on, or one with other options.
-    What ckpt.resume='overwrite' removes is still there afterwards: see `begin`.
+    Raises UserError if there is no checkpoint to continue from, if ckpt.resume forbids it, or if options differ.
+    ckpt.resume='overwrite' removes nothing yet: see `begin`.
     """
     if config.ckpt.resume == "never":
         if checkpoints.steps():
@@ -106,16 +106,16 @@ def saved_run(config: Config, folder: RunFolder, checkpoints: CheckpointManager)
                     f"{option}={path} is in {folder.path}, which ckpt.resume='overwrite' removes; give the new run "
                     "another --config.train.run_name"
                 )
-        return _other_run(config, folder) if config.ckpt.start is not None else None
+        return _saved_start(config, folder) if config.ckpt.start is not None else None
     step = None if config.ckpt.resume == "auto" else int(config.ckpt.resume)
     record = checkpoints.host(step)
     if record is None:
-        return _other_run(config, folder) if config.ckpt.start is not None else None
+        return _saved_start(config, folder) if config.ckpt.start is not None else None
     check_unchanged(record["config"], config, folder)
     return Saved(checkpoints, step, record)
 
 
-def _other_run(config: Config, folder: RunFolder) -> Saved:
+def _saved_start(config: Config, folder: RunFolder) -> Saved:
     """The checkpoint that ckpt.start names: the newest of a run, or one by its folder."""
     path = Path(config.ckpt.start or "").expanduser()
     step = int(path.name) if path.name.isdecimal() and (path / HOST_FILE).is_file() else None
@@ -124,84 +124,84 @@ def _other_run(config: Config, folder: RunFolder) -> Saved:
     record = checkpoints.host(step)
     if record is None:
         raise UserError(
-            f"ckpt.start={config.ckpt.start}: no checkpoint is there; it is the folder of a run, or one of its "
+            f"ckpt.start={config.ckpt.start}: no checkpoint is there; set it to the folder of a run, or to one of its "
             "checkpoints, such as runs/NAME/checkpoints/100"
         )
     if path.resolve().is_relative_to(folder.path.resolve()):
-        raise UserError(f"ckpt.start={config.ckpt.start} is this run itself; it goes on with ckpt.resume")
+        raise UserError(f"ckpt.start={config.ckpt.start} is this run itself; continue it with ckpt.resume")
     check_unchanged(record["config"], config, folder)
-    log.info("ckpt.start: going on from step %d of %s", record["step"], path)
+    log.info("ckpt.start: continuing from step %d of %s", record["step"], path)
     return Saved(checkpoints, step, record, own=False)
 
 
 def restored(saved: Saved, program: Program, load_optimizer: bool) -> tuple[State, Parameters, Position]:
-    """State, frozen parts of adapters, and position of a checkpoint.
+    """Restore a checkpoint: its state, frozen parts of adapters, and position.
 
-    Its optimizer's state is new where it has none, or is not to be loaded.
+    The optimizer's state is new if the checkpoint has none, or if not `load_optimizer`.
     """
     whole = load_optimizer and saved.has_optimizer
     wanted = with_starts(program) if whole else with_starts(program)._replace(optimizer=())
     step = saved.record["step"] if saved.step is None and not saved.own else saved.step
-    found = saved.checkpoints.restore(wanted, step, part=not whole, grouping=program.model.grouping)
-    assert found is not None
-    state, starts = _without_starts(program, found.state)
+    checkpoint = saved.checkpoints.restore(wanted, step, part=not whole, grouping=program.model.grouping)
+    assert checkpoint is not None
+    state, starts = _split_starts(program, checkpoint.state)
     if not whole:
-        log.warning("the optimizer starts anew%s", "" if saved.has_optimizer else ": the checkpoint has no state of it")
+        log.warning("the optimizer's state is new%s", "" if saved.has_optimizer else ": the checkpoint has none")
         state = state._replace(optimizer=jax.jit(program.optimizer.init)(state.trained))
-    position = Position.from_json(found.host)
+    position = Position.from_json(checkpoint.host)
     if not saved.own:
-        position.standing = Standing()  # the best so far is not among this run's checkpoints
+        position.standing = Standing()  # the best step of the other run has no checkpoint here
     log.info("resumed from step %d", position.step)
     return state, starts, position
 
 
 def rolled_back(checkpoints: CheckpointManager, program: Program, state: State) -> State:
-    """The newest checkpoint's weights and optimizer, at the step of this state, whose own are given up for them.
+    """Return `state` with weights and optimizer of the newest checkpoint; its own ones are deleted.
 
-    `state` is returned where there is no checkpoint yet.
+    Step, guard and scaling stay. Without a checkpoint, `state` is returned unchanged.
     """
     checkpoints.wait()
     if checkpoints.host() is None:
-        log.warning("there is no checkpoint to go back to yet (ckpt.save_steps)")
+        log.warning("cannot roll back before the first checkpoint (ckpt.save_steps)")
         return state
     kept = {"step": state.step, "guard": state.guard, "scaling": state.scaling}
     for leaf in jax.tree.leaves((state.trained, state.optimizer, state.reference, state.average, state.base)):
-        leaf.delete()  # the device may not have room for both
-    found = checkpoints.restore(with_starts(program), grouping=program.model.grouping)
-    assert found is not None
-    log.info("back to the weights of step %d, and on with the data", found.step)
-    return _without_starts(program, found.state)[0]._replace(**kept)
+        leaf.delete()  # before restoring: the device may not have room for both
+    checkpoint = checkpoints.restore(with_starts(program), grouping=program.model.grouping)
+    assert checkpoint is not None
+    log.info("rolled back to the weights of step %d; the data continues", checkpoint.step)
+    return _split_starts(program, checkpoint.state)[0]._replace(**kept)
 
 
 def with_starts(program: Program) -> State:
-    """The abstract state as checkpoints hold it: see `State.base`."""
+    """The abstract state as it is in checkpoints, with the initial values of frozen adapter parts: see `State.base`."""
     return program.state._replace(base=program.state.base | abstract(program.model.starts))
 
 
-def _without_starts(program: Program, state: State) -> tuple[State, Parameters]:
+def _split_starts(program: Program, state: State) -> tuple[State, Parameters]:
     starts = program.model.starts
     base = {name: value for name, value in state.base.items() if name not in starts}
     return state._replace(base=base), {name: state.base[name] for name in starts}
 
 
 def begin(config: Config, folder: RunFolder, counts: Counts | None) -> None:
-    """Makes the folder that of this run, once nothing of its options, model and data can be refused any more.
+    """Write the records of this run to its folder. Call it after all checks of options, model and data have passed.
 
-    With ckpt.resume='overwrite' the checkpoints and the export that are there are removed.
+    With ckpt.resume='overwrite', existing checkpoints and exports are removed.
     """
     if multihost.is_main():
         for path in (folder.checkpoints, folder.export) if config.ckpt.resume == "overwrite" else ():
             if path.exists():
-                log.info("removing %s, as ckpt.resume='overwrite' says", path)
+                log.info("removing %s (ckpt.resume='overwrite')", path)
                 shutil.rmtree(path.resolve())
                 if path.is_symlink():
-                    path.resolve().mkdir()  # so that it leads to something
+                    path.resolve().mkdir()  # the target of a link must exist
         folder.write_records(config, counts)
     multihost_utils.sync_global_devices("the run has begun")
 
 
 def record(config: Config, model: Model, feed: Feed | PromptFeed) -> dict[str, Any]:
-    """What every checkpoint says of its run, for `check_same` to compare."""
+    """The description of a run in every checkpoint, for `check_same` to compare."""
     return {
         "config": json.loads(to_json(config)),
         "base": {} if config.model.from_scratch else fingerprint(model.folder),
@@ -213,7 +213,10 @@ def record(config: Config, model: Model, feed: Feed | PromptFeed) -> dict[str, A
 
 
 def check_same(saved: dict, now: dict, model: Model, feed: Feed | PromptFeed) -> None:
-    """Raise UserError unless data, base model and rows a step are those that the checkpoint was trained with."""
+    """Raise UserError if data, base model or rows per step differ from the checkpoint's.
+
+    saved, now: `record` of the checkpoint, and of this run.
+    """
     if saved["rows_per_step"] != now["rows_per_step"]:
         raise UserError(
             f"a step was {saved['rows_per_step']} rows and is {now['rows_per_step']} now; choose "
@@ -221,7 +224,7 @@ def check_same(saved: dict, now: dict, model: Model, feed: Feed | PromptFeed) ->
         )
     if not feed.documents.has_key(saved["data"]):
         raise UserError("the training data or the tokenizer changed since the checkpoint; start a new run")
-    before = saved.get("eval_data", now["eval_data"])  # older checkpoints do not say
+    before = saved.get("eval_data", now["eval_data"])  # older checkpoints lack it
     for name in sorted(
         name for name in before.keys() & now["eval_data"].keys() if before[name] != now["eval_data"][name]
     ):
@@ -239,7 +242,7 @@ def check_same(saved: dict, now: dict, model: Model, feed: Feed | PromptFeed) ->
 
 
 def check_length(saved: Saved, total_steps: int) -> None:
-    """Raise UserError where the run that ckpt.start names has no fewer steps than this one is to have."""
+    """Raise UserError if the run that ckpt.start names already has as many steps as this one asks for, or more."""
     if not saved.own and saved.record["step"] >= total_steps:
         raise UserError(
             f"ckpt.start: that run has taken {saved.record['step']} steps, and this one has {total_steps} in all; "
@@ -248,15 +251,16 @@ def check_length(saved: Saved, total_steps: int) -> None:
 
 
 def check_unchanged(saved: dict[str, Any], config: Config, folder: RunFolder) -> None:
-    """Raise UserError naming each option that a run may not change when it goes on."""
-    # Options newer than the run are at their defaults. Secrets are in neither: a new token is not another option.
+    """Raise UserError naming each changed option that must stay the same when a run continues."""
+    # Options that are newer than the saved config get their defaults. Secrets are hidden in both: a new token is not a
+    # changed option.
     then, now = (as_dict(from_json(hide_secrets(text))) for text in (json.dumps(saved), to_json(config)))
     changed = [f"  {key}: {before!r} then, {after!r} now" for key, before, after in differences(then, now, "")]
     if changed:
         raise UserError(
-            "this run was started with other options, so it cannot go on:\n"
+            "this run was started with other options and cannot continue:\n"
             + "\n".join(changed)
             + "\nset them back, start a new run with --config.train.run_name=NAME (from these weights with "
-            f"--config.{'lora' if config.lora.enabled else 'model'}.path={folder.export}), or this one anew with "
+            f"--config.{'lora' if config.lora.enabled else 'model'}.path={folder.export}), or restart this one with "
             "--config.ckpt.resume=overwrite"
         )

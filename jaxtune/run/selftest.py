@@ -1,6 +1,6 @@
 """Three steps of a tiny model on the default device, and a sum over all devices, as one line of JSON.
 
-`jaxtune.doctor` runs this in a process of its own, as a broken installation may end the process that tries it.
+`jaxtune.doctor` runs this in a separate process, because a broken installation may crash it.
 """
 
 import json
@@ -39,19 +39,19 @@ SHAPE = {
 
 
 def main() -> None:
-    """Prints what `measure` finds."""
+    """Print the results of `measure` as JSON."""
     print(json.dumps(measure()))
 
 
 def measure() -> dict[str, Any]:
-    """Platform and devices of this process, losses and norms of gradients of the steps, the sum, and the seconds."""
+    """Return platform and devices of this process, losses and gradient norms of the steps, the sum, and the seconds."""
     began = time.monotonic()
-    found = jax.devices()
+    devices = jax.devices()
     losses, norms = _steps()
     return {
-        "platform": found[0].platform,
-        "devices": [device.device_kind for device in found],
-        "memory": (found[0].memory_stats() or {}).get("bytes_limit"),
+        "platform": devices[0].platform,
+        "devices": [device.device_kind for device in devices],
+        "memory": (devices[0].memory_stats() or {}).get("bytes_limit"),
         "losses": losses,
         "norms": norms,
         "sum": _sum(),
@@ -60,7 +60,7 @@ def measure() -> dict[str, Any]:
 
 
 def _steps() -> tuple[list[float], list[float]]:
-    """Losses and norms of gradients of the steps, in bfloat16, on the first device."""
+    """Run the steps in bfloat16 on the first device; return losses and gradient norms."""
     config = Config(
         model=ModelOptions(from_scratch=True),
         data=Data(seq_len=128),
@@ -80,7 +80,7 @@ def _steps() -> tuple[list[float], list[float]]:
 
 
 def _batch(program: Program) -> dict[str, jax.Array]:
-    """Rows of one document each, the same in every process."""
+    """A batch with one document per row, the same in every process."""
     micro_batches, rows, length = program.batch["tokens"].shape
     tokens = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (micro_batches, rows, length + 1))
     values = {
@@ -99,7 +99,7 @@ def _batch(program: Program) -> dict[str, jax.Array]:
 
 
 def _sum() -> float:
-    """Of the numbers of all devices, each of which has its own: 0, 1, 2, ..."""
+    """The sum over devices of 0, 1, 2, ..., one number on each: an all-reduce."""
     mesh = jax.make_mesh((jax.device_count(),), ("all",))
     with jax.set_mesh(mesh):
         numbers = jax.device_put(np.arange(jax.device_count(), dtype=np.float32), jax.NamedSharding(mesh, jax.P("all")))

@@ -1,4 +1,4 @@
-"""What a run does between its steps: samples, evaluations, callbacks after an epoch, checkpoints."""
+"""The tasks of a run between steps: samples, evaluations, callbacks after an epoch, checkpoints."""
 
 from collections.abc import Callable
 
@@ -20,10 +20,16 @@ def tasks_of(
     sample: Callable[[int, Parameters], None],
     save: Callable[[State, Position], None],
 ) -> list[Task]:
-    """The tasks of a run, those that change what a checkpoint holds before the one that saves it.
+    """The tasks of a run, in order. The task that saves is last: others change the state that a checkpoint holds.
 
-    position: of the run, which the loop moves. evaluate: None where there is nothing to evaluate on. sample: (step,
-    parameters).
+    Args:
+        config: the options of the run.
+        position: of the run; the loop updates it.
+        frozen: the frozen parameters.
+        watch: gets metrics and callbacks.
+        evaluate: None without validation data.
+        sample: (step, parameters) -> None, writes samples.
+        save: writes a checkpoint.
     """
     ckpt, options = config.ckpt, config.eval
 
@@ -34,7 +40,7 @@ def tasks_of(
         assert evaluate is not None
         metrics = evaluate(state.result, frozen, state.reference)
         watch.evaluation(at.step, metrics)
-        # What was there before the first step is never the best: there is no checkpoint of it.
+        # The state before the first step cannot be the best one, because it is not saved.
         if at.step and is_judged(config):
             at.standing = at.standing.after(at.step, metrics, options)
             at.ended = at.ended or at.standing.ending(options)

@@ -1,4 +1,4 @@
-"""Metrics, progress, profiler and requests to stop of a running run: opened together, closed together."""
+"""Metrics, progress, profiler and stop requests of a running run, opened and closed together."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +26,7 @@ from jaxtune.parallel import multihost
 
 @dataclass(frozen=True)
 class Watch:
-    """Where the loop and its tasks report to."""
+    """The receiver of reports from the loop and its tasks."""
 
     metrics: MetricsLog
     progress: Progress
@@ -35,13 +35,13 @@ class Watch:
     health: Health
     stop: StopRequest
     plugins: Callbacks
-    gpus: Gpus | None  # where log.gpu_every asks for it
+    gpus: Gpus | None  # if log.gpu_every is set
     gpu_every: int
     work: throughput.Work
     epoch: Callable[[dict[str, Any]], float]
 
     def step(self, step: int, feed: dict[str, Any], values: Mapping[str, float], tokens: int, seconds: float) -> None:
-        """Write and show a training step that ended at a position of the feed, with its seconds and tokens."""
+        """Write and show a finished training step; feed: the position of the feed after it."""
         speed = tokens / seconds
         numbers = {**values, "epoch": self.epoch(feed), "tokens_per_second": speed, "step_seconds": seconds}
         mfu = throughput.mfu(self.work, speed, jax.devices()[0].device_kind, jax.sharding.get_mesh().size)
@@ -59,7 +59,7 @@ class Watch:
             self.progress.message(f"step {step}: {line}")
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Write and show what an evaluation after a step found."""
+        """Write and show the metrics of an evaluation after a step."""
         self.metrics.write(step, values)
         self.plugins("on_evaluate", step, dict(values))
         self.progress.message("  ".join([f"step {step}", *(f"{name} {value:.4f}" for name, value in values.items())]))
@@ -77,9 +77,9 @@ def watching(
     plugins: Callbacks,
     step_text: Callable[[], str | None],
 ) -> Iterator[Watch]:
-    """Everything that watches a run from `step` on; requests to stop are heard meanwhile, and a hang ends it.
+    """Open the watch of a run from `step` on. In this context stop requests are handled, and a hang ends the process.
 
-    `epoch`: position of the feed -> passes over the data before it. `step_text`: that of the compiled step.
+    epoch: position of the feed -> passes over the data before it. step_text: returns the HLO text of the compiled step.
     """
     main = multihost.is_main()
     with ExitStack() as opened:

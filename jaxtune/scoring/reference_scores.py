@@ -1,4 +1,4 @@
-"""Answers scored once by the reference of a preference loss, so that no step computes it."""
+"""Scores of a preference loss's reference, computed once before training, so that no step computes them."""
 
 import dataclasses
 import hashlib
@@ -34,9 +34,9 @@ log = logging.getLogger("jaxtune")
 
 
 def with_reference(config: Config, model: Model, mesh: jax.sharding.Mesh, rows: data.Rows) -> data.Rows:
-    """The rows with the column that preference.precompute_reference asks for; as they are without that.
+    """Add the reference's scores as a column, if preference.precompute_reference is set; else return rows unchanged.
 
-    Scores are kept in the folder of tokenised documents, by what they were computed of. Raises UserError as
+    Scores are cached in the folder of tokenised documents, by a hash of their inputs. Raises UserError as
     `start_parameters` and `read_reference`.
     """
     if config.preference.loss is None or REFERENCE not in preference(config.preference).columns:
@@ -52,7 +52,7 @@ def with_reference(config: Config, model: Model, mesh: jax.sharding.Mesh, rows: 
 
 
 def _key(config: Config, model: Model, rows: data.Rows) -> str:
-    """A hash of what the scores are computed of and how."""
+    """A hash of everything that the scores depend on."""
     folders = [None if config.model.from_scratch else model.folder]
     holds = "adapter_config.json" if config.lora.enabled else "config.json"
     for name in (config.lora.path, config.preference.reference):
@@ -66,7 +66,7 @@ def _key(config: Config, model: Model, rows: data.Rows) -> str:
 
 
 def _scores(config: Config, model: Model, mesh: jax.sharding.Mesh, rows: data.Rows) -> np.ndarray:
-    """The log-probability of the trained tokens of each document, in nats."""
+    """Compute the log-probability of the trained tokens of each document, in nats."""
     trained, _, frozen = start_parameters(model, config)
     if config.preference.reference != "start":
         trained = read_reference(model, config, trained)
@@ -76,18 +76,18 @@ def _scores(config: Config, model: Model, mesh: jax.sharding.Mesh, rows: data.Ro
     values = np.zeros(len(rows.documents), np.float32)
     first = 0
     for after, batch in data.batches(rows, shape, sharding, 0, rows.total(1)):
-        found = np.asarray(step(trained, frozen, batch).addressable_data(0))
+        scores = np.asarray(step(trained, frozen, batch).addressable_data(0))
         for row in range(first, after):
             documents = rows.documents_in(row)
-            values[documents] = found[row - first, : len(documents)]
+            values[documents] = scores[row - first, : len(documents)]
         first = after
     return values
 
 
 def _make_step(config: Config, model: Model) -> Callable[[Parameters, Parameters, Batch], jax.Array]:
-    """(trained, frozen, batch of one micro-batch) -> sums of each row's documents, on every device."""
+    """Return (trained, frozen, batch of one micro-batch) -> sums of each row's documents, on every device."""
     recipe = recipe_of(config.precision, model.linears)
-    call = call_of(config, recipe)._replace(remat="none")
+    call = call_of(config, recipe)._replace(remat="none")  # without a backward pass nothing is rematerialised
 
     def step(trained: Parameters, frozen: Parameters, batch: Batch) -> jax.Array:
         micro = jax.tree.map(lambda column: column[0], batch)

@@ -1,4 +1,4 @@
-"""A teacher's likeliest tokens after each, found once, so that no step computes the teacher."""
+"""A teacher's top-k tokens for each target, computed once before training, so that no step runs the teacher."""
 
 import dataclasses
 import hashlib
@@ -34,13 +34,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger("jaxtune")
-SPAN = 2 * 4096  # bytes: the file has whole blocks, also where what is kept begins and ends
+SPAN = 2 * 4096  # bytes: a span of targets can take two partly filled blocks of the file, at its start and its end
 
 
 class Teacher(NamedTuple):
-    """A declared teacher, no weight of which is read.
+    """A declared teacher; its weights are not read yet.
 
-    vocabulary: number of tokens that it and the student have embeddings for; either may have some that no token uses.
+    Attributes:
+        config: of the teacher, as if it was a run.
+        model: the declared model.
+        vocabulary: number of tokens for which both teacher and student have embeddings. Either may have unused rows.
     """
 
     config: Config
@@ -51,39 +54,39 @@ class Teacher(NamedTuple):
 def declare_teacher(
     config: Config, tokenizer: "PreTrainedTokenizerFast", vocabulary: int, mesh: jax.sharding.Mesh
 ) -> Teacher | None:
-    """The model that distill.teacher names, on the mesh of its student; None if it names none.
+    """Declare the model distill.teacher, on the mesh of its student; None without distill.teacher.
 
-    tokenizer, vocabulary: the student's. Raises UserError where it is not a language model with the same tokens, or
-    does not fit the mesh.
+    tokenizer, vocabulary: the student's. Raises UserError if the teacher is not a language model with the same tokens,
+    or does not fit the mesh.
     """
     name = config.distill.teacher
     if name is None:
         return None
     try:
-        own = _config_of(name, config)
-        model = declare_model(read_base(own), own, mesh, train=False, low_precision=False)
-        check_files(model, own)
-        theirs = hf.load_tokenizer(tokenizer_folder(model, own))
+        teacher_config = _config_of(name, config)
+        model = declare_model(read_base(teacher_config), teacher_config, mesh, train=False, low_precision=False)
+        check_files(model, teacher_config)
+        teacher_tokenizer = hf.load_tokenizer(tokenizer_folder(model, teacher_config))
     except UserError as error:
         raise UserError(f"distill.teacher={name!r}: {error}") from error
-    known = theirs.get_vocab()
-    others = {token: number for token, number in tokenizer.get_vocab().items() if known.get(token) != number}
-    if others:
-        token, number = min(others.items(), key=lambda item: item[1])
+    known = teacher_tokenizer.get_vocab()
+    differ = {token: number for token, number in tokenizer.get_vocab().items() if known.get(token) != number}
+    if differ:
+        token, number = min(differ.items(), key=lambda item: item[1])
         instead = f"token {known[token]} of the teacher" if token in known else "unknown to the teacher"
         raise UserError(
-            f"distill.teacher={name!r} has another tokenizer than model.path={config.model.path!r}: {len(others)} of "
+            f"distill.teacher={name!r} has another tokenizer than model.path={config.model.path!r}: {len(differ)} of "
             f"the student's tokens differ, such as {token!r}, which is token {number} and {instead}; take a teacher of "
             "the student's family, and data.special_tokens that both have"
         )
     vocabulary = min(vocabulary, model.spec.vocabulary)
     if config.distill.top_k > vocabulary:
         raise UserError(f"distill.top_k={config.distill.top_k}: there are {vocabulary} tokens")
-    return Teacher(own, model, vocabulary)
+    return Teacher(teacher_config, model, vocabulary)
 
 
 def _config_of(name: str, config: Config) -> Config:
-    """The run of the teacher alone: as the student's, without what is said of the student's own layers."""
+    """The teacher's config: the student's, without the options that change the student's layers."""
     low = config.precision.recipe in ("fp8_hybrid", "nvfp4")
     whole = dataclasses.replace(
         config,
@@ -100,10 +103,10 @@ def _config_of(name: str, config: Config) -> Config:
 def with_teacher(
     teacher: Teacher | None, mesh: jax.sharding.Mesh, feed: data.Feed | data.PromptFeed
 ) -> data.Feed | data.PromptFeed:
-    """The feed with the teacher's columns in the rows that are trained on; as it is without a teacher.
+    """Add the teacher's columns to the training rows of the feed; without a teacher, return the feed unchanged.
 
-    They are kept in the folder of tokenised documents, by what they were computed of. Raises UserError as
-    `read_parameters`, and where the folder has no room.
+    They are cached in the folder of tokenised documents, by a hash of their inputs. Raises UserError as
+    `read_parameters`, and if the disk is too full.
     """
     if teacher is None:
         return feed
@@ -113,18 +116,18 @@ def with_teacher(
 
 
 def _with_columns(teacher: Teacher, mesh: jax.sharding.Mesh, rows: data.Rows, used: int) -> data.Rows:
-    """The rows, of which the first `used` hold all that a run needs, with the teacher's columns."""
+    """Add the teacher's columns to the rows; they are computed for the first `used` rows, which the run needs."""
     config, options = teacher.config, teacher.config.distill
     file = cache_folder(config) / f"teacher-{_key(teacher, rows, used)}.npy"
 
     def write(path: Path) -> None:
-        targets, spans = np.sum([_trained(rows, row) for row in range(used)], axis=0)
+        targets, spans = np.sum([_count_trained(rows, row) for row in range(used)], axis=0)
         needed, free = targets * _record(config).itemsize + spans * SPAN, shutil.disk_usage(path.parent).free
         room = f"{needed / 1e9:.3g} GB in {path.parent}"
         if needed > free:
             raise UserError(
-                f"distill.teacher: its distill.top_k={options.top_k} likeliest tokens for {targets:,} targets take "
-                f"{room}, where {free / 1e9:.3g} GB are free; lower it, or set data.cache_dir"
+                f"distill.teacher: the distill.top_k={options.top_k} likeliest tokens for {targets:,} targets take "
+                f"{room}, which has {free / 1e9:.3g} GB free; lower distill.top_k, or set data.cache_dir"
             )
         log.info("distill.teacher: scoring %d targets in %d rows, to keep %s", targets, used, room)
         _write(path, teacher, mesh, rows, used)
@@ -135,8 +138,8 @@ def _with_columns(teacher: Teacher, mesh: jax.sharding.Mesh, rows: data.Rows, us
     return rows
 
 
-def _trained(rows: data.Rows, row: int) -> tuple[int, int]:
-    """(number of targets in a row that are trained, number of spans without others between them)."""
+def _count_trained(rows: data.Rows, row: int) -> tuple[int, int]:
+    """(number of trained targets in a row, number of contiguous spans that they form)."""
     targets = spans = 0
     for document, start, _, count in rows.targets_in(row):
         trained = rows.documents.values("loss_weight", document, start, start + count) != 0
@@ -146,17 +149,17 @@ def _trained(rows: data.Rows, row: int) -> tuple[int, int]:
 
 
 def _record(config: Config) -> np.dtype:
-    """What is kept of a token, 8 * distill.top_k + 4 bytes: a row is read from one place of the file."""
+    """The record of a token in the file, 8 * distill.top_k + 4 bytes; all columns of a row are contiguous."""
     columns = of_teacher(config.distill.top_k)
     return np.dtype([(column.name, column.dtype, (column.width or 1,)) for column in columns])
 
 
 def _key(teacher: Teacher, rows: data.Rows, used: int) -> str:
-    """A hash of what is computed and how."""
+    """A hash of everything that the teacher's columns depend on."""
     config, options = teacher.config, teacher.config.distill
     adapter = config.lora.path and fingerprint(hf.resolve(config.lora.path, holds="adapter_config.json"))
     documents = [rows.documents.key, hashlib.sha256(rows.documents.chosen.tobytes()).hexdigest()]
-    # A run of less than an epoch needs some of the documents, or parts of them, alone.
+    # A run of less than one epoch needs only some documents, or parts of documents.
     targets = () if used == rows.total(1) else (target for row in range(used) for target in rows.targets_in(row))
     needed = sorted((document, start, count) for document, start, _, count in targets)
     how = [options.temperature, options.top_k, teacher.vocabulary, config.precision.recipe, config.model.dtype]
@@ -168,7 +171,7 @@ def _key(teacher: Teacher, rows: data.Rows, used: int) -> str:
 
 
 def _write(path: Path, teacher: Teacher, mesh: jax.sharding.Mesh, rows: data.Rows, used: int) -> None:
-    """Writes an array of all tokens of all parts of the documents, with nothing for those that are not trained."""
+    """Write an array with a record for every token of the documents; records of untrained tokens stay empty."""
     config, model = teacher.config, teacher.model
     parameters = read_parameters(model, model.whole)
     if config.lora.enabled:
@@ -178,26 +181,27 @@ def _write(path: Path, teacher: Teacher, mesh: jax.sharding.Mesh, rows: data.Row
     sharding = jax.NamedSharding(mesh, P(None, *by_token()))
     length = int(sum(part.offsets[-1] for part in rows.documents.parts))
     values = np.lib.format.open_memmap(path, "w+", _record(config), (length,))
-    first_token, first, told = rows.documents.first_token, 0, 0
+    first_token, first, tenths_logged = rows.documents.first_token, 0, 0
     for after, batch in data.batches(rows, shape, sharding, 0, used, config.data):
-        found = {name: np.asarray(array.addressable_data(0)) for name, array in step(parameters, batch).items()}
-        place = found.pop("place", None)
+        columns = {name: np.asarray(array.addressable_data(0)) for name, array in step(parameters, batch).items()}
+        place = columns.pop("place", None)
         for number, row in enumerate(range(first, min(after, used))):
+            # Dealt rows: `place` has the position of each element in the row; argsort gives the element of a position.
             order = np.arange(config.data.seq_len) if place is None else np.argsort(place[number])
             for document, start, position, count in rows.targets_in(row):
                 weights = rows.documents.values("loss_weight", document, start, start + count)
                 trained = np.flatnonzero(weights)
-                for name, array in found.items():
+                for name, array in columns.items():
                     values[name][first_token[document] + start + trained] = array[number, order[position + trained]]
         first = after
-        if 10 * first // used > told:
-            told = 10 * first // used
+        if 10 * first // used > tenths_logged:
+            tenths_logged = 10 * first // used
             log.info("distill.teacher: %d of %d rows", min(first, used), used)
     values.flush()
 
 
 def _make_step(teacher: Teacher) -> Callable[[Parameters, Batch], dict[str, jax.Array]]:
-    """(parameters, batch of one micro-batch) -> the teacher's columns, and `place` of dealt rows, on every device."""
+    """Return (parameters, batch of one micro-batch) -> the teacher's columns, and `place` of dealt rows, replicated."""
     config, model, options = teacher.config, teacher.model, teacher.config.distill
     recipe = recipe_of(config.precision, None)
     call = call_of(config, recipe)
@@ -207,8 +211,8 @@ def _make_step(teacher: Teacher) -> Callable[[Parameters, Batch], dict[str, jax.
         decoder = bind(model.graph, parameters)
         with jax.default_matmul_precision(recipe.matmul_precision):
             hidden, _ = hidden_states(decoder, micro, call)
-            found = likeliest(decoder, hidden, call.dtype, options.top_k, teacher.vocabulary, options.temperature)
-        columns = {column.name: values for column, values in zip(of_teacher(options.top_k), found)}
+            top = likeliest(decoder, hidden, call.dtype, options.top_k, teacher.vocabulary, options.temperature)
+        columns = {column.name: values for column, values in zip(of_teacher(options.top_k), top)}
         columns |= {"place": micro["place"]} if "place" in micro else {}
         return {name: jax.reshard(values, P()) for name, values in columns.items()}
 

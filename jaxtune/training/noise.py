@@ -1,7 +1,7 @@
-"""Adaptive quantization noise (AQN of QeRL, Huang et al. 2025, arXiv:2510.11696), added anew in each step.
+"""Adaptive quantization noise (AQN of QeRL, Huang et al. 2025, arXiv:2510.11696), drawn in each step.
 
-Noise on the weight of the norm before quantized layers is noise on all their weights, a factor for each input feature,
-so that no quantized weight has to be changed. It is not there in evaluations and exports.
+Noise on the weight of the norm before quantized layers acts as noise on all their weights, one factor per input
+feature, so no quantized weight has to change. Evaluations and exports have no noise.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from jaxtune.weights.model import Model
 
 
 def make_noise(model: Model, config: Config) -> Callable[..., Parameters] | None:
-    """(frozen parameters, key of the step, learning rate) -> the same with noise; None where quant.noise asks for none.
+    """Return a function (frozen parameters, key of the step, learning rate) -> parameters with noise; None without.
 
-    Its standard deviation is quant.noise at the peak of the learning rate, and falls with it, where QeRL lets it fall
-    exponentially from 1e-2 to 5e-4.
+    There is no noise if quant.noise is 0, or if no weight is quantized. Its standard deviation is quant.noise at the
+    peak of the learning rate and falls with the rate. (QeRL decays it exponentially from 1e-2 to 5e-4.)
     """
     deviation = config.quant.noise / config.optim.learning_rate
     norms = [name for name, p in model.frozen.items() if p.local in ("attention_norm.weight", "mlp_norm.weight")]

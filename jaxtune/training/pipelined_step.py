@@ -1,7 +1,14 @@
 """Gradients through a pipeline of stages (`Gradients` of run.step).
 
-Its layers are computed by stages, everything else by all devices, whose axis of stages shards positions there. A stage
-holds the inputs of its chunks, and computes a chunk again in its backward pass.
+Stages run the layers of the pipeline. Embedding, remaining layers and head run on all devices, with positions sharded
+over `stage`. A stage keeps the inputs of its chunks and recomputes a chunk in its backward pass.
+
+The schedule (`parallel.pipeline`: GPipe or 1F1B) is a table of ticks, and the step is one scan over it. In each tick,
+every stage computes at most one forward and one backward chunk. So the gradients are written out by hand, with jax.vjp
+in each chunk: differentiating a scan would put all forward passes before the first backward pass, which is GPipe only.
+
+Shapes: b rows of a micro-batch, s positions of a row, d hidden size. Further axes by name: `stages`; `slots`, the
+inputs that a stage keeps for its backward passes; `waiting`, outputs of the last chunk that wait for theirs.
 """
 
 import dataclasses
@@ -44,7 +51,13 @@ Index = Int[Array, ""]
 
 
 class Part(NamedTuple):
-    """The parameters of the pipeline, or all others, and what low-precision products take in place of some."""
+    """The parameters of the pipeline, or all others.
+
+    Attributes:
+        trained, frozen: by name.
+        operands: low-precision operands, in place of some weights.
+        scales: delayed scales.
+    """
 
     trained: Parameters
     frozen: Parameters
@@ -53,29 +66,46 @@ class Part(NamedTuple):
 
 
 class Total(NamedTuple):
-    """What is summed of a part's gradients, and the largest amax of its delayed scales."""
+    """Sums of a part's gradients, and the largest amax of its delayed scales."""
 
     gradients: Parameters
     amax: dict[str, Array]
 
 
 class Stages(NamedTuple):
-    """What stages have between ticks; they are the leading axis."""
+    """The state of the stages between ticks; the leading axis is the stage.
+
+    Attributes:
+        inputs: of the chunks, kept for the backward pass.
+        arriving: activations from the previous chunk.
+        returning: gradients from the next chunk.
+        emitted: sums that layers emit, (stages, chunks, micro-batches, layers of a chunk, ...).
+        of_emitted: gradients with respect to `emitted`.
+    """
 
     inputs: Float[Array, "stages slots b s d"]
-    arriving: Float[Array, "stages b s d"]  # from the chunk before
-    returning: Float[Array, "stages b s d"]  # gradients from the chunk after
-    emitted: Emitted  # (stages, chunks, micro-batches, layers of a chunk, ...)
-    of_emitted: Emitted  # gradients
+    arriving: Float[Array, "stages b s d"]
+    returning: Float[Array, "stages b s d"]
+    emitted: Emitted
+    of_emitted: Emitted
 
 
 class Carry(NamedTuple):
-    """Between ticks."""
+    """The carry of the scan over ticks.
+
+    Attributes:
+        stages: the state of the stages.
+        waiting: gradients with respect to the outputs of the last chunk.
+        entered: sums that layers before the pipeline emit, by micro-batch.
+        of_entered: gradients with respect to `entered`.
+        inside, outside: gradient sums of the pipeline's parameters, and of all others.
+        sums: of the objective.
+    """
 
     stages: Stages
-    waiting: Float[Array, "waiting b s d"]  # gradients of what the last chunk made
-    entered: Emitted  # of each micro-batch, by layers before the pipeline
-    of_entered: Emitted  # gradients
+    waiting: Float[Array, "waiting b s d"]
+    entered: Emitted
+    of_entered: Emitted
     inside: Total
     outside: Total
     sums: Sums
@@ -91,10 +121,10 @@ def pipelined_gradients(
     places: Mapping[str, jax.P] = {},
     dropout_warmup_steps: int = 0,
 ) -> Gradients:
-    """Gradients of the objective, micro-batches one after the other through the stages; `call` without noise.
+    """Gradients of the objective, with micro-batches pipelined through the stages; `call` without noise.
 
-    places: PartitionSpecs in which gradients are summed, where they are not the parameters' own.
-    Raises UserError for an objective that compares with a reference.
+    places: PartitionSpecs of the gradient sums that are sharded differently from their parameters.
+    Raises UserError if the objective compares with a reference.
     """
     if objective.reference:
         raise UserError(
@@ -119,10 +149,11 @@ def pipelined_gradients(
         count, last = len(batch["tokens"]), (stack.stages - 1, stack.chunks - 1)
         plan = schedule(stack.stages, stack.chunks, count, order)
 
-        (trained_in, trained), (frozen_in, frozen) = (_parted(values, prefix) for values in (trained, frozen))
-        (amax_in, amax), (places_in, places_out) = (_parted(values, prefix) for values in (scaling.amax, places))
+        (trained_in, trained), (frozen_in, frozen) = (_split(values, prefix) for values in (trained, frozen))
+        (amax_in, amax), (places_in, places_out) = (_split(values, prefix) for values in (scaling.amax, places))
+        # Stages are the leading axis of these gradients, and manual inside of `by_stage`: the specs must not name it.
         places_in = {name: P(None, *place[1:]) for name, place in places_in.items()}
-        linears_in, linears = _linears_parted(recipe.linears, prefix)
+        linears_in, linears = _split_linears(recipe.linears, prefix)
         bound, scales = weights_of_step(linears, trained, frozen, amax, step)
         inside = Part(trained_in, frozen_in, {}, {})
         if linears_in is not None:
@@ -136,7 +167,7 @@ def pipelined_gradients(
             return call._replace(noise=noise_of(micro, key))
 
         def whole(trained: Parameters, scales: dict[str, Array]) -> Decoder:
-            # The pipeline's parameters only fill their places: its layers are not computed through this.
+            # `bind` needs all parameters. The pipeline's layers are not computed through this decoder.
             return bind(graph, {**bound(trained, scales), **_with_prefix(prefix, {**inside.frozen, **inside.trained})})
 
         def before(trained: Parameters, scales: dict[str, Array], number: Index) -> tuple[Array, Emitted]:
@@ -158,32 +189,37 @@ def pipelined_gradients(
             sums = objective.loss(scores, micro)
             return sums.loss * magnified, sums
 
-        # ---- what a stage does in a tick ----
+        # ---- a tick of one stage ----
+        # Inside of `by_stage` an array has one stage's part: its leading axis has size 1, so leaf[0] and leaf[None].
         def forward(part: Part, row: Any, x: Array, all: Stages, seen: Batch, key: Source) -> tuple[Array, Stages]:
-            (number, chunk, slot), here = _own(row.forward)
-            own = jax.tree.map(lambda leaf: leaf[0], all)
-            x = jnp.where((here == 0) & (chunk == 0), x, own.arriving)
+            (number, chunk, slot), stage = _row_of_stage(row.forward)
+            state = jax.tree.map(lambda leaf: leaf[0], all)
+            # The first chunk takes the embedding's output, any other chunk the output of the previous one.
+            x = jnp.where((stage == 0) & (chunk == 0), x, state.arriving)
 
             def compute(x: Array) -> tuple[Array, Emitted]:
                 return of_chunks(of_chunk(part, chunk, stack.chunks), chunk, _at(seen, number), key, x)
 
+            # number -1: the stage is idle in this tick (the bubble of the pipeline) and skips the computation.
             y, emitted = jax.lax.cond(number >= 0, compute, lambda x: zeros_like(jax.eval_shape(compute, x)), x)
-            held = jnp.where(number >= 0, x, _at(own.inputs, slot))
-            own = own._replace(
-                inputs=jax.lax.dynamic_update_index_in_dim(own.inputs, held, slot, 0),
+            # An idle stage (number -1) writes back the input that is in the slot.
+            kept_input = jnp.where(number >= 0, x, _at(state.inputs, slot))
+            state = state._replace(
+                inputs=jax.lax.dynamic_update_index_in_dim(state.inputs, kept_input, slot, 0),
                 arriving=sent(y, stack.stages),
-                emitted=jax.tree.map(lambda all, one: added(all, one, chunk, number), own.emitted, emitted),
+                emitted=jax.tree.map(lambda all, one: added(all, one, chunk, number), state.emitted, emitted),
             )
-            leaving = _taken(row.leaving, y, (here == last[0]) & (chunk == last[1]))
-            return leaving, jax.tree.map(lambda leaf: leaf[None], own)
+            leaving = _broadcast_leaving(row.leaving, y, (stage == last[0]) & (chunk == last[1]))
+            return leaving, jax.tree.map(lambda leaf: leaf[None], state)
 
         def backward(
             part: Part, row: Any, waiting: Array, total: Total, all: Stages, seen: Batch, key: Source
         ) -> tuple[Array, Total, Stages]:
-            (number, chunk, slot), here = _own(row.backward)
-            own = jax.tree.map(lambda leaf: leaf[0], all)
-            is_last = (here == last[0]) & (chunk == last[1])
-            dy = jnp.where(is_last, _at(waiting, number % plan.waiting), own.returning)
+            (number, chunk, slot), stage = _row_of_stage(row.backward)
+            state = jax.tree.map(lambda leaf: leaf[0], all)
+            is_last = (stage == last[0]) & (chunk == last[1])
+            # The last chunk takes its gradient from the head, any other chunk from the next one.
+            dy = jnp.where(is_last, _at(waiting, number % plan.waiting), state.returning)
 
             def compute(total: Total) -> tuple[Total, Array]:
                 given = of_chunk(part, chunk, stack.chunks)
@@ -191,17 +227,18 @@ def pipelined_gradients(
                 def of(trained: Parameters, scales: dict[str, Array], x: Array) -> tuple[Array, Emitted]:
                     return of_chunks(given._replace(trained=trained, scales=scales), chunk, _at(seen, number), key, x)
 
-                _, transposed = jax.vjp(of, given.trained, given.scales, _at(own.inputs, slot))
-                *found, dx = transposed((dy, _at(_at(own.of_emitted, chunk), number)))
+                # vjp of the saved input: this recomputes the chunk's forward pass.
+                _, transposed = jax.vjp(of, given.trained, given.scales, _at(state.inputs, slot))
+                *parts, dx = transposed((dy, _at(_at(state.of_emitted, chunk), number)))
                 so_far = of_chunk(total, chunk, stack.chunks)
-                return _with_chunk(total, _added(so_far, Total(*found), places_in), chunk, stack.chunks), dx
+                return _with_chunk(total, _accumulate(so_far, Total(*parts), places_in), chunk, stack.chunks), dx
 
             total, dx = jax.lax.cond(number >= 0, compute, lambda total: (total, jnp.zeros_like(dy)), total)
-            own = own._replace(returning=sent(dx, stack.stages, by=-1))
-            back = _taken(row.returning, dx, (here == 0) & (chunk == 0))
-            return back, total, jax.tree.map(lambda leaf: leaf[None], own)
+            state = state._replace(returning=sent(dx, stack.stages, by=-1))
+            back = _broadcast_leaving(row.returning, dx, (stage == 0) & (chunk == 0))
+            return back, total, jax.tree.map(lambda leaf: leaf[None], state)
 
-        # ---- a tick of all stages, and of what comes before and after them ----
+        # ---- a tick: embedding, stages forward, head, stages backward, embedding backward ----
         forward_of_all = by_stage(forward, (STAGES, P(), P(), STAGES, P(), P()), (P(), STAGES))
         backward_of_all = by_stage(backward, (STAGES, P(), P(), STAGES, STAGES, P(), P()), (P(), STAGES, STAGES))
 
@@ -210,9 +247,11 @@ def pipelined_gradients(
                 return before(trained, scales, row.entering)
 
             x, entered = jax.lax.cond(row.entering >= 0, take, lambda: zeros_like(jax.eval_shape(take)))
-            entered = jax.tree.map(lambda all, own: added(all, own, row.entering), carry.entered, entered)
+            entered = jax.tree.map(lambda all, one: added(all, one, row.entering), carry.entered, entered)
             leaving, stages = forward_of_all(inside, row, x, carry.stages, seen, key)
             carry = carry._replace(stages=stages, entered=entered)
+            # The head's gradient is ready before the stages' backward pass of this tick: in 1F1B the last stage begins
+            # the backward pass of a micro-batch in the tick of its forward pass.
             carry = jax.lax.cond(row.leaving >= 0, score, lambda carry, *_: carry, carry, leaving, row.leaving)
             dx, total, stages = backward_of_all(inside, row, carry.waiting, carry.inside, carry.stages, seen, key)
             carry = carry._replace(inside=total, stages=stages)
@@ -220,7 +259,7 @@ def pipelined_gradients(
 
         def score(carry: Carry, x: Array, number: Index) -> Carry:
             emitted, entered = _at(carry.stages.emitted, number, axis=2), _at(carry.entered, number)
-            (_, sums), (*found, dx, of_entered, of_emitted) = jax.value_and_grad(after, range(5), has_aux=True)(
+            (_, sums), (*parts, dx, of_entered, of_emitted) = jax.value_and_grad(after, range(5), has_aux=True)(
                 trained, scales, x, entered, emitted, number
             )
             put = partial(jax.lax.dynamic_update_index_in_dim, index=number)
@@ -229,21 +268,21 @@ def pipelined_gradients(
                 stages=carry.stages._replace(of_emitted=of_emitted),
                 waiting=jax.lax.dynamic_update_index_in_dim(carry.waiting, dx, number % plan.waiting, 0),
                 of_entered=jax.tree.map(partial(put, axis=0), carry.of_entered, of_entered),
-                outside=_added(carry.outside, Total(*found), places_out),
+                outside=_accumulate(carry.outside, Total(*parts), places_out),
                 sums=jax.tree.map(jnp.add, carry.sums, sums),
             )
 
         def embed(carry: Carry, dx: Array, number: Index) -> Carry:
             _, transposed = jax.vjp(partial(before, number=number), trained, scales)
-            found = transposed((dx, _at(carry.of_entered, number)))
-            return carry._replace(outside=_added(carry.outside, Total(*found), places_out))
+            parts = transposed((dx, _at(carry.of_entered, number)))
+            return carry._replace(outside=_accumulate(carry.outside, Total(*parts), places_out))
 
         # ---- the step ----
         def nothing(part: Part, seen: Batch, key: Source, x: Array) -> Emitted:
-            """Of all chunks and micro-batches of a stage."""
+            """Zeros for the sums that a stage emits, in all chunks and micro-batches."""
             first = jnp.int32(0)
             shapes = jax.eval_shape(of_chunks, of_chunk(part, first, stack.chunks), first, _at(seen, 0), key, x)[1]
-            return zeros_like(jax.tree.map(lambda leaf: _behind(leaf, 1, stack.chunks, count), shapes))
+            return zeros_like(jax.tree.map(lambda leaf: _with_leading(leaf, 1, stack.chunks, count), shapes))
 
         def start(part: Part, places: Mapping[str, jax.P]) -> Total:
             zero = jax.tree.map(lambda p: jnp.zeros_like(p, recipe.gradient_dtype), part.trained)
@@ -253,12 +292,12 @@ def pipelined_gradients(
         emitted = by_stage(nothing, (STAGES, P(), P(), P()), STAGES)(inside, seen, key, x)
         of_micro = x, entered, _at(emitted, 0, axis=2)
         _, sums = jax.eval_shape(after, trained, scales, *of_micro, jnp.int32(0))
-        entered = zeros_like(jax.tree.map(lambda leaf: _behind(jax.typeof(leaf), count), entered))
-        of_stages = zeros_like(_behind(jax.typeof(x), stack.stages, place="stage"))
-        inputs = zeros_like(_behind(jax.typeof(x), stack.stages, plan.slots, place="stage"))
+        entered = zeros_like(jax.tree.map(lambda leaf: _with_leading(jax.typeof(leaf), count), entered))
+        of_stages = zeros_like(_with_leading(jax.typeof(x), stack.stages, place="stage"))
+        inputs = zeros_like(_with_leading(jax.typeof(x), stack.stages, plan.slots, place="stage"))
         begin = Carry(
             stages=Stages(inputs, of_stages, of_stages, emitted, emitted),
-            waiting=zeros_like(_behind(jax.typeof(x), plan.waiting)),
+            waiting=zeros_like(_with_leading(jax.typeof(x), plan.waiting)),
             entered=entered,
             of_entered=entered,
             inside=by_stage(partial(start, places=places_in), STAGES, STAGES)(inside),
@@ -272,7 +311,7 @@ def pipelined_gradients(
             return moved(direction, None if inner is None else jax.typeof(inner).sharding.spec)
 
         directions = {name: where_trained(name, direction) for name, direction in done.sums.directions.items()}
-        amax = {name: jax.reshard(found, P()) for name, found in done.inside.amax.items()}
+        amax = {name: jax.reshard(value, P()) for name, value in done.inside.amax.items()}
         return Summed(
             {**done.outside.gradients, **_with_prefix(prefix, done.inside.gradients)},
             done.sums._replace(directions=directions),
@@ -283,8 +322,8 @@ def pipelined_gradients(
     return gradients
 
 
-def _parted(values: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those whose names have the prefix, without it; and the others."""
+def _split(values: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values whose names have the prefix, with the prefix removed; and the other values."""
     inside = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
     return inside, {name: value for name, value in values.items() if not name.startswith(prefix)}
 
@@ -293,10 +332,10 @@ def _with_prefix(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {prefix + name: value for name, value in values.items()}
 
 
-def _linears_parted(linears: Linears | None, prefix: str) -> tuple[Linears | None, Linears | None]:
+def _split_linears(linears: Linears | None, prefix: str) -> tuple[Linears | None, Linears | None]:
     if linears is None:
         return None, None
-    inside, outside = _parted(linears.parameters, prefix)
+    inside, outside = _split(linears.parameters, prefix)
     return dataclasses.replace(linears, parameters=inside), dataclasses.replace(linears, parameters=outside)
 
 
@@ -304,29 +343,31 @@ def _at(tree: Any, index: Index | int, axis: int = 0) -> Any:
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis, keepdims=False), tree)
 
 
-def _own(columns: Any) -> tuple[Any, Index]:
-    """What the schedule has for this stage, and its number."""
-    here = jax.lax.axis_index("stage")
-    return type(columns)(*(column[here] for column in columns)), here
+def _row_of_stage(columns: Any) -> tuple[Any, Index]:
+    """The schedule's entries for this stage, and the stage's number."""
+    stage = jax.lax.axis_index("stage")
+    return type(columns)(*(column[stage] for column in columns)), stage
 
 
-def _taken(leaving: Index, x: Array, is_own: Array) -> Array:
-    """The x of the stage where `is_own`, on all; zeros in a tick in which no micro-batch leaves the stages."""
+def _broadcast_leaving(leaving: Index, x: Array, is_own: Array) -> Array:
+    """Copy x from the stage where `is_own` to all stages; zeros in a tick in which no micro-batch leaves."""
     return jax.lax.cond(leaving >= 0, from_one, lambda x, _: jnp.zeros_like(x), x, is_own)
 
 
-def _with_chunk(total: Total, own: Total, chunk: Index, chunks: int) -> Total:
+def _with_chunk(total: Total, one_chunk: Total, chunk: Index, chunks: int) -> Total:
     if chunks == 1:
-        return own
-    return jax.tree.map(lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, chunk * len(one), 0), total, own)
+        return one_chunk
+    return jax.tree.map(
+        lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, chunk * len(one), 0), total, one_chunk
+    )
 
 
-def _added(total: Total, found: Total, places: Mapping[str, jax.P]) -> Total:
-    summed = jax.tree.map(lambda a, b: (a + b).astype(a.dtype), total.gradients, placed(found.gradients, places))
-    return Total(summed, jax.tree.map(jnp.maximum, total.amax, found.amax))
+def _accumulate(total: Total, micro: Total, places: Mapping[str, jax.P]) -> Total:
+    summed = jax.tree.map(lambda a, b: (a + b).astype(a.dtype), total.gradients, placed(micro.gradients, places))
+    return Total(summed, jax.tree.map(jnp.maximum, total.amax, micro.amax))
 
 
-def _behind(leaf: Any, *sizes: int, place: str | None = None) -> jax.ShapeDtypeStruct:
-    """A shape with other axes before its own, the first sharded over `place`."""
+def _with_leading(leaf: Any, *sizes: int, place: str | None = None) -> jax.ShapeDtypeStruct:
+    """The leaf's shape behind new leading axes of `sizes`, the first one sharded over `place`."""
     spec = P(place, *(None,) * (len(sizes) - 1), *leaf.sharding.spec)
     return jax.ShapeDtypeStruct((*sizes, *leaf.shape), leaf.dtype, sharding=leaf.sharding.update(spec=spec))

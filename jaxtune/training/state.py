@@ -1,4 +1,4 @@
-"""The state of a run: what a step changes."""
+"""The training state: everything that a step changes."""
 
 from typing import NamedTuple
 
@@ -15,20 +15,25 @@ from jaxtune.training.guard import Level
 
 
 class Scaling(NamedTuple):
-    """What a precision recipe carries from step to step."""
+    """The state of a precision recipe: loss scale and amax history."""
 
     loss: LossScale | None = None
     amax: Amax = {}  # noqa: RUF012
 
 
 class State(NamedTuple):
-    """What a step changes. Frozen parameters stand beside it.
+    """Everything that a step changes. Frozen parameters are separate arguments of a step.
 
-    reference: earlier values of the trained parameters, where an objective compares with them (`weights.reference`).
-    average: of the trained parameters over steps, float32, where optim.ema_decay asks for it.
-    base: weights into which adapters are merged while they are trained (`weights.relora`); in a checkpoint also what
-        frozen parts of adapters began as, which no file holds (`Model.starts`).
-    guard: what losses have been, where spikes are looked for (`training.guard`).
+    Attributes:
+        step: number of steps taken.
+        trained: the trained parameters.
+        optimizer: the optimizer's state.
+        scaling: the state of the precision recipe.
+        reference: earlier values of the trained parameters, if the objective compares with them (`weights.reference`).
+        average: moving average of the trained parameters, float32, if optim.ema_decay is set.
+        base: weights into which adapters are merged during training (`weights.relora`). In a checkpoint also the
+            initial values of frozen adapter parts, which no file holds (`Model.starts`).
+        guard: statistics of past losses, for spike detection (`training.guard`).
     """
 
     step: Int[Array, ""]
@@ -42,7 +47,7 @@ class State(NamedTuple):
 
     @property
     def result(self) -> Parameters:
-        """What training has changed, as it is evaluated and exported."""
+        """The weights that training has changed, as they are evaluated and exported."""
         return {**self.base, **(self.average or self.trained)}
 
 
@@ -54,3 +59,8 @@ def initial_state(optimizer: Optimizer, trained: Parameters, recipe: Recipe | No
     if recipe is not None and recipe.linears is not None:
         scaling = scaling._replace(amax=recipe.linears.initial_amax())
     return State(jnp.zeros((), jnp.int32), trained, optimizer.init(trained), scaling)
+
+
+def rounded_as(parameters: Parameters, like: Parameters) -> Parameters:
+    """Copy the parameters in `like`, each cast to its dtype there."""
+    return {name: jnp.copy(parameters[name].astype(other.dtype)) for name, other in like.items()}

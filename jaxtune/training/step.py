@@ -1,4 +1,13 @@
-"""One optimizer step, and one evaluation step, as pure functions."""
+"""One optimizer step, and one evaluation step, as pure functions.
+
+Shapes: a batch is a dict of columns with leading axes (A, B), most of them (A, B, S), with
+
+    A   micro-batches of the step (gradient accumulation)
+    B   rows of a micro-batch, over all devices
+    S   positions of a row
+
+`micro` is one micro-batch, without the axis A. Parameters are stacks of layers, by name.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -31,16 +40,23 @@ Metrics = dict[str, Any]
 
 
 class Summed(NamedTuple):
-    """Sums over micro-batches, not yet divided by the weight."""
+    """Sums over micro-batches, not yet divided by the weight.
+
+    Attributes:
+        gradients: by name of the parameter, in gradient_dtype.
+        sums: loss, weight and metrics.
+        amax: measured in this step, for linear layers with delayed scaling.
+        magnified: loss scale: the gradients are the loss's gradients times this factor.
+    """
 
     gradients: Parameters
     sums: Sums
-    amax: dict[str, Array] = {}  # noqa: RUF012  found in this step, of linear layers with delayed scaling
-    magnified: Any = 1.0  # the gradients are this many times those of the loss
+    amax: dict[str, Array] = {}  # noqa: RUF012
+    magnified: Any = 1.0
 
 
-# (trained, frozen, batch with a leading axis of micro-batches, step, scaling, reference) -> sums. A pipeline can take
-# its place.
+# (trained, frozen, batch with a leading axis of micro-batches, step, scaling, reference) -> sums. There are two:
+# `accumulated_gradients` below, and `run.pipelined.pipelined_gradients`.
 Gradients = Callable[..., Summed]
 
 
@@ -55,11 +71,12 @@ def accumulated_gradients(
     summed_last: Axes = (),
     dropout_warmup_steps: int = 0,
 ) -> Gradients:
-    """Gradients of the objective, one micro-batch after the other; `call` without noise.
+    """Gradients of the objective, summed over micro-batches in a scan; `call` without noise.
 
-    places: PartitionSpecs in which gradients are summed, where they are not the parameters' own.
-    added_by_layer: stacks whose gradients the backward pass itself sums, a layer at a time; whether on the host.
-    summed_last: axes over which a device's gradient is summed with others' after the last micro-batch alone.
+    places: PartitionSpecs of the gradient sums that are sharded differently from their parameters.
+    added_by_layer: stacks whose gradients the backward pass itself accumulates, one layer at a time; the value tells
+        whether their sums are in the host's memory.
+    summed_last: mesh axes over which gradients are all-reduced once, after the last micro-batch.
     """
 
     def gradients(
@@ -73,21 +90,25 @@ def accumulated_gradients(
         arguments = trained, frozen, batch, step, scaling, dict(reference)
         if not summed_last:
             return of_rows(*arguments)
+        # With only jit, XLA would all-reduce the gradients in every micro-batch. With these axes manual, a device sums
+        # the gradients of its own rows, and they are reduced once: 1 / A of the communication.
         specs = (P(), P(), P(None, summed_last), P(), P(), P())
         return apart(summed_last, of_rows, specs, P())(*arguments)
 
     def of_rows(
         trained: Parameters, frozen: Parameters, batch: Batch, step: Array, scaling: Scaling, reference: Parameters
     ) -> Summed:
-        """Of rows that devices along `summed_last` have; what the objective is given, and its sums, are of all rows."""
+        """Gradients of the local rows along `summed_last`; the objective sees the scores of all rows (all-gathered)."""
         source = source_of(seed, step, dropout_warmup_steps)
         weights_of, scales = weights_of_step(recipe.linears, trained, frozen, scaling.amax, step)
         compared = compared_with(graph, recipe.linears, reference, frozen, scaling.amax, step)
         size = batch["tokens"][0].size * shards(summed_last, jax.sharding.get_abstract_mesh())
-        # The loss scale is that of the mean loss, so that it means the same whatever the size of a micro-batch.
+        # The loss is a sum over tokens here. Dividing the loss scale by their number applies it to the mean loss, so
+        # that its meaning does not depend on the size of a micro-batch.
         magnified = 1.0 if scaling.loss is None else scaling.loss.scale / size
 
         def loss(given: Parameters, scales: dict[str, Array], micro: Batch) -> tuple[Array, Sums]:
+            # `Added` takes a stack's gradient sum through the backward pass; its cotangent is the new sum.
             decoder = bind(graph, weights_of(given | {n: Added(trained[n], given[n]) for n in added_by_layer}, scales))
             head = "embed.weight" if decoder.head is None else "head.weight"
             noisy = call._replace(noise=noise_of(micro, source))
@@ -101,15 +122,16 @@ def accumulated_gradients(
             added = {name: grads.pop(name) for name in added_by_layer}
             earlier = {name: total.gradients[name] for name in grads}
             summed = added | jax.tree.map(lambda a, b: (a + b).astype(a.dtype), earlier, placed(grads, places))
-            # The cotangent of a delayed scale is an amax (`LowPrecision.scales`): of micro-batches the largest counts.
+            # The cotangent of a delayed scale is an amax (`LowPrecision.scales`): the largest one counts.
             largest = jax.tree.map(jnp.maximum, total.amax, amax)
             return Summed(summed, jax.tree.map(jnp.add, total.sums, sums), largest), None
 
-        # In gradient_dtype, whatever the parameters are stored in.
+        # Sums have gradient_dtype, whatever dtype the parameters are stored in.
         totals = {
             name: zeros_of(p, recipe.gradient_dtype, added_by_layer.get(name, False)) for name, p in trained.items()
         }
         given = trained | {name: totals[name] for name in added_by_layer}
+        # Objectives differ in their metrics: the initial carry of the scan gets their shapes from one micro-batch.
         _, sums = jax.eval_shape(loss, given, scales, jax.tree.map(lambda x: x[0], batch))
         start = Summed(placed(totals, places), jax.tree.map(_zero, sums), jax.tree.map(jnp.zeros_like, scales))
         total, _ = jax.lax.scan(add, start, batch)
@@ -119,7 +141,7 @@ def accumulated_gradients(
 
 
 def placed(gradients: Parameters, places: Mapping[str, jax.P]) -> Parameters:
-    """The gradients where they are summed."""
+    """Reshard gradients to the PartitionSpecs in which they are summed."""
     return {name: moved(gradient, places.get(name)) for name, gradient in gradients.items()}
 
 
@@ -136,20 +158,21 @@ def scores_of(
     hidden: Hidden | None = None,
     compared: Decoder | None = None,
 ) -> Scores | LabelScores:
-    """Scores of a micro-batch, with those of `compared` where the objective compares with a reference.
+    """Score a micro-batch; also with the reference, if the objective compares with one.
 
-    hidden: its `hidden_states`, if known. compared: None: the same decoder without its adapters.
+    hidden: `hidden_states` of the micro-batch, if they are computed already.
+    compared: the reference's decoder; None: the same decoder without its adapters.
     """
     if decoder.spec.labels:
         return score_labels(decoder, batch, call, hidden)
-    asked = {
+    options = {
         name: getattr(objective, name) for name in ("z_loss", "label_smoothing", "divergence", "temperature", "hits")
     }
-    scores = score(decoder, batch, call, hidden, head_gradient=head_gradient, **asked)
+    scores = score(decoder, batch, call, hidden, head_gradient=head_gradient, **options)
     if not objective.reference:
         return scores
-    plain = call._replace(adapters=compared is not None, noise=None)
-    reference = score(compared or decoder, batch, plain, temperature=objective.temperature).log_prob
+    reference_call = call._replace(adapters=compared is not None, noise=None)
+    reference = score(compared or decoder, batch, reference_call, temperature=objective.temperature).log_prob
     return scores._replace(reference=jax.lax.stop_gradient(reference))
 
 
@@ -161,7 +184,7 @@ def compared_with(
     amax: Amax,
     step: Array,
 ) -> Decoder | None:
-    """The decoder with these values in place of the trained ones, computed as they are; None if there are none."""
+    """The reference's decoder: these values in place of the trained ones, same precision. None without values."""
     if not reference:
         return None
     values = dict(reference)
@@ -170,16 +193,17 @@ def compared_with(
 
 
 def scores_with_others(scores: Scores | LabelScores, axes: Axes) -> Scores | LabelScores:
-    """Those of the rows of all devices along these axes, so that what is no sum over rows is still that of all."""
+    """All-gather scores over `axes`, for objectives that are not a sum over rows."""
+    # `sums` are per layer: their rows are the second axis.
     return with_others(scores._replace(sums={}), axes)._replace(sums=with_others(scores.sums, axes, dimension=1))
 
 
 def weights_of_step(
     linears: Linears | None, trained: Parameters, frozen: Parameters, amax: Amax, step: Array
 ) -> tuple[Callable[[Parameters, dict[str, Array]], Parameters], dict[str, Array]]:
-    """(trained, scales) -> what the decoder is bound to; and the delayed scales of the step.
+    """Return a function (trained, scales) -> weights to bind the decoder to; and the delayed scales of the step.
 
-    Operands are made here, once for all micro-batches.
+    Low-precision operands are made here, outside of the scan: once for all micro-batches.
     """
     if linears is None:
         return lambda trained, _: {**frozen, **trained}, {}
@@ -203,15 +227,26 @@ def make_train_step(
     noise: Callable[..., Parameters] | None = None,
     guarded: Guard | None = None,
 ) -> Callable[[State, Parameters, Batch, Float[Array, ""]], tuple[State, Metrics]]:
-    """(state, frozen, batch, learning rate) -> (state, metrics).
+    """Return the train step: (state, frozen, batch, learning rate) -> (state, metrics).
 
     The sums are divided once, by the weight of the whole batch over all devices, which is the metric `counts`. A step
-    whose loss or gradient is not finite changes nothing but the step number and the loss scale. The metric `absent`
-    says which of the objective's metrics are means of nothing. After each
-    `reference_update_steps` the trained parameters become the reference; their average moves by 1 - `ema_decay` of the
-    way to them. After each `merge_interval` adapters are merged into the base in the state (`weights.relora`), and
-    their optimizer begins anew if `reset_on_merge`. `noise` is added to frozen parameters (`training.noise`).
-    `guarded`: a step that is a spike (`training.guard`) changes nothing either.
+    whose loss or gradient is not finite changes only the step number and the loss scale. The metric `absent` marks the
+    metrics of the objective that have no weight in this batch, so that their mean is undefined.
+
+    Args:
+        gradients: computes the sums of a batch.
+        optimizer: updates the trained parameters.
+        max_grad_norm: gradients are clipped to this global norm.
+        recipe: the precision.
+        seed: of stochastic rounding and of noise.
+        counts: name of the metric under which the weight is reported.
+        reference_update_steps: the trained parameters become the reference after this number of steps, each time.
+        ema_decay: in each step the average moves by 1 - ema_decay of the way to the trained parameters.
+        merge: merges adapters into the base in the state (`weights.relora`), after each `merge_interval` steps.
+        merge_interval: see merge.
+        reset_on_merge: whether the optimizer's state is new after a merge.
+        noise: is added to frozen parameters (`training.noise`).
+        guarded: a step that is a spike (`training.guard`) changes nothing either.
     """
 
     def step(state: State, frozen: Parameters, batch: Batch, rate: Float[Array, ""]) -> tuple[State, Metrics]:
@@ -222,6 +257,8 @@ def make_train_step(
         at = optimizer.point(state.trained, state.optimizer)
         with jax.default_matmul_precision(recipe.matmul_precision):
             summed = gradients(at, frozen, batch, state.step, state.scaling, state.reference)
+        # Divide once, at the end: micro-batches and devices differ in their number of targets, so that a mean of their
+        # means would weight tokens differently. Gradients are divided in `factor`, together with clipping.
         weight = jnp.maximum(summed.sums.weight, 1).astype(jnp.float32)
         loss = summed.sums.loss / weight
         norm = _norm(summed.gradients) / (weight * summed.magnified)
@@ -234,6 +271,7 @@ def make_train_step(
             rate = rate * level.rate
         factor = build.clip_factor(norm, max_grad_norm) / (weight * summed.magnified)
 
+        # A step that is not taken is computed too: the optimizer selects old or new values by `taken` (jnp.where).
         update = build.Step(rate, factor, taken, named_key(key, "rounding"))
         with jax.default_matmul_precision(recipe.matmul_precision):
             directed = {**summed.gradients, **summed.sums.directions}
@@ -243,10 +281,10 @@ def make_train_step(
             "grad_norm": norm,
             counts: summed.sums.weight,
             "tokens": jnp.sum(batch["segment_ids"] > 0, dtype=jnp.int32),
-            **{name: value / jnp.maximum(own, 1) for name, (value, own) in summed.sums.metrics.items()},
+            **{name: value / jnp.maximum(count, 1) for name, (value, count) in summed.sums.metrics.items()},
         }
         if summed.sums.metrics:
-            metrics["absent"] = {name: own == 0 for name, (_, own) in summed.sums.metrics.items()}
+            metrics["absent"] = {name: count == 0 for name, (_, count) in summed.sums.metrics.items()}
         if guarded is not None and level is not None:
             metrics |= {"spike": (finite & ~taken).astype(jnp.int32), "rate_factor": level.rate}
             level = level_after(level, loss, norm, finite, guarded)
@@ -266,8 +304,8 @@ def make_train_step(
             due = (state.step + 1) % merge_interval == 0
             trained, base = jax.lax.cond(due, partial(merge, step=state.step), lambda *same: same, trained, base)
             if reset_on_merge:
-                anew = lambda _: optimizer.init(trained)  # noqa: E731
-                optimizer_state = jax.lax.cond(due, anew, lambda kept: kept, optimizer_state)
+                new_state = lambda _: optimizer.init(trained)  # noqa: E731
+                optimizer_state = jax.lax.cond(due, new_state, lambda same_state: same_state, optimizer_state)
         average = {name: mean + (1 - ema_decay) * (trained[name] - mean) for name, mean in state.average.items()}
         return State(state.step + 1, trained, optimizer_state, scaling, reference, average, base, level), metrics
 
@@ -275,7 +313,7 @@ def make_train_step(
 
 
 def _norm(gradients: Parameters) -> Float[Array, ""]:
-    """The norm of all gradients together, in float32."""
+    """The global norm of the gradients, in float32; gradients on the host come to the device one layer at a time."""
 
     def squares(gradient: Array) -> Float[Array, ""]:
         return jnp.sum(jnp.square(to_device(gradient).astype(jnp.float32)))
@@ -286,9 +324,9 @@ def _norm(gradients: Parameters) -> Float[Array, ""]:
 def make_eval_step(
     graph: nnx.GraphDef, objective: Objective, recipe: Recipe, call: Call
 ) -> Callable[[Parameters, Parameters, Batch, Parameters], Sums]:
-    """(trained, frozen, batch, reference) -> sums: scalars, never logits.
+    """Return the evaluation step: (trained, frozen, batch, reference) -> sums. Sums are scalars, never logits.
 
-    Computed as in training, except that scaling is never delayed: each tensor's own amax makes its scale.
+    Precision is as in training, except that scaling is always current: each tensor's own amax makes its scale.
     """
 
     def step(trained: Parameters, frozen: Parameters, batch: Batch, reference: Mapping[str, Any] = {}) -> Sums:

@@ -1,4 +1,4 @@
-"""What an objective compares with, where that is more than the model without its adapters."""
+"""The reference of an objective, if a run has to keep its values: it is not the model without its adapters."""
 
 import jax
 
@@ -10,10 +10,10 @@ from jaxtune.weights.model import Model
 
 
 def is_kept(config: Config) -> bool:
-    """Whether a run's state holds values to compare with.
+    """Whether a run's state holds reference values.
 
-    New adapters change nothing before the first step: there the reference is the model without them, unless biases or
-    modules of the model are trained too.
+    A new adapter changes nothing before the first step, so the reference is the base model, unless biases or modules of
+    the model are trained too.
     """
     lora = config.lora
     new = lora.enabled and lora.path is None and lora.bias == "none" and not lora.modules_to_save
@@ -26,9 +26,9 @@ def is_kept(config: Config) -> bool:
 
 
 def abstract_reference(model: Model, config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and shardings of what is kept, in the dtypes to which a forward pass rounds parameters; {} if nothing is.
+    """Shapes and shardings of the reference values; {} if none are kept. Dtypes are as in the forward pass.
 
-    Raises UserError where trained parameters wait on the host.
+    Raises UserError if trained parameters are offloaded to the host.
     """
     if not is_kept(config):
         return {}
@@ -37,9 +37,9 @@ def abstract_reference(model: Model, config: Config) -> dict[str, jax.ShapeDtype
             "memory.offload_master: the reference of preference.loss, or of grpo.beta, would stay on the device; train "
             "adapters (lora.enabled), which need no copy, or set preference.precompute_reference=True"
         )
-    found, dtype = {}, recipe_of(config.precision, None).dtype
+    reference, dtype = {}, recipe_of(config.precision, None).dtype
     for name, parameter in model.trained.items():
         wide = parameter.float32 or parameter.treatment.float32 or parameter.kind not in ("linear", "table")
-        own = parameter.dtype if wide else dtype
-        found[name] = jax.ShapeDtypeStruct(parameter.shape, own, sharding=parameter.sharding)
-    return found
+        kept_dtype = parameter.dtype if wide else dtype
+        reference[name] = jax.ShapeDtypeStruct(parameter.shape, kept_dtype, sharding=parameter.sharding)
+    return reference

@@ -55,5 +55,5 @@ def test_what_the_user_says_in_xla_flags_is_not_contradicted(mesh, monkeypatch):
     left = {name: value for name, value in GPU_OPTIONS.items() if name != "xla_gpu_enable_triton_gemm"}
     assert compiler_options(config) == left
     config = dataclasses.replace(config, device=Device(command_buffers="off"))
-    with pytest.raises(UserError, match="device.command_buffers = 'off': XLA_FLAGS says it too; leave one of them out"):
+    with pytest.raises(UserError, match="device.command_buffers = 'off': XLA_FLAGS sets it too; remove one of the two"):
         compiler_options(config)

@@ -162,8 +162,8 @@ def test_benchmark_tasks_are_asked_of_a_run_and_of_any_model(home, adapter, monk
     "arguments, said",
     [
         ([], "--config=... is missing"),
-        (["--config=qwen_lora:MODEL", "--step=3"], "without --run there are no checkpoints"),
-        (["--config=qwen_lora:MODEL", "--run=R", "--model=M"], "--run and --model: one at a time"),
+        (["--config=qwen_lora:MODEL", "--step=3"], "needs --run: only a run has checkpoints"),
+        (["--config=qwen_lora:MODEL", "--run=R", "--model=M"], "--run and --model: give only one of the two"),
     ],
 )
 def test_what_cannot_be_evaluated_is_said(arguments, said):
@@ -255,7 +255,7 @@ def test_a_run_is_started_again_in_place(home, adapter):
         assert why in call(*recipe_command(home, "qwen_lora.py", "adapter", **settings), code=2)
         assert list((adapter / "checkpoints").iterdir()) and (adapter / "export" / "adapter_config.json").exists()
     output = call(*recipe_command(home, "qwen_lora.py", "adapter", **options, **{"ckpt.resume": "overwrite"}))
-    assert f"removing {adapter / 'checkpoints'}, as ckpt.resume='overwrite' says" in output
+    assert f"removing {adapter / 'checkpoints'} (ckpt.resume='overwrite')" in output
     assert [row["step"] for row in metrics(adapter) if "loss" in row] == [1, 2]
     again = [line.split(" -m ")[1] for line in output.splitlines() if line.startswith("resume: ")]
     assert again == [f"jaxtune.train --config={adapter / 'config.json'}"]

@@ -247,5 +247,5 @@ def test_a_profile_that_cannot_be_read_does_not_end_the_run(tmp_path, caplog, mo
     file.write_text("of an earlier trace")
     profiler.before_step()
     profiler.after_step(jnp.ones(8).sum())
-    assert "cannot be read from this profile: ValueError" in caplog.messages[-1]
+    assert "this profile cannot be read: ValueError" in caplog.messages[-1]
     assert not file.exists()

@@ -47,7 +47,7 @@ def test_the_file_of_the_suite_is_a_calibration(written):
         (VALUES, {"versions": {}}, "it has no 'jax'"),
         ({}, {}, "conclusions of assumptions must be values by name"),
         ([0.9], {}, "conclusions of assumptions must be values by name"),
-        ({"sustaned": 0.9}, {}, "no rate 'sustaned'; there are sustained, narrow"),
+        ({"sustaned": 0.9}, {}, "no rate 'sustaned'; its rates are sustained, narrow"),
         ({"hidden": 0.5}, {}, "no rate 'hidden'"),  # no suite measures it
         ({"sustained": 92}, {}, "sustained is 92, and must be a number from 0.3 to 1.25"),
         ({"launch": -1.0}, {}, "launch is -1.0"),

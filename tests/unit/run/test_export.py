@@ -46,7 +46,7 @@ def test_what_blocks_do_not_divide_stays_with_what_is_multiplied_beside_it(tmp_p
     assert chosen.weights.issuperset(ours) and len(chosen.weights) == 8
     assert "blocks of 128 x 128 do not divide 64 x 128" in caplog.text
     assert (
-        "layers.*.self_attn.q_proj.weight (it goes together with model.layers.*.self_attn.v_proj.weight)" in caplog.text
+        "layers.*.self_attn.q_proj.weight (servers fuse it with model.layers.*.self_attn.v_proj.weight)" in caplog.text
     )
 
 

@@ -19,10 +19,10 @@ NOTHING = "x = 1\n"
     "text, message",
     [
         (NOTHING, "has nothing that is used: on_step"),
-        ("def on_steps(run, step, metrics): ...\n", "on_steps is no callback; these are: on_step"),
+        ("def on_steps(run, step, metrics): ...\n", "on_steps is not a callback; the callbacks are: on_step"),
         ("def on_step(step): ...\n", r"on_step must be a function of \(run, step, metrics\)"),
         ("import nowhere\n", r"mine\.py:1 fails: ModuleNotFoundError"),
-        ("MODEL_TYPE = 'x'\nNAMES = {}\n", "a family .* has read_spec too"),
+        ("MODEL_TYPE = 'x'\nNAMES = {}\n", "a family .* must define read_spec too"),
     ],
 )
 def test_a_plugin_that_cannot_be_used(tmp_path, text, message):
@@ -43,7 +43,7 @@ def test_a_run_has_one_objective(tmp_path):
     for name in ("one.py", "two.py"):
         (tmp_path / name).write_text("def objective(config): ...\n")
         names.append(str(tmp_path / name))
-    with pytest.raises(UserError, match="have objective, of which a run has one"):
+    with pytest.raises(UserError, match="define objective; only one of them may"):
         plugins.load(Config(train=Train(plugins=tuple(names))))
     with pytest.raises(UserError, match="objective must return a Objective, not None"):
         plugins.own_objective(Config(train=Train(plugins=(names[0],))))

@@ -104,7 +104,7 @@ def configure(device: Device, when: str = "", **environment: str) -> str:
 def test_the_platform_is_chosen_before_jax_looks_for_devices():
     assert configure(Device(platform="cpu", gpus=1)) == "RESULT cpu cpu 1"
     refused = configure(Device(platform="cuda"), "begun", CUDA_VISIBLE_DEVICES="")
-    assert refused.startswith("REFUSED device.platform = 'cuda': jax computes on 'cpu' here")
+    assert refused.startswith("REFUSED device.platform = 'cuda': jax runs on 'cpu' here")
 
 
 def test_a_platform_that_is_not_there_is_an_error():
@@ -115,10 +115,13 @@ def test_a_platform_that_is_not_there_is_an_error():
 @pytest.mark.parametrize(
     ("device", "part"),
     [
-        (Device(platform="cuda"), "device.platform = 'cuda': JAX_PLATFORMS is 'cpu'; leave one of them out"),
+        (Device(platform="cuda"), "device.platform = 'cuda': JAX_PLATFORMS is 'cpu'; remove one of the two"),
         (Device(gpus=1000), "device.gpus = 1000: process 0 has 8 devices (cpu)"),
-        (Device(collective_timeout_seconds=60), "device.collective_timeout_seconds = 60: XLA has such limits for GPUs"),
-        (Device(command_buffers="off"), "device.command_buffers = 'off': there are CUDA graphs on GPUs alone"),
+        (
+            Device(collective_timeout_seconds=60),
+            "device.collective_timeout_seconds = 60: XLA has these limits only for GPUs",
+        ),
+        (Device(command_buffers="off"), "device.command_buffers = 'off': only GPUs have CUDA graphs"),
     ],
     ids=lambda value: "" if isinstance(value, str) else value,
 )
@@ -167,7 +170,7 @@ def test_limits_of_collectives_reach_xla_and_do_not_replace_the_users(monkeypatc
         process.choose_platform(Device(collective_timeout_seconds=60))
     flags = os.environ["XLA_FLAGS"].split()
     assert flags == ["--xla_dump_to=/nowhere", *(f"--{name}=60" for name in process.COLLECTIVE_TIMEOUTS)]
-    with pytest.raises(UserError, match="XLA_FLAGS says xla_gpu_nccl_termination_timeout_seconds and .* leave one"):
+    with pytest.raises(UserError, match="XLA_FLAGS sets xla_gpu_nccl_termination_timeout_seconds and .* remove one"):
         process.choose_platform(Device(collective_timeout_seconds=90))
 
 
@@ -175,7 +178,9 @@ def test_limits_of_collectives_reach_xla_and_do_not_replace_the_users(monkeypatc
 def test_xla_knows_the_limits_of_collectives():
     """XLA ends a process with unknown flags; on a CPU the option is refused instead."""
     device = Device(collective_timeout_seconds=60)
-    assert configure(device).startswith("REFUSED device.collective_timeout_seconds = 60: XLA has such limits for GPUs")
+    assert configure(device).startswith(
+        "REFUSED device.collective_timeout_seconds = 60: XLA has these limits only for GPUs"
+    )
     flags = " ".join(f"--{name}=60" for name in process.COLLECTIVE_TIMEOUTS)
     assert configure(Device(), XLA_FLAGS=flags, JAX_PLATFORMS="cpu") == "RESULT cpu cpu 2"
 

@@ -88,7 +88,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(config, tmp_path, option):
     }[option]
     config = dataclasses.replace(config, **changed)
     named = "train.output_dir" if option == "export" else option
-    with pytest.raises(UserError, match=f"^{named}=.*: nothing can be written to {taken}: Not a directory$"):
+    with pytest.raises(UserError, match=f"^{named}=.*: cannot write to {taken}: Not a directory$"):
         check_ready(config, run_folder(config))
 
 
@@ -105,4 +105,4 @@ def test_the_output_of_a_command_is_tried_before_its_model(command, arguments, t
     (tmp_path / "taken").write_text("")
     output = f"--output={tmp_path}/taken/b/answers.jsonl"
     assert command.main([*arguments, output]) == 2
-    assert f"{output}: nothing can be written to {tmp_path}/taken: Not a directory" in capsys.readouterr().err
+    assert f"{output}: cannot write to {tmp_path}/taken: Not a directory" in capsys.readouterr().err

@@ -66,5 +66,5 @@ def test_steps_without_any_reward_end_the_run(tmp_path, monkeypatch):
     state, batch = SimpleNamespace(trained={}), Asked([Prompt("", [1], {})], 0)
     for _ in range(3):
         step(state, {}, batch, 0.0)
-    with pytest.raises(UserError, match="None for every completion of 2 steps in a row .train.max_bad_steps., from wh"):
+    with pytest.raises(UserError, match="None for every completion of 2 steps in a row .train.max_bad_steps., so"):
         step(state, {}, batch, 0.0)
