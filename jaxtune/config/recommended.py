@@ -1,4 +1,4 @@
-"""`train.recommend`: the rule of thumb of a mode and model size, for options that nobody set."""
+"""Rules of thumb for learning rate and warm-up (`train.recommend`), by training mode and model size."""
 
 import math
 from collections.abc import Iterator, Set
@@ -8,7 +8,7 @@ from jaxtune.config.schema import Config, Model
 ERNIEKIT = "ERNIEKit's training configuration, 1.3"
 QLORA = "Dettmers et al. 2023, table 9"
 GPT3 = "Brown et al. 2020, table 2.1"
-ADAMW = ("adamw", "adamw_8bit")  # the optimizers of these rates
+ADAMW = ("adamw", "adamw_8bit")  # optimizers that the rates below are for
 
 # mode, largest model in billions of parameters, peak learning rate, source
 LEARNING_RATES = (
@@ -31,14 +31,14 @@ WARMUP_RATIO = 0.03, f"1% to 10% of steps: {ERNIEKIT}"
 
 
 def recommend(config: Config, told: Set[str]) -> tuple[dict[str, float], tuple[str, ...]]:
-    """What is recommended for the mode and the size of the model, whose config.json may be read for it.
+    """Return recommended values for the training mode and model size; may read the model's config.json.
 
     Args:
         config: All options.
-        told: The keys that the user or the recipe has set, which stay as they are.
+        told: Keys that the user or the recipe set; these keep their values.
 
     Returns:
-        Values by key, and a line for the user about each.
+        Values by key, and a line for the user about each recommendation.
     """
     values, lines = {}, []
     for key, value, why in _advice(config):
@@ -54,7 +54,7 @@ def recommend(config: Config, told: Set[str]) -> tuple[dict[str, float], tuple[s
 
 
 def _advice(config: Config) -> Iterator[tuple[str, float | None, str]]:
-    """(key, value, why)."""
+    """Yield (key, value, reason); the value is None without a recommendation."""
     mode = _mode(config)
     if mode is None:
         yield "optim.learning_rate", None, "there is no rule of thumb for reward models"
@@ -82,8 +82,8 @@ def _mode(config: Config) -> str | None:
 
 
 def _billions(model: Model) -> float:
-    """Parameters of a model in billions, by its config.json, which is downloaded if need be."""
-    from jaxtune import hf  # imports jax, which other configs need not wait for
+    """Count a model's parameters in billions, from its config.json, which is downloaded if necessary."""
+    from jaxtune import hf  # here, because it imports jax, which is slow and which other configs do not need
     from jaxtune.models import families
     from jaxtune.models.parameters import declare
 

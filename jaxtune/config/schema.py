@@ -117,8 +117,7 @@ class Dataset:
     subset: str | None = option(None, "subset (configuration name) of a hub dataset")
     revision: str | None = option(None, "branch, tag or commit on the hub")
     glob: str | tuple[str, ...] | None = option(None,
-        "read only matching files of a folder or hub dataset, for example '**/*.py'; or files that match "
-        "one of several patterns")
+        "pattern, or several, of the files to read in a folder or hub dataset, for example '**/*.py'")
     ds_type: Literal["json", "csv", "tsv", "parquet", "arrow", "text"] | None = option(None,
         "file format; unset: from the suffix; a file with an unknown suffix is read as text, one document per file")
     samples: int | None = option(None, "use only the first N samples", "samples [1, inf)")

@@ -1,8 +1,8 @@
-"""The formats that an export may be quantized to."""
+"""Formats for quantized exports."""
 
 from jaxtune.config.schema import Quant
 
-# By the name of their quant.format: in the blocks that most such files have, and nf4 with float32 scales.
+# By quant.format, with the block sizes most common in published checkpoints; nf4 has float32 scales.
 SCHEMES = {
     "nf4": Quant(format="nf4", block_size=64, double_quant=False),
     "fp8": Quant(format="fp8", block_size=128),

@@ -105,7 +105,7 @@ def test_columns_of_a_recipe_s_own_dataset_give_way_to_another_path():
         (line,) = config.opening_lines
         assert line.startswith(f"left out: recipe: {entry}.encoding = 'cp1252', {entry}.select_columns = ('q', 'a'), ")
         assert re.findall(r"\](\.\w+) = ", line) == [f".{name}" for name in gone]
-        assert line.endswith(": of its own dataset, which is replaced")
+        assert line.endswith(": describes the dataset that was replaced")
     assert read_recipe(name).resolve().data.datasets[0].instruction_field == "q"
 
 
