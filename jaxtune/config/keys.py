@@ -195,7 +195,7 @@ def lookup(key: str) -> Option | None:
 
 
 def nearest(key: str) -> Option | None:
-    """Return the option with the key most similar to an unknown one, with the index of `key`; None if none is similar."""
+    """Return the option most similar to an unknown key, with the index of `key`; None if none is similar."""
     best, index = _nearest(general(key)), re.search(r"\[\d+\]", key)
     if best is None:
         return None

@@ -90,9 +90,7 @@ def recipe_file(path: str) -> pathlib.Path:
     if path in own:
         return own[path]
     if (file / "config.json").is_file():
-        raise UserError(
-            f"recipe {path}: a folder; if it holds a model, --config=qwen_lora:{path} trains adapters of it"
-        )
+        raise UserError(f"recipe {path}: a folder; if it is a model, train adapters with --config=qwen_lora:{path}")
     near = difflib.get_close_matches(file.stem, own, n=1)
     hint = f"jaxtune has a recipe {near[0]}, which needs no path" if near else f"jaxtune has {', '.join(own)}"
     neighbours = [other for other in file.parent.glob("*.py") if "def get_config" in other.read_text(errors="replace")]
@@ -158,7 +156,7 @@ def code_in(config: Config) -> dict[str, str]:
 
 
 def code_to_evaluate(config: Config) -> dict[str, str]:
-    """Return the part of `code_in` that an evaluation runs in addition to plugins: rewards, and functions of its data."""
+    """Return the code that an evaluation runs in addition to plugins: rewards, and functions of its data."""
     used = ("rollout.rewards", "data.eval_datasets" if config.data.eval_datasets else "data.datasets")
     return {key: named for key, named in code_in(config).items() if key.startswith(used)}
 

@@ -90,7 +90,7 @@ def test_what_a_file_makes_moot_of_its_base_is_a_note_and_its_own_values_are_not
         ("base: qwen_lor\n", "recipe qwen_lor: no such file.*jaxtune has a recipe qwen_lora"),
         (
             "hello: 1\n",
-            "hello = 1: no such option.*nor are there options of surogate or xorl or erniekit or qefficient",
+            "hello = 1: no such option.*and no options of surogate or xorl or erniekit or qefficient",
         ),
         ("yes: no\n", "line 1: yes = False: no such option"),
         ("~: 1\n", "line 1: ~ = 1: no such option"),
