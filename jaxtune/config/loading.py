@@ -328,7 +328,7 @@ def _override(values: dict[str, Any], key: str, value: Any) -> Problem | None:
 
 
 def set_value(values: dict[str, Any], key: str, value: Any) -> Problem | None:
-    """Set one option in the nested values, or return the problem; index `len(list)` appends, a higher one is wrong."""
+    """Set one option in the nested values, or return the problem: a list index beyond the next entry."""
     *parents, name = re.findall(r"\w+", key)
     node: Any = values
     for i, parent in enumerate(parents):

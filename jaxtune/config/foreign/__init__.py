@@ -284,7 +284,7 @@ def _translate_value(row: Option, value: Any, options: Mapping[str, Any]) -> tup
     if row.convert and (value is not None or row.default is not _NO_DEFAULT):
         try:
             settings = CONVERSIONS[row.convert](options)
-            return settings, row.note or ("" if settings else "our default"), False
+            return settings, row.note or ("" if settings else "jaxtune's default"), False
         except NotYet as error:
             return {}, f"not supported yet: {error}", True
     settings = {}
@@ -295,7 +295,7 @@ def _translate_value(row: Option, value: Any, options: Mapping[str, Any]) -> tup
         here = row.values.get(word, item)
         several = word in row.values and isinstance(here, Mapping)
         settings |= here if several else dict.fromkeys(row.keys, here) if here is not None else {}
-    return settings, row.note or ("" if settings else "our default"), False
+    return settings, row.note or ("" if settings else "jaxtune's default"), False
 
 
 def _contradictions(lines: list[Line]) -> list[Line]:

@@ -405,8 +405,8 @@ def test_a_line_says_what_a_user_would_look_for_elsewhere():
     text = "output_dir: ./out\nspecial_tokens: {pad_token: <p>}\nloss_watchdog_threshold: 5.0\n"
     notes = "\n".join(resolved(AXOLOTL + text).notes)
     assert "train.output_dir = './out'; the result is in <output_dir>/<train.run_name>/export" in notes
-    assert "special_tokens.pad_token = '<p>' -> padding is neither seen nor trained" in notes
-    assert "loss_watchdog_threshold = 5.0 -> no limit of the loss ends a run" in notes
+    assert "special_tokens.pad_token = '<p>' -> padding is neither attended to nor trained" in notes
+    assert "loss_watchdog_threshold = 5.0 -> no loss threshold ends a run" in notes
 
 
 def test_what_is_not_there_yet_at_its_default_is_a_note_and_so_is_a_reason():
@@ -414,7 +414,9 @@ def test_what_is_not_there_yet_at_its_default_is_a_note_and_so_is_a_reason():
     assert note == "  eval_delay = 0 -> not supported yet, and not used by this value"
     notes = resolved(SUROGATE + "padding_side: left\nnormuon_beta2: 0.9\n").opening_lines
     assert notes[0] == "its.yaml: a config of Surogate, translated as follows:"
-    assert any(note.startswith("  padding_side = 'left' -> padding is neither seen nor trained") for note in notes)
+    assert any(
+        note.startswith("  padding_side = 'left' -> padding is neither attended to nor trained") for note in notes
+    )
     (moot,) = [note for note in notes if note.startswith("left out")]
     assert "optim.normuon.beta2 = 0.9: has no effect" in moot
 
