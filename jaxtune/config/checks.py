@@ -89,6 +89,7 @@ def _data(config: Config) -> Iterator[Problem]:
 
 def _task(config: Config) -> Iterator[Problem]:
     """Yield problems of entries whose type belongs to another task."""
+    # The sample type follows from preference.loss or model.head; None means that 'auto' may choose.
     wanted = config.sample_type
     of_classifier = {
         None: "labels need model.head = 'classification'",

@@ -40,6 +40,7 @@ class RecipeConfig(ConfigDict):
 
 def _recipe_depth() -> int:
     """Count the running get_config() calls."""
+    # By name, because a recipe's get_config() may be any function object, run by runpy or imported.
     frame, depth = sys._getframe(1), 0
     while frame is not None:
         depth += frame.f_code.co_name == "get_config"
@@ -50,8 +51,8 @@ def _recipe_depth() -> int:
 def inherited_keys(config: ConfigDict) -> frozenset[str]:
     """Return keys that get_config() got from another get_config(), including keys of list entries."""
     depths = dict(_depths(config, "", 0))
-    own = min(depths.values(), default=0)
-    return frozenset(key for key, depth in depths.items() if depth > own)
+    outermost = min(depths.values(), default=0)
+    return frozenset(key for key, depth in depths.items() if depth > outermost)
 
 
 def every_key(config: ConfigDict) -> frozenset[str]:

@@ -217,8 +217,10 @@ def _nearest(key: str) -> str | None:
 
 def is_like_one_of_an_entry(name: str) -> bool:
     """Whether a name resembles an option of a data.datasets entry, or is one in another system."""
-    own = [field.name for field in dataclasses.fields(Dataset)]
-    return _BY_ALIAS.get(name, "").startswith("data.datasets") or bool(difflib.get_close_matches(name, own, 1, 0.8))
+    option_names = [field.name for field in dataclasses.fields(Dataset)]
+    return _BY_ALIAS.get(name, "").startswith("data.datasets") or bool(
+        difflib.get_close_matches(name, option_names, 1, 0.8)
+    )
 
 
 def no_such_option(key: str) -> str:
@@ -286,30 +288,32 @@ def describe(annotation: Any) -> str:
 def names(expression: str) -> list[str]:
     """Return the options that an expression reads, as dotted names."""
     nodes = ast.walk(ast.parse(expression, mode="eval"))
-    found = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)]
-    return [name for name in found if not any(other.startswith(f"{name}.") for other in found)]
+    read = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)]
+    return [name for name in read if not any(other.startswith(f"{name}.") for other in read)]
 
 
 def _options_of(section: Any, prefix: str, outer: tuple[str, ...] = ()) -> list[Option]:
-    found = []
+    result = []
     annotations = typing.get_type_hints(section)
     for field in dataclasses.fields(section):
         key, annotation = prefix + field.name, annotations[field.name]
         conditions = (*outer, field.metadata["when"]) if field.metadata.get("when") else outer
         if dataclasses.is_dataclass(annotation):
-            found += _options_of(annotation, f"{key}.", conditions)
+            result += _options_of(annotation, f"{key}.", conditions)
             continue
         if not field.metadata:
             continue  # fields of Config that are not options: said, notes
+        # The columns of a dataset entry get their condition from READ_BY_TYPE; 'auto' may become any of the types.
         types = [repr(type_) for type_, read in READ_BY_TYPE.items() if field.name in (*read[0], *read[1])]
         if section is Dataset and types:
             conditions = (f"type in ({', '.join([repr('auto'), *types])})", *conditions)
+        # A section's condition may read one of its own options, such as lora.enabled, which it must not disable.
         when = tuple(condition for condition in conditions if key not in names(condition))
         unit, doc, within = (field.metadata[name] for name in ("unit", "doc", "within"))
-        found.append(Option(key, annotation, field.default, unit, doc, within, when))
+        result.append(Option(key, annotation, field.default, unit, doc, within, when))
         if entry := entry_type(annotation):
-            found += _options_of(entry, f"{key}[i].")
-    return found
+            result += _options_of(entry, f"{key}[i].")
+    return result
 
 
 def general(key: str) -> str:

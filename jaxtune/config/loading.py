@@ -285,13 +285,14 @@ def _values(config: ConfigDict) -> dict[str, Any]:
 
 def _settings(given: Mapping[str, Any], is_text: bool = False) -> dict[str, Any]:
     """Return plain values by key, list entries in order; `is_text`: values are command-line texts to parse."""
-    found = {}
+    by_key = {}
+    # In order of indices, because `set_value` can only append the next entry of a list.
     for key in sorted(given, key=lambda key: [int(i) for i in re.findall(r"\[(\d+)\]", key)]):
         option, value = keys.lookup(key), plain(given[key])
         if option is not None and is_text:
             value = from_text(value, option.annotation)
-        found[key] = _entries(key, value) if keys.has_entries(key) else value
-    return found
+        by_key[key] = _entries(key, value) if keys.has_entries(key) else value
+    return by_key
 
 
 def _entries(key: str, value: Any) -> Any:
@@ -328,7 +329,10 @@ def _override(values: dict[str, Any], key: str, value: Any) -> Problem | None:
 
 
 def set_value(values: dict[str, Any], key: str, value: Any) -> Problem | None:
-    """Set one option in the nested values, or return the problem: a list index beyond the next entry."""
+    """Set one option in the nested values, or return the problem.
+
+    The list index after the last entry appends one; a higher index is an error.
+    """
     *parents, name = re.findall(r"\w+", key)
     node: Any = values
     for i, parent in enumerate(parents):
@@ -336,8 +340,8 @@ def set_value(values: dict[str, Any], key: str, value: Any) -> Problem | None:
             if int(parent) == len(node):
                 node.append({})
             elif int(parent) > len(node):
-                found = f"{'.'.join(parents[:i])} has no entry {parent}; [{len(node)}] is the next one"
-                return Problem((key,), f"{key} = {value!r}: {found}")
+                fault = f"{'.'.join(parents[:i])} has no entry {parent}; [{len(node)}] is the next one"
+                return Problem((key,), f"{key} = {value!r}: {fault}")
             node = node[int(parent)]
         elif isinstance(node, dict):
             node = node.setdefault(parent, {})
@@ -416,6 +420,7 @@ def _convert(value: Any, annotation: Any) -> Any:
         if isinstance(value, list | tuple):
             return tuple(_convert(item, arguments[0]) for item in value)
     elif annotation is float:
+        # type(), not isinstance: a bool is an int in Python.
         if type(value) in (int, float) and math.isfinite(value):
             return float(value)
     elif type(value) is annotation:
@@ -440,6 +445,7 @@ def from_text(text: str, annotation: Any) -> Any:
             if isinstance(literal := ast.literal_eval(text), list | tuple | dict):
                 return literal
         return text.split(",") if re.fullmatch(f"{_WORD}(,{_WORD})*", text) else text
+    # For a union such as str | tuple[str, ...], a comma makes a list; without one the text stays a text.
     several = "," in text and tuple[str, ...] in typing.get_args(annotation)
     if re.fullmatch(f"{_WORD}(,{_WORD})*", text) and (several or _is_list_of_words(annotation)):
         return tuple(text.split(","))

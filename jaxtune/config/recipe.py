@@ -86,13 +86,13 @@ def recipe_file(path: str) -> pathlib.Path:
     file = pathlib.Path(path)
     if file.is_file():
         return file.resolve()
-    own = own_recipes()
-    if path in own:
-        return own[path]
+    shipped = own_recipes()
+    if path in shipped:
+        return shipped[path]
     if (file / "config.json").is_file():
         raise UserError(f"recipe {path}: a folder; if it is a model, train adapters with --config=qwen_lora:{path}")
-    near = difflib.get_close_matches(file.stem, own, n=1)
-    hint = f"jaxtune has a recipe {near[0]}, which needs no path" if near else f"jaxtune has {', '.join(own)}"
+    near = difflib.get_close_matches(file.stem, shipped, n=1)
+    hint = f"jaxtune has a recipe {near[0]}, which needs no path" if near else f"jaxtune has {', '.join(shipped)}"
     neighbours = [other for other in file.parent.glob("*.py") if "def get_config" in other.read_text(errors="replace")]
     others = ", ".join(sorted(map(str, neighbours)))
     raise UserError(f"recipe {path}: no such file; " + (f"there are {others}; " if others else "") + hint)
@@ -148,11 +148,11 @@ def read_recipe(
 def code_in(config: Config) -> dict[str, str]:
     """Return the Python files and functions that a config names, by option, except functions of jaxtune's recipes."""
     rewards = [name for name in config.rollout.rewards if not name.startswith("jaxtune.recipes.")]
-    found = {"train.plugins": ",".join(config.train.plugins), "rollout.rewards": ",".join(rewards)}
+    code = {"train.plugins": ",".join(config.train.plugins), "rollout.rewards": ",".join(rewards)}
     for name in ("datasets", "eval_datasets"):
         entries = enumerate(getattr(config.data, name))
-        found |= {f"data.{name}[{i}].function": entry.function or "" for i, entry in entries}
-    return {key: named for key, named in found.items() if named}
+        code |= {f"data.{name}[{i}].function": entry.function or "" for i, entry in entries}
+    return {key: named for key, named in code.items() if named}
 
 
 def code_to_evaluate(config: Config) -> dict[str, str]:
@@ -181,6 +181,7 @@ def _from_python(path: str, file: pathlib.Path, argument: str | None) -> ConfigD
 def _from_yaml(path: str, file: pathlib.Path, dialect: str | None, above: tuple[pathlib.Path, ...]) -> Recipe:
     written = yaml_file.read(file, path)
     dialect = dialect or foreign.recognise(written.values, path)
+    # Another system's defaults come first, then the values that the file states.
     if dialect is not None:
         translation = foreign.translate(written, dialect)
         refuse(path, translation.problems)
@@ -194,6 +195,7 @@ def _from_yaml(path: str, file: pathlib.Path, dialect: str | None, above: tuple[
         elif key in given:
             problems.append(Problem((key,), f"line {written.line(key)}: {key} is written twice"))
         given[key] = value
+    # No key is an option: the file is probably for an unknown system, so one line says more than a list of errors.
     if problems and len(problems) == len(given):
         systems = " or ".join(foreign.DIALECTS)
         raise UserError(f"{path}: {problems[0].text}; and no options of {systems} either")
@@ -205,6 +207,7 @@ def _from_yaml(path: str, file: pathlib.Path, dialect: str | None, above: tuple[
         raise UserError(f"{where}: expected a recipe, such as qwen_lora")
     name, _, argument = base.partition(":")
     sibling = pathlib.Path(path).parent / name
+    # A file next to this one has priority over a recipe of jaxtune with that name.
     name = str(sibling) if sibling.is_file() else name
     if pathlib.Path(name).resolve() in (file, *above):
         raise UserError(f"{where}: a recipe cannot start from itself")
@@ -231,12 +234,12 @@ def _importable(folder: pathlib.Path) -> Iterator[None]:
 def _locate(path: str, folder: pathlib.Path, error: Exception) -> str:
     """Return file, line and text of an error in a recipe, or in a recipe that it imports."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if pathlib.Path(frame.filename).parent == folder]
+    in_recipe = [frame for frame in frames if pathlib.Path(frame.filename).parent == folder]
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {error.msg}"
-    if not own:  # raised in the call itself; for example, get_config() takes no argument
+    if not in_recipe:  # raised in the call itself; for example, get_config() takes no argument
         return f"{path}: {error}"
-    place, line = f"{own[-1].filename}, line {own[-1].lineno}", own[-1].line or ""
+    place, line = f"{in_recipe[-1].filename}, line {in_recipe[-1].lineno}", in_recipe[-1].line or ""
     if isinstance(error, UserError):
         return f"{place}: {error}"
     quoted = re.search(r"""["'](\w+)\\?["']""", str(error))

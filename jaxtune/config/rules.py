@@ -39,7 +39,9 @@ def broken(config: Config) -> Iterator[Problem]:
             yield Problem((key,), f"{key} = {value!r}: holds a NUL character; take it out")
         if wrong := malformed(value, option.unit):
             yield Problem((key,), f"{key} = {value!r}: {wrong}")
+        # Conditions of list entries are over options of the same entry, others over the whole config.
         scope, prefix = (section, f"{key.rpartition('.')[0]}.") if "[" in key else (config, "")
+        # Judge 'auto' entries as the type that the task requires.
         if isinstance(scope, Dataset) and scope.type == "auto" and config.sample_type is not None:
             scope = dataclasses.replace(scope, type=config.sample_type)
         for condition in option.when if value != option.default else ():

@@ -135,8 +135,8 @@ class Dataset:
     select_columns: tuple[str, ...] | None = option(None,
         "read only these columns and ignore the others, for example an attention_mask")
     function: str | None = option(None,
-        "FILE.py:NAME, your function, which is run: takes each sample as a dict; returns the dict to use, a text "
-        "(stored in the column 'returned'), or None to leave the sample out")
+        "your function, FILE.py:NAME (the file is run): gets each sample as a dict; returns the dict to use, a text "
+        "(new column 'returned'), or None to leave the sample out")
     max_sample_bytes: int = option(2**28,
         "a larger sample is a bad row (data.on_bad_row): a line, a CSV field, a Parquet or Arrow row, or the "
         "decompressed part of a compressed text or JSON list", "bytes [1, inf)")
@@ -252,9 +252,9 @@ class Chat:
         "roles whose messages are trained; a message's own `train` or `loss`, true or false, overrides this",
         when="'all' not in chat.loss_scale")
     loss_scale: str = option("default",
-        "what is trained (ms-swift): default: messages of chat.roles; last_round: those after the last user message; "
-        "all: everything. Then weights, each after a +: ignore_empty_think, ignore_think_prefix, react, hermes, qwen. "
-        "A message's own number `loss_scale` overrides these")
+        "trained text (ms-swift): default: messages of chat.roles; last_round: those after the last user message; "
+        "all; then weights, each after a +: ignore_empty_think, ignore_think_prefix, react, hermes, qwen; a message's "
+        "own number `loss_scale` overrides these")
     pattern_weights: tuple[str, ...] = option((), "loss-weight factors for matching text in trained messages",
         "REGEX=FACTOR")
     train_on_eos: Literal["turn", "last", "all", "none"] = option("turn",
@@ -275,8 +275,8 @@ class Guard:
 
     action: Literal["skip", "lower_rate", "roll_back"] | None = option(None,
         "on a spike: skip the step; lower_rate: also halve the learning rate for a while; roll_back: restore the "
-        "newest checkpoint's weights and continue with the data after the spike. train.max_bad_steps spikes in a row "
-        "end the run")
+        "newest checkpoint's weights and continue after the spike's data; train.max_bad_steps spikes in a row end the "
+        "run")
     deviations: float = option(6.0, "loss spike threshold, in standard deviations above the running mean", "(0, inf)",
         when="guard.action")
     norm_factor: float = option(10.0, "gradient-norm spike threshold, as a multiple of the running mean", "(1, inf)",
@@ -299,8 +299,8 @@ class Train:
     max_bad_steps: int = option(5, "stop after this many non-finite steps, or spikes (guard.action), in a row",
         "steps [1, inf)")
     hang_seconds: int | None = option(None,
-        "after the first step, end the run if no step, evaluation batch or checkpoint finishes for this long, and "
-        "write the stacks of all threads to its folder; unset: no limit, because durations differ", "seconds [1, inf)")
+        "after the first step, if no step, evaluation batch or checkpoint finishes for this long, write all threads' "
+        "stacks to the run's folder and end; unset: no limit, because durations differ", "seconds [1, inf)")
     deterministic: bool = option(False, "bit-identical repeats on a GPU too, at some cost in speed")
     freeze: str | None = option(None, "parameters that are not trained, by Hugging Face name", "regex",
         when="not lora.enabled")
@@ -526,14 +526,15 @@ class Parallel:
         "gather a layer's weights again in the backward pass; False keeps them gathered until then, which takes "
         "memory for all gathered weights", when="parallel.zero == 3 and precision.recipe in ('bf16', 'fp16', 'fp32')")
     shard_residual: bool = option(True,
-        "shard positions over mesh.tensor between attention and feed-forward (sequence parallelism of Megatron-LM, "
-        "2022): saves activation memory; with quantized or low-precision weights, communication grows by half")
+        "shard positions over mesh.tensor between attention and feed-forward (Megatron-LM sequence parallelism, "
+        "2022): less activation memory, but half as much again is sent for quantized or low-precision weights")
     pipeline: Literal["1f1b", "gpipe"] = option("1f1b",
         "pipeline schedule: 1f1b runs each backward pass as early as possible and keeps activations of few "
         "micro-batches; gpipe runs all forward passes first", when="mesh.stage != 1")
     virtual_stages: int = option(1,
         "virtual stages per stage (interleaved 1F1B): stages wait less for each other but send more; "
-        "train.grad_accum_steps must be a multiple of mesh.stage", "virtual stages [1, inf)", when="mesh.stage != 1")
+        "train.grad_accum_steps must then be a multiple of mesh.stage", "virtual stages [1, inf)",
+        when="mesh.stage != 1")
 
 
 @dataclass(frozen=True)
@@ -542,14 +543,14 @@ class Memory:
 
     remat: Literal["auto", "none", "experts", "ffn", "qkv", "dots", "attention+qkv", "block", "offload"] = option(
         "auto",
-        "rematerialisation policy: recompute norms, activations, and: none: nothing else; experts; ffn: "
-        "feed-forward; qkv: those projections; dots: attention; attention+qkv; block: each block; offload: each "
-        "block, its input kept in host memory, with the feed-forward of long rows tiled (not with delayed FP8 "
-        "scales). auto: the first of none, dots, block, offload that fits in GPU memory; block on a CPU, where it is "
-        "fastest")
+        "rematerialisation policy; norms and activations are always recomputed. none: nothing else; experts; ffn: "
+        "feed-forward; qkv: query, key and value projections; dots: attention; attention+qkv; block: each block; "
+        "offload: each block, its input kept in host memory and long rows tiled in the feed-forward (not with delayed "
+        "FP8 scales); auto: the first of none, dots, block, offload that fits in GPU memory; on a CPU block, which is "
+        "fastest there")
     unroll: bool = option(False,
         "compile each layer separately instead of a loop over equal layers: a faster step that takes several times as "
-        "long to compile and more memory")
+        "long to compile and needs more memory")
     check: Literal["error", "warn", "off"] = option("error",
         "if the run needs more device or host memory than available: refuse and suggest changes (error), warn, or "
         "continue (off)")
@@ -592,8 +593,8 @@ class Experts:
     """Computation and load balancing of a mixture of experts."""
 
     backend: Literal["auto", "dense", "loop", "kernel"] = option("auto",
-        "kernel: GPU kernels compute each token with only its routed experts; loop: the same in XLA; dense: every "
-        "token with every expert, as low precision needs; auto: the first of these that can run")
+        "kernel: GPU kernels run only the routed experts of each token; loop: the same in XLA; dense: every expert on "
+        "every token, as low precision needs; auto: the first that can run")
     dispatch: Literal["all_gather", "all_to_all"] = option("all_gather",
         "how tokens reach experts on other devices: all_gather: each device gets all tokens; all_to_all: only those "
         "routed to its experts", when="mesh.expert != 1")
@@ -611,8 +612,8 @@ class Experts:
         "coefficient of the mean of log(sum(exp(router logits)))^2, added to the training loss (router z-loss of "
         "ST-MoE, 2022)", "[0, inf)")
     bias_update_rate: float = option(0.0,
-        "update rate of the router's expert bias (auxiliary-loss-free load balancing, DeepSeek-V3, 2024): added each "
-        "step for experts with less than their layer's mean load, else subtracted; 0: biases stay fixed", "[0, inf)",
+        "update rate of the router's expert bias (auxiliary-loss-free balancing, DeepSeek-V3, 2024): added for "
+        "experts with less than their layer's mean load, else subtracted; 0: biases stay fixed", "[0, inf)",
         when="not lora.enabled")
 
 
@@ -678,9 +679,8 @@ class Ckpt:
         "folder of checkpoints, with a subfolder named after each run; unset: "
         "<train.output_dir>/<train.run_name>/checkpoints")
     mirror: str | None = option(None,
-        "URL of a folder (s3://, gs://, or any that fsspec supports), with a subfolder named after each run: "
-        "checkpoints and resume records are copied there in the background; a run without a local checkpoint resumes "
-        "from the newest one there")
+        "URL of a folder (s3://, gs://, or any that fsspec supports), with a subfolder per run: receives checkpoints "
+        "and resume records in the background; a run without a local checkpoint resumes from it")
     save_steps: int = option(100, "steps between checkpoints; 0: none", "steps [0, inf)")
     save_epochs: float | None = option(None, "passes over the data between checkpoints, in addition to save_steps",
         "epochs (0, inf)")
@@ -872,8 +872,8 @@ class Distill:
     """Distillation: the student learns the teacher's next-token distribution."""
 
     teacher: str | None = option(None,
-        "a larger model with the same tokenizer: Hugging Face folder, hub id or adapter; it scores the documents "
-        "once, before the first step, and data.cache_dir keeps the scores: 8 * top_k + 4 bytes a token",
+        "a larger model with the same tokenizer: Hugging Face folder, hub id or adapter; scores the documents once, "
+        "before the first step, into data.cache_dir: 8 * top_k + 4 bytes a token",
         when="model.head == 'lm' and preference.loss is None and not rollout.rewards")
     divergence: Literal["forward_kl", "reverse_kl", "js"] = option("forward_kl",
         "divergence of teacher p and student q: KL(p||q), KL(q||p), or between them the generalised Jensen-Shannon "
@@ -884,7 +884,7 @@ class Distill:
     temperature: float = option(1.0,
         "divides the logits of both models; the divergence is not multiplied by its square (nor in TRL's GKD)",
         "(0, inf)")
-    top_k: int = option(64, "most likely teacher tokens that are kept; all other tokens count as one",
+    top_k: int = option(64, "most likely teacher tokens that are kept; all others count as a single token",
         "tokens [1, inf)")
     weight: float = option(1.0,
         "share of the divergence in the loss; the rest is the cross-entropy of the targets; 1 leaves it out, because "
@@ -896,8 +896,8 @@ class Rollout:
     """Reinforcement learning: the model generates completions and Python reward functions score them."""
 
     rewards: tuple[str, ...] = option((),
-        "FILE.py:NAME or MODULE:NAME, reward functions, which are run, called as in TRL: f(prompts, completions, "
-        "**columns) -> a number for each completion; unset: train on the answers in the data")
+        "reward functions, FILE.py:NAME or MODULE:NAME (the files are run), called as in TRL: f(prompts, completions, "
+        "**columns) -> a number each; unset: train on the answers in the data")
     reward_weights: tuple[str, ...] = option((), "weights of the reward functions; 1 if not named", "NAME=NUMBER")
     group_size: int = option(8, "completions per prompt, which are compared with each other", "completions [2, inf)")
     max_new_tokens: int = option(256, "most tokens in a completion", "tokens [1, inf)")
@@ -923,8 +923,8 @@ class Grpo:
     """GRPO (Shao et al. 2024, arXiv:2402.03300) and variants: rewards relative to the mean of each prompt."""
 
     loss: Literal["grpo", "dr_grpo", "dapo"] = option("dapo",
-        "grpo: mean over completions of the mean over tokens; dr_grpo: token sums divided by rollout.max_new_tokens "
-        "instead (Dr. GRPO, 2025); dapo: mean over all tokens of the step (DAPO, 2025), TRL's default")
+        "grpo: mean over completions of their token mean; dr_grpo: of their token sum / rollout.max_new_tokens (Dr. "
+        "GRPO, 2025); dapo: mean over all tokens of the step (DAPO, 2025), TRL's default")
     importance: Literal["token", "sequence"] = option("token",
         "importance ratio that is clipped: token: of each token; sequence: of each completion (GSPO, 2025)")
     advantage_scale: Literal["group", "batch", "none"] = option("group",
@@ -934,7 +934,7 @@ class Grpo:
         "lower clipping range: ratios below 1 - clip_low get no gradient that lowers them further", "fraction [0, 1]")
     clip_high: float | None = option(None, "upper clipping range, above 1; unset: clip_low", "[0, inf)")
     beta: float = option(0.0, "coefficient of the KL divergence from the model before its first step", "[0, inf)")
-    iterations: int = option(1, "optimizer updates per step's completions", "updates [1, inf)")
+    iterations: int = option(1, "optimizer updates with the completions of a step", "updates [1, inf)")
     mask_truncated: bool = option(False, "mask truncated completions out of the loss (DAPO)")
 
 

@@ -27,6 +27,7 @@ class Written:
         """Return the line of an option; for one from an alias or `<<`, the line of the alias or `<<`."""
         while name and name not in self.lines:
             name = re.sub(r"\[\d+\]$|\.?[^.]*$", "", name, count=1)
+            # Without a line of its own, the value came from a `<<` in an enclosing mapping.
             if brought := self.lines.get(f"{name}.<<" if name else "<<"):
                 return brought
         return self.lines.get(name, 1)
@@ -44,6 +45,7 @@ class _Loader(yaml.SafeLoader):
         return {str(key.value): self.construct_object(value, deep) for key, value in node.value}
 
 
+# YAML 1.1, which PyYAML implements, reads 2e-4 (no dot) as text.
 _NUMBER = re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
 

@@ -72,8 +72,8 @@ def make_model_folder(folder, kind, sizes):
         UserError: The folder was created with other sizes.
     """
     if folder.exists():
-        found = json.loads((folder / "config.json").read_text())
-        if changed := [name for name in sizes if found.get(name) != sizes[name]]:
+        existing = json.loads((folder / "config.json").read_text())
+        if changed := [name for name in sizes if existing.get(name) != sizes[name]]:
             raise UserError(
                 f"{folder} was created with another {', '.join(changed)}; remove it, and the runs that used it"
             )

@@ -152,6 +152,7 @@ def recognise(values: Mapping[str, Any], name: str) -> str | None:
         UserError: Several systems match equally, or the system is not supported.
     """
     ours = sum(keys.lookup(key) is not None for key, _ in keys.leaves(values))
+    # An empty section, such as `train:`, counts as ours too.
     ours += sum(not value and keys.is_section(name) for name, value in values.items())
     known = {dialect: sum(option in table(dialect) for option in _flat(values, table(dialect))) for dialect in DIALECTS}
     matches = [dialect for dialect, count in known.items() if count == max(known.values())]
@@ -233,6 +234,7 @@ def _lines(
     """
     from_file = _flat(values, table)
     options = {name: row.default for name, row in table.items() if row.default is not _NO_DEFAULT}
+    # Values of a wrong type: each gets an error line, and conversions do not see them.
     odd = {name for name, value in from_file.items() if name in table and not _fits(value, table[name])}
     options |= {name: value for name, value in from_file.items() if value is not None and name not in odd}
     options |= {name: True for name in from_file if name in table and table[name].present}
@@ -292,9 +294,9 @@ def _translate_value(row: Option, value: Any, options: Mapping[str, Any]) -> tup
         word = str(item).lower() if isinstance(item, bool) else str(item)
         if item is not None and row.values and word not in row.values and not row.others:
             return {}, f"not supported yet; supported are {', '.join(row.values)}", True
-        here = row.values.get(word, item)
-        several = word in row.values and isinstance(here, Mapping)
-        settings |= here if several else dict.fromkeys(row.keys, here) if here is not None else {}
+        ours = row.values.get(word, item)
+        several = word in row.values and isinstance(ours, Mapping)
+        settings |= ours if several else dict.fromkeys(row.keys, ours) if ours is not None else {}
     return settings, row.note or ("" if settings else "jaxtune's default"), False
 
 
@@ -330,6 +332,7 @@ def _gather_entries(settings: Settings) -> Settings:
 def _worth_showing(lines: list[Line]) -> Iterator[Line]:
     """Yield lines that the file states, and defaults that differ from ours; equal settings are shown only once."""
     first: list[Line] = []
+    # Stated options first, so that a default with equal settings is the one that is dropped.
     for line in sorted(lines, key=lambda line: not line.stated):
         same = next((other.option for other in first if line.settings and other.settings == line.settings), None)
         if line.stated and same is not None:

@@ -49,9 +49,11 @@ def axolotl_type(o: Options) -> Settings:
     Preferences have no type, because the objective determines it.
     """
     kind = o.get("type")
-    own = {name.removeprefix("type."): value for name, value in o.items() if name.startswith("type.") and value}
-    if own:
-        return _own_type(own)
+    custom_format = {
+        name.removeprefix("type."): value for name, value in o.items() if name.startswith("type.") and value
+    }
+    if custom_format:
+        return _own_type(custom_format)
     if kind is None or kind is True:
         return {"type": "tokenized"}
     if kind == "completion":
@@ -360,6 +362,7 @@ def axolotl_rl(o: Options) -> Settings:
     if kind not in losses:
         raise NotYet(f"rl must be one of {', '.join(losses)}")
     loss = losses[kind]
+    # rl_beta is the newer name, and ORPO has an option of its own.
     beta = next((o[name] for name in ("rl_beta", "dpo_beta") if o.get(name) is not None), None)
     beta = o["orpo_alpha"] if kind == "orpo" and o.get("orpo_alpha") is not None else beta
     settings: Settings = {"preference.loss": loss, "preference.beta": 0.1 if beta is None else beta}

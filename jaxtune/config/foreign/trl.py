@@ -177,6 +177,7 @@ def trl_schedule(o: Options) -> Settings:
     }
     if unknown := given.keys() - keys.keys():
         raise NotYet(f"lr_scheduler_kwargs {', '.join(sorted(unknown))}; supported are {', '.join(keys)}")
+    # transformers' polynomial schedule ends at lr_end = 1e-7 by default.
     if name == "polynomial":
         given = {"lr_end": 1e-7} | given
     return {"optim.schedule": name} | {keys[argument]: value for argument, value in given.items()}
@@ -224,6 +225,7 @@ def trl_devices(o: Options) -> Settings:
     """Sharding by FSDP or DeepSpeed, else a replica on every device."""
     if o.get("deepspeed"):
         return zero_of(o["deepspeed"])
+    # `fsdp` may be a word, words in one text ("full_shard auto_wrap"), or a list of words.
     words = str(o.get("fsdp") or "").replace("[", " ").replace("]", " ").replace("'", " ").replace(",", " ").split()
     if not words or words[0] in ("False", "no_shard"):
         return {"mesh.fsdp": 1, "mesh.data": -1}

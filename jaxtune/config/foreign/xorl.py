@@ -13,8 +13,8 @@ def xorl_model(o: Options) -> Settings:
     if model is None:
         if config is None:
             return {}
-        own = {"model.tokenizer": tokenizer} if tokenizer not in (None, config) else {}
-        return {"model.path": config, "model.from_scratch": True} | own
+        other_tokenizer = {"model.tokenizer": tokenizer} if tokenizer not in (None, config) else {}
+        return {"model.path": config, "model.from_scratch": True} | other_tokenizer
     settings = {"model.path": model}
     if config not in (None, model):
         settings |= {"model.config": config}
