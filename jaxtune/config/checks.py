@@ -342,6 +342,7 @@ def _lora(config: Config) -> Iterator[Problem]:
             reason = "it orthogonalises matrices, and ia3 trains vectors; use adamw"
             yield _problem(config, "optim.name", reason, "lora.kind")
     for key in ("lora.kind", "lora.bias", "lora.use_dora", "lora.init", "lora.freeze_a", "lora.modules_to_save"):
+        # The tuple lists the values that work in a pipeline.
         if config.mesh.stage != 1 and _value(config, key) not in ("lora", "none", False, "uniform", "gaussian", ()):
             yield _problem(config, key, "not available with mesh.stage yet; use mesh.fsdp", "mesh.stage")
     for key in ("lora.bias", "lora.use_dora", "lora.modules_to_save"):

@@ -60,12 +60,14 @@ def add(value: Any) -> str:
             raise UserError(f"the DataFrame cannot be read: {error}") from error
     if kind not in ("Dataset", "IterableDataset"):
         raise UserError(f"a {kind} has several splits: pass one split, such as data[{next(iter(value))!r}]")
+    # Plain Python values: a torch or numpy format would change the fingerprint.
     samples = value.with_format(None)
     digest = hashlib.sha256()
     for sample in itertools.islice(samples, _STREAM_SAMPLES) if kind == "IterableDataset" else samples:
         digest.update(json.dumps(sample, default=str).encode())
     name = f"{PREFIX}{kind}-{digest.hexdigest()[:16]}"
     before = _GIVEN.get(name, _Given(None, (), ""))
+    # Another object with the same name needs a new token, so that no cache of the earlier one is used for it.
     if not before.objects or before.objects[-1] is not value:
         others = tuple(other for other in before.objects if other is not value) if name.startswith(_ITERABLE) else ()
         _GIVEN[name] = _Given(samples, (*others, value), uuid.uuid4().hex)

@@ -39,6 +39,7 @@ def ernie_stage(o: Options) -> Settings:
     settings: Settings = {"preference.loss": loss, "preference.beta": o["beta"]}
     settings |= {"preference.loss_weight": o["pref_loss_ratio"], "preference.sft_weight": o["sft_loss_ratio"]}
     settings |= {"preference.offset_alpha": o["offset_alpha"]}
+    # A setting of every dataset, because theirs is global.
     settings |= {"data.datasets[i].max_prompt_tokens": o["max_prompt_len"]}
     if loss in ("sigmoid", "simpo"):
         settings["preference.label_smoothing"] = o["label_smoothing"]
@@ -95,6 +96,7 @@ def ernie_precision(o: Options) -> Settings:
     if named not in ("bf16", "fp16", "fp32", "fp8"):
         raise NotYet("compute_type is bf16, fp16, fp32 or fp8")
     stored = {"fp16": "float16", "fp32": "float32"}.get(named, "bfloat16")
+    # Paddle's AMP: O1 keeps the weights in float32; O2 also keeps gradients in bfloat16, unless amp_master_grad is set.
     stored = "float32" if o.get("fp16_opt_level") == "O1" else stored
     fp8 = named == "fp8" or (o.get("weight_quantize_algo") == "fp8_linear" and not _ernie_lora(o))
     settings: Settings = {"precision.recipe": "fp8_hybrid" if fp8 else named, "model.dtype": stored}

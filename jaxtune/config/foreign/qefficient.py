@@ -32,6 +32,7 @@ def qefficient_data(o: Options) -> Settings:
         return settings
     if o.get("dataset.test_split") and not file:
         return settings | {"data.eval_datasets": [entry | {"split": o["dataset.test_split"]}]}
+    # Rounded, because 1 - 0.8 is 0.19999999999999996 in floating point.
     return settings | {"data.validation_split": round(1 - o["dataset.split_ratio"], 6)}
 
 
@@ -48,6 +49,7 @@ def qefficient_function(o: Options) -> Settings:
     place, _, name = str(prompt or completion).rpartition(":")
     if not place:
         raise NotYet("a function that is not written as FILE:NAME")
+    # Their paths leave out the suffix .py; a place without a slash is a module.
     function = f"{place}:{name}" if place.endswith(".py") or "/" not in place else f"{place}.py:{name}"
     written = {"prompt_format": "{returned}"} if prompt else {"output_field": "returned"}
     return {f"data.datasets[i].{key}": value for key, value in {"function": function, **written}.items()}

@@ -42,6 +42,7 @@ def surogate_gpus(o: Options) -> Settings:
 
 def surogate_qlora(o: Options) -> Settings:
     """The quantization format, from three switches with separate block sizes."""
+    # In the order of precedence if several switches are true.
     if o["qlora_fp4"]:
         return {"quant.format": "nvfp4"}
     if o["qlora_fp8"]:

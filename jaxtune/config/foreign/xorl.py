@@ -94,9 +94,11 @@ def xorl_no_decay(o: Options) -> Settings:
 def xorl_remat(o: Options) -> Settings:
     """The rematerialisation policy, or offloading."""
     if o["train.enable_activation_offload"]:
+        # With a limit, part of the activations stays on the GPU, which 'auto' decides from the memory.
         return {"memory.remat": "auto" if o["train.activation_gpu_limit"] > 0 else "offload"}
     if not o["train.enable_gradient_checkpointing"]:
         return {"memory.remat": "none"}
+    # moe_act recomputes only the experts, whatever recompute_modules lists.
     if o["train.moe_checkpoint_method"] == "moe_act":
         return {"memory.remat": "experts"}
     modules = set(names_of(o["train.recompute_modules"]))
