@@ -32,7 +32,7 @@ def _define_flags(values: flags.FlagValues) -> None:
 
 def _main(name: str | None, folders: list[str]) -> None:
     if folders and (name is None or len(folders) > 1):
-        raise UserError(f"{folders[-1]!r} is not the value of a flag; write --copy=NAME, or --copy=NAME FOLDER")
+        raise UserError(f"{folders[-1]!r} does not belong to a flag; write --copy=NAME, or --copy=NAME FOLDER")
     if name is None:
         for own, file in own_recipes().items():
             print(f"{own:<22} {first_line(file)}")

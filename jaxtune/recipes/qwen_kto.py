@@ -16,6 +16,6 @@ def get_config(model="Qwen/Qwen3-0.6B"):
     config = qwen_dpo.get_config(model)
     config.data.datasets = (dataset(path="trl-lib/kto-mix-14k"),)
     config.preference.loss = "kto"
-    config.train.micro_batch_size = 4  # the estimate of how far the model has moved is a mean over a micro-batch
+    config.train.micro_batch_size = 4  # the KL estimate is a mean over a micro-batch
     config.train.grad_accum_steps = 2
     return config

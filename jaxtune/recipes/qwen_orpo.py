@@ -13,5 +13,5 @@ def get_config(model="Qwen/Qwen3-0.6B"):
     """Return the config for a model: a Hugging Face folder or hub id."""
     config = qwen_dpo.get_config(model)
     config.preference.loss = "orpo"
-    config.optim.learning_rate = 8e-6  # of the authors, arXiv:2403.07691
+    config.optim.learning_rate = 8e-6  # from the authors, arXiv:2403.07691
     return config

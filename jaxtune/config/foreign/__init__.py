@@ -190,8 +190,8 @@ def _refuse_other_systems(values: Mapping[str, Any], name: str) -> None:
         if mark := next((option for option in _names(values) if option in marks.split()), None):
             example = f"`jaxtune options {mark}` names ours" if keys.nearest(mark) else "`jaxtune options` lists them"
             raise UserError(
-                f"{name}: a config of {system} (it has {mark}), which is not supported; write our options ({example}); "
-                f"--dialect=NAME reads a config of {', '.join(DIALECTS.values())}"
+                f"{name}: a config of {system} (it has {mark}), which is not supported; "
+                f"use jaxtune's options ({example}); --dialect=NAME reads a config of {', '.join(DIALECTS.values())}"
             )
 
 

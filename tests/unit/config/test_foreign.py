@@ -312,11 +312,11 @@ def test_options_become_ours(system, more, expected):
         (ERNIEKIT + "save_strategy: weekly\n", "save_strategy = 'weekly': not supported yet: the strategies are steps"),
         (
             ERNIEKIT + "per_device_train_batch_size: 2\nbatch_size: 4\n",
-            "batch_size = 4: train.micro_batch_size is 2 by per_",
+            "batch_size = 4: per_device_train_batch_size already sets train.micro_batch_size to 2",
         ),
         (
             QEFFICIENT.replace("prompt_template:", "prompt_func: 'a.py:f', prompt_template:"),
-            "prompt_template = .*: data.datasets.i..prompt_format is '{returned}' by dataset.prompt_func",
+            "prompt_template = .*: dataset.prompt_func already sets data.datasets.i..prompt_format to '{returned}'",
         ),
         (
             QEFFICIENT.replace("prompt_template: 'Sum up: {text}'", "prompt_func: 'a.py:f', completion_func: 'a.py:g'"),
@@ -360,7 +360,7 @@ def test_options_become_ours(system, more, expected):
         ),
         (
             "learning_rate: 1\nmax_steps: 3\n",
-            "Surogate, ERNIEKit, TRL and Axolotl have these options; say which it is with --dialect=surogate",
+            "Surogate, ERNIEKit, TRL and Axolotl have these options; choose one with --dialect=surogate",
         ),
     ],
 )
@@ -378,13 +378,16 @@ TORCHTUNE = "model: {_component_: torchtune.models.llama3_2.lora_llama3_2_1b, lo
     [
         (
             LLAMA_FACTORY,
-            "a config of LLaMA-Factory, by its finetuning_type: not read; write it in jaxtune's options "
+            "a config of LLaMA-Factory .it has finetuning_type., which is not supported; use jaxtune's options "
             r"\(`jaxtune options finetuning_type` names ours\); --dialect=NAME reads a config of Surogate, XORL",
         ),
-        (TORCHTUNE, r"a config of torchtune, by its _component_: not read; .*\(`jaxtune options` lists them\)"),
+        (
+            TORCHTUNE,
+            r"a config of torchtune .it has _component_., which is not supported; .*\(`jaxtune options` lists them\)",
+        ),
         (
             "train: {epochs: 1}\ndata: {class_path: litgpt.data.Alpaca}\nout_dir: a\nlora_r: 8\nseed: 1\n",
-            "a config of LitGPT, by its class_path: not read",
+            "a config of LitGPT .it has class_path., which is not supported",
         ),
     ],
 )
@@ -442,7 +445,8 @@ def test_options_from_shows_what_becomes_of_a_config_without_training(capsys):
     assert options.main(["--from=its.yaml"]) == 2
     shown = capsys.readouterr()
     assert (
-        "sequence_len = 512 -> data.seq_len = 512\n" in shown.out and "report_to = 'mlflow': not there yet" in shown.err
+        "sequence_len = 512 -> data.seq_len = 512\n" in shown.out
+        and "report_to = 'mlflow': not supported yet" in shown.err
     )
     pathlib.Path("its.yaml").write_text("base: qwen_lora\n")
     assert options.main(["--from=its.yaml"]) == 2

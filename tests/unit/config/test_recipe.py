@@ -179,7 +179,7 @@ def test_the_config_of_a_run_is_a_recipe():
             "run.toml: a recipe is a Python file with get_config.., a YAML file, or the config.json",
         ),
         ("config.json", "{", "config.json: not JSON"),
-        (".", None, "recipe .: a folder; if it holds a model, --config=qwen_lora:. trains adapters of it"),
+        (".", None, "recipe .: a folder; if it is a model, train adapters with --config=qwen_lora:."),
         ("config.json", json.dumps({"model_type": "qwen3"}), "config.json: it describes a model, not a run"),
     ],
 )

@@ -405,7 +405,7 @@ def test_a_dataset_from_python_is_read_once_and_then_only_where_it_was_given(tmp
 
 def test_what_python_gives_that_is_no_dataset_is_refused():
     several = datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a"]}))
-    with pytest.raises(UserError, match=r"a DatasetDict has several splits: give one of them, such as data\['train'\]"):
+    with pytest.raises(UserError, match=r"a DatasetDict has several splits: pass one split, such as data\['train'\]"):
         config_of("qwen_lora:my/model", data={"datasets": several})
     mixed = datasets.Dataset.from_dict({"text": ["a"]}).to_pandas().assign(n=[object()])
     with pytest.raises(UserError, match="the DataFrame cannot be read: .*object"):
