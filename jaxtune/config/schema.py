@@ -83,7 +83,7 @@ class Model:
         "[1, inf)", when="model.head == 'classification'")
     id2label: tuple[str, ...] = option((),
         "label names in order; unset: from the classifier in model.path, the sorted texts in the data, or LABEL_0, "
-        "LABEL_1, ...", when="model.head == 'classification'")
+        "LABEL_1 and so on", when="model.head == 'classification'")
     config: str | None = option(None, "folder or hub id of the config.json; unset: model.path")
     tokenizer: str | None = option(None,
         "folder or hub id of the tokenizer and generation_config.json; unset: model.config, or model.path")
