@@ -1,7 +1,7 @@
-"""The one typed schema of a run, and how a recipe becomes a Config.
+"""The typed schema of a run, and the resolution of recipes to a Config.
 
-Importing `config.schema` needs the standard library alone. The functions that recipes call need ml_collections and are
-imported on first use.
+`config.schema` imports only the standard library. The functions that recipes call need ml_collections and are imported
+on first use.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Datasets that Python code gave: a config holds their names, which have a fingerprint of the samples in them."""
+"""Datasets passed from Python code. A config holds their names, which contain a fingerprint of the samples."""
 
 import hashlib
 import itertools
@@ -12,15 +12,21 @@ from typing import Any
 from jaxtune.errors import UserError
 
 PREFIX = "python:"
-"""How the names begin, as the path of an entry of data.datasets."""
+"""Prefix of the names, which are used as the path of an entry of data.datasets."""
 
 _ITERABLE = f"{PREFIX}IterableDataset-"
-_STREAM_SAMPLES = 1000  # of an IterableDataset, which may have no end
+_STREAM_SAMPLES = 1000  # samples in the fingerprint of an IterableDataset, which may be infinite
 
 
 @dataclass(frozen=True)
 class _Given:
-    """A dataset of a name. objects: those that were given by it, the last one last. token: of the last one."""
+    """A registered dataset.
+
+    Attributes:
+        samples: The dataset, without a format.
+        objects: Objects registered under this name, the latest last.
+        token: Identifies the latest object.
+    """
 
     samples: Any
     objects: tuple[Any, ...]
@@ -31,17 +37,17 @@ _GIVEN: dict[str, _Given] = {}
 
 
 def is_dataset(value: Any) -> bool:
-    """Whether it is one of the classes that `add` takes, or a collection of them."""
+    """Whether a value has a class that `add` accepts, or is a collection of such datasets."""
     return _class_of(value) is not None
 
 
 def add(value: Any) -> str:
-    """Keeps a datasets.Dataset, IterableDataset or pandas DataFrame, and returns its name.
+    """Register a datasets.Dataset, IterableDataset or pandas DataFrame, and return its name.
 
-    Equal samples have the same name in every process; of an IterableDataset the first 1000 samples decide.
+    Equal samples have the same name in every process; for an IterableDataset, only the first 1000 samples count.
 
     Raises:
-        UserError: A collection of several splits.
+        UserError: The value is a collection of several splits.
     """
     kind = _class_of(value)
     if kind == "DataFrame":
@@ -53,13 +59,15 @@ def add(value: Any) -> str:
         except pyarrow.ArrowException as error:
             raise UserError(f"the DataFrame cannot be read: {error}") from error
     if kind not in ("Dataset", "IterableDataset"):
-        raise UserError(f"a {kind} has several splits: give one of them, such as data[{next(iter(value))!r}]")
+        raise UserError(f"a {kind} has several splits: pass one split, such as data[{next(iter(value))!r}]")
+    # Plain Python values: a torch or numpy format would change the fingerprint.
     samples = value.with_format(None)
     digest = hashlib.sha256()
     for sample in itertools.islice(samples, _STREAM_SAMPLES) if kind == "IterableDataset" else samples:
         digest.update(json.dumps(sample, default=str).encode())
     name = f"{PREFIX}{kind}-{digest.hexdigest()[:16]}"
     before = _GIVEN.get(name, _Given(None, (), ""))
+    # Another object with the same name needs a new token, so that no cache of the earlier one is used for it.
     if not before.objects or before.objects[-1] is not value:
         others = tuple(other for other in before.objects if other is not value) if name.startswith(_ITERABLE) else ()
         _GIVEN[name] = _Given(samples, (*others, value), uuid.uuid4().hex)
@@ -67,17 +75,17 @@ def add(value: Any) -> str:
 
 
 def refuse_alike(names: Iterable[Any]) -> None:
-    """Raises UserError where two entries of a config have one name, and different IterableDatasets were given by it."""
+    """Raise UserError if two entries of a config have the same name but were different IterableDatasets."""
     for name, count in Counter(name for name in names if isinstance(name, str)).items():
         if count > 1 and name.startswith(_ITERABLE) and name in _GIVEN and len(_GIVEN[name].objects) > 1:
             raise UserError(
-                f"data: two IterableDatasets begin with the same {_STREAM_SAMPLES:,} samples, by which they are told "
-                "apart; give the same object twice, skip samples of one, or write one to a file"
+                f"data: two IterableDatasets begin with the same {_STREAM_SAMPLES:,} samples, which identify them; "
+                "pass the same object twice, skip samples of one, or write one to a file"
             )
 
 
 def find(name: str) -> Any:
-    """The dataset of a name. Raises UserError if this process was not given it."""
+    """Return the dataset with this name. Raises UserError if it was not registered in this process."""
     if name not in _GIVEN:
         raise UserError(
             f"data: {name} was given from Python, and this process does not have it: start the run again from Python "
@@ -87,25 +95,26 @@ def find(name: str) -> Any:
 
 
 def identity(name: str, streaming: bool) -> str:
-    """Changes whenever the samples of a name may have changed."""
-    # A cache must not take the first samples of an IterableDataset for all. A stream has no cache.
+    """Return a text that differs whenever the samples of a name may have changed."""
+    # IterableDatasets may differ after the samples in the fingerprint, so the cache must not confuse two of them. A
+    # stream has no cache.
     if not name.startswith(_ITERABLE) or streaming:
         return name
     return f"{name} {_GIVEN[name].token if name in _GIVEN else uuid.uuid4().hex}"
 
 
 def says(name: str) -> str | None:
-    """A line for who reads samples of a name as a stream; None if it names all of them."""
+    """Return a note for streaming this dataset; None if its name covers every sample."""
     if not name.startswith(_ITERABLE):
         return None
     return (
-        f"{name}: it is known by its first {_STREAM_SAMPLES:,} samples; whether those after them are the same where a "
-        "run continues is not checked"
+        f"{name}: only its first {_STREAM_SAMPLES:,} samples are compared when a run continues; later samples are not "
+        "checked"
     )
 
 
 def _class_of(value: Any) -> str | None:
-    """The name of the class of a dataset, without an import of its package; None if it is something else."""
+    """Return the name of a dataset's class, without importing its package; None for other values."""
     known = {
         ("pandas", "DataFrame"),
         *(("datasets", name) for name in ("Dataset", "IterableDataset", "DatasetDict", "IterableDatasetDict")),

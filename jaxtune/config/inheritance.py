@@ -1,7 +1,7 @@
-"""Which values a recipe has from another one: they give way to its own.
+"""Track the values that a recipe inherits from another one, because its own values override them.
 
-Recipes inherit by calling each other's get_config(), which may be in any file and under any name. So an option
-remembers how many such calls were running when it was set.
+Recipes inherit by calling each other's get_config(), which may be in any file and imported under any name. Each option
+therefore records how many such calls were running when it was set.
 """
 
 import sys
@@ -12,13 +12,19 @@ from ml_collections import ConfigDict
 
 
 class RecipeConfig(ConfigDict):
-    """A ConfigDict that knows how deep in calls of get_config() each option was set: the deeper ones are inherited."""
+    """A ConfigDict that records for each option the depth of get_config() calls that set it.
+
+    Options set at a greater depth than the outermost call are inherited.
+
+    Attributes:
+        depths: The depth by option.
+    """
 
     depths: dict[str, int]
 
     def __init__(self, values: Mapping[str, Any] | None = None, type_safe: bool = False):
         object.__setattr__(self, "depths", {})
-        # Types are checked by `resolve`, all at once: ml_collections knows neither unions nor allowed values.
+        # `resolve` checks all types together: ml_collections supports neither unions nor allowed values.
         super().__init__(type_safe=type_safe)
         for name, value in (values or {}).items():
             self[name] = RecipeConfig(value) if isinstance(value, dict) else value
@@ -33,7 +39,8 @@ class RecipeConfig(ConfigDict):
 
 
 def _recipe_depth() -> int:
-    """The number of get_config() calls that are running."""
+    """Count the running get_config() calls."""
+    # By name, because a recipe's get_config() may be any function object, run by runpy or imported.
     frame, depth = sys._getframe(1), 0
     while frame is not None:
         depth += frame.f_code.co_name == "get_config"
@@ -42,18 +49,19 @@ def _recipe_depth() -> int:
 
 
 def inherited_keys(config: ConfigDict) -> frozenset[str]:
-    """The keys of options that get_config() has from another get_config() that it calls, with those of list entries."""
+    """Return keys that get_config() got from another get_config(), including keys of list entries."""
     depths = dict(_depths(config, "", 0))
-    own = min(depths.values(), default=0)
-    return frozenset(key for key, depth in depths.items() if depth > own)
+    outermost = min(depths.values(), default=0)
+    return frozenset(key for key, depth in depths.items() if depth > outermost)
 
 
 def every_key(config: ConfigDict) -> frozenset[str]:
-    """The keys of all options of a config, with those of list entries."""
+    """Return the keys of all options of a config, including keys of list entries."""
     return frozenset(key for key, _ in _depths(config, "", 0))
 
 
 def _depths(config: Any, prefix: str, outer: int) -> Iterator[tuple[str, int]]:
+    """Yield (key, depth) of each option; plain dicts have `outer`, the depth of their holder."""
     for name, value in config.items():
         key, depth = f"{prefix}{name}", config.depths[name] if isinstance(config, RecipeConfig) else outer
         sections = {key: value}

@@ -1,4 +1,4 @@
-"""Every option as one flat list of dotted keys, and the key nearest to a mistyped one."""
+"""All options as one flat list of dotted keys, and the search for the key nearest to a mistyped one."""
 
 import ast
 import dataclasses
@@ -23,11 +23,11 @@ class Option:
     default: Any
     unit: str
     doc: str
-    within: str  # the interval of a number, "" if any number will do
-    when: tuple[str, ...]  # expressions that must all be true for the option to have an effect
+    within: str  # interval of a number; "" if any number is valid
+    when: tuple[str, ...]  # the option has an effect only if all these expressions are true
 
 
-# Names of the options in TRL, Axolotl, LLaMA-Factory, Unsloth and transformers. Names similar to ours need no entry.
+# Names of our options in TRL, Axolotl, LLaMA-Factory, Unsloth and transformers. Similar names need no entry.
 ALIASES = {
     "model.path": "base_model model_name_or_path model_name pretrained_model_name_or_path",
     "model.dtype": "torch_dtype",
@@ -133,7 +133,7 @@ ALIASES = {
     "mesh.sequence": "sequence_parallel_degree sequence_parallel_size ulysses_parallel_size sp_size",
 }
 
-# What a flag or a key without a section means where it is the name of a section, or the last part of several keys.
+# The option meant by a flag or key without a section, if it names a section or is the last part of several keys.
 _WITHOUT_SECTION = {
     "model": "model.path",
     "path": "model.path",
@@ -152,7 +152,7 @@ _WITHOUT_SECTION = {
     "precision": "precision.recipe",
 }
 
-# Values of other systems, and what says the same here.
+# Values of other systems, and their equivalents here.
 VALUES = {
     "optim.name": {
         **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit"), "adamw"),
@@ -177,7 +177,7 @@ VALUES = {
 }
 VALUES["data.eval_datasets[i].type"] = VALUES["data.datasets[i].type"]
 
-# Options that had another name, which saved configs may hold.
+# Former names of options, which saved configs may contain.
 RENAMED = {"data.chat_template": "chat.template"}
 
 _BY_ALIAS = {alias: key for key, aliases in ALIASES.items() for alias in aliases.split()}
@@ -185,27 +185,27 @@ _BY_ALIAS = {alias: key for key, aliases in ALIASES.items() for alias in aliases
 
 @functools.cache
 def options() -> dict[str, Option]:
-    """Every option by its key, in the order of the schema."""
+    """Return every option by key, in the order of the schema."""
     return {option.key: option for option in _options_of(Config, "")}
 
 
 def lookup(key: str) -> Option | None:
-    """The option of a key as a user writes it, with indices (`data.datasets[1].path`); None if there is none."""
+    """Return the option for a key as a user writes it, with indices (`data.datasets[1].path`), or None."""
     return options().get(general(key))
 
 
 def nearest(key: str) -> Option | None:
-    """The option whose key is most like an unknown one, with the index of `key`; None if none is similar."""
+    """Return the option most similar to an unknown key, with the index of `key`; None if none is similar."""
     best, index = _nearest(general(key)), re.search(r"\[\d+\]", key)
     if best is None:
         return None
     return dataclasses.replace(options()[best], key=best.replace("[i]", index[0]) if index else best)
 
 
-@functools.lru_cache  # a long list may have the same unknown key in each entry
+@functools.lru_cache  # each entry of a long list may have the same unknown key
 def _nearest(key: str) -> str | None:
     def likeness(candidate: str) -> tuple[float, float]:
-        # The whole key finds the right section; the last part finds an option written under the wrong section.
+        # Comparing whole keys finds the right section; comparing last parts finds options under a wrong section.
         return _ratio(key, candidate), _ratio(key.rpartition(".")[2], candidate.rpartition(".")[2])
 
     if meant := _WITHOUT_SECTION.get(key.lower()) or _BY_ALIAS.get(key.rpartition(".")[2].lower()):
@@ -216,13 +216,15 @@ def _nearest(key: str) -> str | None:
 
 
 def is_like_one_of_an_entry(name: str) -> bool:
-    """Whether it is an option of entries of data.datasets, mistyped, or what another system calls the dataset."""
-    own = [field.name for field in dataclasses.fields(Dataset)]
-    return _BY_ALIAS.get(name, "").startswith("data.datasets") or bool(difflib.get_close_matches(name, own, 1, 0.8))
+    """Whether a name resembles an option of a data.datasets entry, or is one in another system."""
+    option_names = [field.name for field in dataclasses.fields(Dataset)]
+    return _BY_ALIAS.get(name, "").startswith("data.datasets") or bool(
+        difflib.get_close_matches(name, option_names, 1, 0.8)
+    )
 
 
 def no_such_option(key: str) -> str:
-    """An error text about an unknown key, with the nearest option."""
+    """Return an error text about an unknown key, with the nearest option."""
     if members := [member for member in options() if member.startswith(f"{general(key)}.")]:
         return f"a section, not an option; its options: {', '.join(members)}"
     option = nearest(key)
@@ -232,7 +234,7 @@ def no_such_option(key: str) -> str:
 
 
 def nearest_value(key: str, value: Any, annotation: Any) -> str | None:
-    """The value of an option that is most like a wrong one, by its meaning or its letters; None if none is similar."""
+    """Return the allowed value most similar to a wrong one, in meaning or spelling; None if none is similar."""
     if not isinstance(value, str):
         return None
     if meant := VALUES.get(general(key), {}).get(value.lower()):
@@ -245,34 +247,34 @@ def nearest_value(key: str, value: Any, annotation: Any) -> str | None:
 
 
 def entry_type(annotation: Any) -> Any | None:
-    """The dataclass of the entries if an option is a list of sections, else None."""
+    """Return the dataclass of the entries if an option is a list of sections, else None."""
     arguments = typing.get_args(annotation)
     return arguments[0] if arguments and dataclasses.is_dataclass(arguments[0]) else None
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of nested options; a key may also be written with its dots."""
+    """Yield (key, value) of nested options; a key may also be written with dots."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and lookup(key) is None:
             yield from leaves(value, f"{key}.")
-        elif value is not None or not is_section(key):  # a section below which nothing stands says nothing
+        elif value is not None or not is_section(key):  # an empty section sets nothing
             yield key, value
 
 
 def is_section(key: str) -> bool:
-    """Whether options stand below it."""
+    """Whether a key is a section, which contains options."""
     return any(known.startswith(f"{key}.") for known in options())
 
 
 def has_entries(key: str) -> bool:
-    """Whether an option is a list of sections."""
+    """Whether a key is an option that holds a list of sections."""
     option = lookup(key)
     return option is not None and entry_type(option.annotation) is not None
 
 
 def describe(annotation: Any) -> str:
-    """A type as it is shown to a user: `int | None`, `'bf16' | 'fp32'`, `tuple[str, ...]`."""
+    """Return a type as shown to users: `int | None`, `'bf16' | 'fp32'`, `tuple[str, ...]`."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         return " | ".join(describe(member) for member in arguments)
@@ -284,36 +286,38 @@ def describe(annotation: Any) -> str:
 
 
 def names(expression: str) -> list[str]:
-    """The options that an expression reads, with dots as they are written in it."""
+    """Return the options that an expression reads, as dotted names."""
     nodes = ast.walk(ast.parse(expression, mode="eval"))
-    found = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)]
-    return [name for name in found if not any(other.startswith(f"{name}.") for other in found)]
+    read = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)]
+    return [name for name in read if not any(other.startswith(f"{name}.") for other in read)]
 
 
 def _options_of(section: Any, prefix: str, outer: tuple[str, ...] = ()) -> list[Option]:
-    found = []
+    result = []
     annotations = typing.get_type_hints(section)
     for field in dataclasses.fields(section):
         key, annotation = prefix + field.name, annotations[field.name]
         conditions = (*outer, field.metadata["when"]) if field.metadata.get("when") else outer
         if dataclasses.is_dataclass(annotation):
-            found += _options_of(annotation, f"{key}.", conditions)
+            result += _options_of(annotation, f"{key}.", conditions)
             continue
         if not field.metadata:
-            continue  # a field of Config that is not an option
+            continue  # fields of Config that are not options: said, notes
+        # The columns of a dataset entry get their condition from READ_BY_TYPE; 'auto' may become any of the types.
         types = [repr(type_) for type_, read in READ_BY_TYPE.items() if field.name in (*read[0], *read[1])]
         if section is Dataset and types:
             conditions = (f"type in ({', '.join([repr('auto'), *types])})", *conditions)
+        # A section's condition may read one of its own options, such as lora.enabled, which it must not disable.
         when = tuple(condition for condition in conditions if key not in names(condition))
         unit, doc, within = (field.metadata[name] for name in ("unit", "doc", "within"))
-        found.append(Option(key, annotation, field.default, unit, doc, within, when))
+        result.append(Option(key, annotation, field.default, unit, doc, within, when))
         if entry := entry_type(annotation):
-            found += _options_of(entry, f"{key}[i].")
-    return found
+            result += _options_of(entry, f"{key}[i].")
+    return result
 
 
 def general(key: str) -> str:
-    """A key with [i] for each index."""
+    """Replace each index in a key with [i]."""
     return re.sub(r"\[\d+\]", "[i]", key)
 
 

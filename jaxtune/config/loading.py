@@ -1,4 +1,4 @@
-"""From a recipe and command-line settings to a `Config`: typed, checked, frozen."""
+"""Resolve a recipe and command-line settings to a typed, checked, frozen `Config`."""
 
 import ast
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any, Literal, Union
 
 from ml_collections import ConfigDict
 
-from jaxtune.config import checks, in_memory, keys, option_rules, recommended
+from jaxtune.config import checks, in_memory, keys, recommended
 from jaxtune.config.inheritance import RecipeConfig, inherited_keys
 from jaxtune.config.option_rules import Problem
 from jaxtune.config.schema import Config, Dataset, Said
@@ -22,8 +22,9 @@ from jaxtune.errors import UserError, hide_secrets
 
 NOT_OPTIONS = ("said", "notes")  # fields of Config
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-_SHOWN_ENTRIES = 3  # of a list, with the same problem
-# Two ways to say one thing, of which the second one counts if both are set: an inherited one gives way to the first.
+_SHOWN_ENTRIES = 3  # list entries for which an error repeats the same problem
+# Pairs of options for the same thing. If both are set, the second takes effect, unless it is only inherited: then a
+# first one that is set nearer to the user replaces it.
 _INSTEAD_OF = {
     "train.epochs": "train.max_steps",
     "data.validation_split": "data.eval_datasets",
@@ -42,12 +43,12 @@ _OF_COLUMNS = (
 
 
 def new_config() -> ConfigDict:
-    """Every option at its default, for a recipe to change; setting an unknown key raises."""
+    """Return all options at their defaults, for a recipe to change; setting an unknown key raises."""
     return RecipeConfig(as_dict(Config())).lock()
 
 
 def with_values(config: ConfigDict, given: Mapping[str, Any]) -> ConfigDict:
-    """A copy of a config in which options have these values, by key."""
+    """Return a copy of a config with these values set, by key."""
     values = _values(config)
     for key, value in _settings(given).items():
         set_value(values, key, value)
@@ -55,10 +56,10 @@ def with_values(config: ConfigDict, given: Mapping[str, Any]) -> ConfigDict:
 
 
 def dataset(**fields: Any) -> ConfigDict:
-    """One entry of data.datasets or data.eval_datasets: the given fields, the rest at their defaults.
+    """Return one entry of data.datasets or data.eval_datasets: the given fields, and defaults for the others.
 
     Raises:
-        UserError: A field that does not exist.
+        UserError: A field does not exist.
     """
     defaults = dataclasses.asdict(Dataset())
     if unknown := [_unknown(f"data.datasets[i].{name}", fields[name]) for name in fields if name not in defaults]:
@@ -77,89 +78,100 @@ def resolve(
     inherited: Container[str] | None = None,
     count: recommended.CountParameters | None = None,
 ) -> Config:
-    """The typed and checked Config; its `said` records who gave each value.
+    """Return the typed and checked Config; its `said` records the source of each value.
 
-    What a recipe inherits gives way to what it says itself, and all of that to `overrides`: the default takes the place
-    of a value that loses its effect, and `said` records that. A value without effect is an error if nobody nearer to
-    the user took it. A translated file states every option, so any of its values may be without effect.
+    Values have three levels: inherited by the recipe, set by the recipe itself, and `overrides`. If a setting leaves a
+    value of a lower level without effect, the default replaces that value, and `said` records it. If no setting of a
+    higher level caused it, a value without effect is an error. A translated file states every option, so any of its
+    values may be without effect.
 
     Args:
-        config: What the recipe returned.
-        recipe: Its name, for messages.
+        config: The ConfigDict that the recipe returned.
+        recipe: The recipe's name, for messages.
         overrides: Key and text of each command-line setting, such as ('train.max_steps', '10'); or key and value of
             each setting of a call in Python.
-        source: Where the values in `config` are from.
-        given: Values that a YAML file sets on top of `config`, by key. Of a translated file, those that it states;
-            `config` has the defaults of its system.
-        notes: Lines for the user that the run begins with.
-        by: Whose settings `overrides` are.
-        inherited: Keys of values in `config` that are from a recipe that this one starts from; None: those that its
-            get_config() has from another one.
+        source: Whether the values in `config` come from a recipe or from a translated file.
+        given: Values that a YAML file sets on top of `config`, by key. For a translated file, the values that it
+            states; `config` then has the defaults of the other system.
+        notes: Lines for the user, printed at the start of the run.
+        by: The source of `overrides`.
+        inherited: Keys of values in `config` that come from a recipe that this one starts from; None: the keys that
+            its get_config() got from another get_config().
         count: Counts the parameters of a model, on which some recommendations of train.recommend depend.
 
     Raises:
-        UserError: There are unknown keys, wrong types or contradictions; the message lists all of them.
+        UserError: There are unknown keys, wrong types or contradictions; the message lists each.
     """
     is_text = by == "command line"
     settings, values = _settings(dict(overrides), is_text), _values(config)
     given = None if given is None else _settings(given)
     inherited = inherited_keys(config) if inherited is None else inherited
     typed, stated = _leaves(settings), _leaves(given or {})
+    # A setting of one entry (data.datasets[0].path) makes its whole list the user's own.
     typed_lists = {key.partition("[")[0] for key in typed if "[" in key}
-    own = [problem.keys[0] for problem in checks.check(_build(Config, values, "", [])) if problem.moot]
-    own = [key for key in own if key not in inherited]
+    # Values without effect in the recipe itself, before settings are applied: these stay errors.
+    moot_in_recipe = [problem.keys[0] for problem in checks.check(_build(Config, values, "", [])) if problem.moot]
+    moot_in_recipe = [key for key in moot_in_recipe if key not in inherited]
     wrong = [problem for key, value in (given or {}).items() if (problem := set_value(values, key, value))]
     wrong += [problem for key, value in settings.items() if (problem := _override(values, key, value))]
 
     def nearness(key: str) -> int:
+        """2: set by the user; 1: by the recipe or file; 0: inherited."""
         if key in typed or key in typed_lists:
             return 2
         return 0 if key in inherited and key not in stated else 1
 
-    # The columns in a file of another system are its user's own, and so they stay.
+    # In a translated file the user named the columns, so they are kept if only the path is replaced.
     names = _OF_FILES if source == "translation" else (*_OF_FILES, *_OF_COLUMNS)
     of_samples, moot = list(_of_other_samples(values, nearness, names)), list(_displaced(values, nearness))
-    if (asked := _build(Config, values, "", [])).train.recommend:
-        own_values = () if source == "translation" else option_rules.changed(asked)
-        better, lines = recommended.recommend(asked, {*typed, *stated, *own_values}, count)
+    # Recommendations come before the final check, so that they are checked like any other value.
+    if (unresolved := _build(Config, values, "", [])).train.recommend:
+        recipe_values = () if source == "translation" else option_rules.changed(unresolved)
+        better, lines = recommended.recommend(unresolved, {*typed, *stated, *recipe_values}, count)
         for key, value in better.items():
             set_value(values, key, value)
         notes += lines
-    mine = () if source == "translation" else (*own, *stated)
+    not_reset = () if source == "translation" else (*moot_in_recipe, *stated)
+    # Reset values that lost their effect until none is left: each reset may leave further values without effect.
     while True:
         problems = list(wrong)
         resolved = _build(Config, values, "", problems)
-        # An option that already has a problem of its own is not checked in combination with others.
-        judged = {key for problem in problems for key in problem.keys}
-        found = [problem for problem in checks.check(resolved) if judged.isdisjoint(problem.keys)]
-        spared = [problem for problem in found if problem.moot and problem.keys[0] not in (*typed, *mine)]
-        if not spared:
+        # An option with a problem of its own has its default in `resolved`, so problems of combinations with it would
+        # be misleading.
+        wrong_keys = {key for problem in problems for key in problem.keys}
+        conflicts = [problem for problem in checks.check(resolved) if wrong_keys.isdisjoint(problem.keys)]
+        without_effect = [
+            problem for problem in conflicts if problem.moot and problem.keys[0] not in (*typed, *not_reset)
+        ]
+        if not without_effect:
             break
-        for problem in spared:
+        for problem in without_effect:
             option = keys.lookup(problem.keys[0])
             assert option is not None
             set_value(values, problem.keys[0], option.default)
-        moot += spared
-    refuse(recipe, problems + found)
+        moot += without_effect
+    refuse(recipe, problems + conflicts)
     in_memory.refuse_alike(entry.path for entry in (*resolved.data.datasets, *resolved.data.eval_datasets))
-    kept = {*typed, *stated, *option_rules.changed(resolved)}
+    set_keys = {*typed, *stated, *option_rules.changed(resolved)}
     said = [
-        Said(key, by if key in typed else source) for key, _, _ in option_rules.every_option(resolved) if key in kept
+        Said(key, by if key in typed else source)
+        for key, _, _ in option_rules.every_option(resolved)
+        if key in set_keys
     ]
-    # That a default of the other system has no effect is nothing its user needs to know.
+    # In a translated file, report only values that the file states: defaults of its system do not concern the user.
     tells_all = given is None or source == "recipe"
-    if told := {key: value for key, value in of_samples if tells_all or key in stated}:
-        listed = ", ".join(f"{key} = {value!r}" for key, value in told.items())
-        said.append(Said(next(iter(told)), source, f"{source}: {listed}: of its own dataset, which is replaced"))
-    told = [problem for problem in moot if tells_all or problem.keys[0] in stated]
-    said += [Said(problem.keys[0], source, f"{source}: {problem.text}") for problem in told]
+    if reported := {key: value for key, value in of_samples if tells_all or key in stated}:
+        listed = ", ".join(f"{key} = {value!r}" for key, value in reported.items())
+        said.append(Said(next(iter(reported)), source, f"{source}: {listed}: describes the dataset that was replaced"))
+    reported = [problem for problem in moot if tells_all or problem.keys[0] in stated]
+    said += [Said(problem.keys[0], source, f"{source}: {problem.text}") for problem in reported]
     return dataclasses.replace(resolved, said=tuple(said), notes=notes)
 
 
 def _of_other_samples(
     values: dict[str, Any], nearness: Callable[[str], int], names: tuple[str, ...]
 ) -> Iterator[tuple[str, Any]]:
-    """Resets options of an entry that describe other samples, if its path is from who is nearer to the user.
+    """Reset options of an entry that describe the samples of an earlier path, if a higher level set the path.
 
     Yields the key and value of each option that is reset.
     """
@@ -171,13 +183,13 @@ def _of_other_samples(
                 value = fields.get(name, default)
                 value = tuple(value) if isinstance(value, list) else value
                 if value in (default, "classification") or nearness(key) >= nearness(f"{list_key}[{i}].path"):
-                    continue  # 'auto' never chooses classification
+                    continue  # keep classification, which 'auto' never chooses
                 yield key, value
                 fields[name] = default
 
 
 def _displaced(values: dict[str, Any], nearness: Callable[[str], int]) -> Iterator[Problem]:
-    """Resets one of two options for the same thing where the other one was given by who is nearer to the user."""
+    """Reset one of two options for the same thing if the other one was set on a higher level."""
     for key, other in _INSTEAD_OF.items():
         taken, given, default = _get(values, key), _get(values, other), keys.options()[other].default
         if taken and given != default and nearness(key) > nearness(other):
@@ -188,29 +200,33 @@ def _displaced(values: dict[str, Any], nearness: Callable[[str], int]) -> Iterat
 
 
 def _get(values: dict[str, Any], key: str) -> Any:
-    """The value of an option that no list holds; its default if it has none."""
+    """Return the value of an option outside lists, or its default if it is not set."""
     section, _, name = key.partition(".")
     fields = values.get(section)
     return fields.get(name, keys.options()[key].default) if isinstance(fields, dict) else keys.options()[key].default
 
 
 def as_dict(config: Config) -> dict[str, Any]:
-    """The options, as nested dicts."""
+    """Return the options as nested dicts."""
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in NOT_OPTIONS}
 
 
 def to_json(config: Config) -> str:
-    """The config as JSON text, read back by `from_json`, without the secrets of URLs."""
+    """Return the config as JSON text for `from_json`, without secrets in URLs."""
     return hide_secrets(json.dumps(as_dict(config), indent=2)) + "\n"
 
 
 def from_json(text: str | bytes, source: str = "saved config") -> Config:
-    """The config that `to_json` wrote; options added since then have their defaults. `source` is its name in errors.
+    """Read a config that `to_json` wrote.
 
-    An option that was renamed since then is read by its old name.
+    Options that were added since then have their defaults, and options that were renamed are read by their old name.
+
+    Args:
+        text: The JSON text.
+        source: Its name, for error messages.
 
     Raises:
-        UserError: Not JSON, an unknown key, or a wrong type.
+        UserError: The text is not JSON, or has an unknown key or a value of a wrong type.
     """
     try:
         values = json.loads(text)
@@ -229,7 +245,7 @@ def from_json(text: str | bytes, source: str = "saved config") -> Config:
 
 
 def refuse(source: str, problems: list[Problem]) -> None:
-    """Raises UserError with all problems of a file, if there are any."""
+    """Raise UserError with all problems of a file, if there are any."""
     if len(problems) == 1:
         raise UserError(f"{source}: {problems[0].text}")
     if problems:
@@ -237,7 +253,7 @@ def refuse(source: str, problems: list[Problem]) -> None:
 
 
 def _lines(problems: list[Problem]) -> Iterator[str]:
-    """Their texts, of one key in many entries of a list only the first ones."""
+    """Yield the texts of problems; if many list entries have a problem with the same key, only the first ones."""
     counts: Counter[str] = Counter()
     for problem in problems:
         counts[general := keys.general(problem.keys[0])] += 1
@@ -249,14 +265,14 @@ def _lines(problems: list[Problem]) -> Iterator[str]:
 
 
 def _leaves(given: Mapping[str, Any]) -> set[str]:
-    """The keys of values, with those of list entries."""
+    """Return the keys of values, including keys of list entries."""
     lists = {key: value for key, value in given.items() if keys.has_entries(key) and isinstance(value, list | tuple)}
     entries = [(f"{key}[{i}]", entry) for key, value in lists.items() for i, entry in enumerate(value)]
     return {*given, *(f"{at}.{name}" for at, entry in entries if isinstance(entry, Mapping) for name in entry)}
 
 
 def plain(value: Any) -> Any:
-    """ConfigDicts as dicts, tuples as lists, datasets in memory as their names, all the way down."""
+    """Convert ConfigDicts to dicts, tuples to lists, and datasets in memory to their names, recursively."""
     if in_memory.is_dataset(value):
         return in_memory.add(value)
     if isinstance(value, ConfigDict | dict):
@@ -265,7 +281,7 @@ def plain(value: Any) -> Any:
 
 
 def _values(config: ConfigDict) -> dict[str, Any]:
-    """All options as a plain tree."""
+    """Return all options as nested plain values."""
     values = plain(config)
     data = values.get("data")
     for name in ("datasets", "eval_datasets") if isinstance(data, dict) else ():
@@ -274,21 +290,22 @@ def _values(config: ConfigDict) -> dict[str, Any]:
 
 
 def _settings(given: Mapping[str, Any], is_text: bool = False) -> dict[str, Any]:
-    """Plain values by key, entries of a list in its order; `is_text`: as they were typed on the command line."""
-    found = {}
+    """Return plain values by key, list entries in order; `is_text`: values are command-line texts to parse."""
+    by_key = {}
+    # In order of indices, because `set_value` can only append the next entry of a list.
     for key in sorted(given, key=lambda key: [int(i) for i in re.findall(r"\[(\d+)\]", key)]):
         option, value = keys.lookup(key), plain(given[key])
         if option is not None and is_text:
             value = from_text(value, option.annotation)
-        found[key] = _entries(key, value) if keys.has_entries(key) else value
-    return found
+        by_key[key] = _entries(key, value) if keys.has_entries(key) else value
+    return by_key
 
 
 def _entries(key: str, value: Any) -> Any:
-    """The entries of a list of sections, which may be given as one entry, and an entry as its path.
+    """Return the entries of a list of sections; a single entry counts as a list, and a path as an entry.
 
     Raises:
-        UserError: They are samples.
+        UserError: The list holds samples instead of entries.
     """
     several = [] if value is None else [value] if isinstance(value, str | dict) else value
     if not isinstance(several, list | tuple):
@@ -303,7 +320,7 @@ def _entries(key: str, value: Any) -> Any:
 
 
 def _columns(entries: Iterable[Any]) -> list[str]:
-    """The keys of dicts if these are samples: they have no path, and keys that are unlike options of an entry."""
+    """Return the keys of dicts that are samples: dicts without a path, with a key that is unlike an option; else []."""
     names: dict[str, None] = {}
     for entry in entries:
         if not isinstance(entry, dict) or "path" in entry:
@@ -313,12 +330,15 @@ def _columns(entries: Iterable[Any]) -> list[str]:
 
 
 def _override(values: dict[str, Any], key: str, value: Any) -> Problem | None:
-    """Sets one option in the plain tree, or says why not."""
+    """Set one option in the nested values, or return the problem."""
     return _unknown(key, value) if keys.lookup(key) is None else set_value(values, key, value)
 
 
 def set_value(values: dict[str, Any], key: str, value: Any) -> Problem | None:
-    """Sets one option in the plain tree; the index after the last one of a list adds an entry, a later one is wrong."""
+    """Set one option in the nested values, or return the problem.
+
+    The list index after the last entry appends one; a higher index is an error.
+    """
     *parents, name = re.findall(r"\w+", key)
     node: Any = values
     for i, parent in enumerate(parents):
@@ -326,8 +346,8 @@ def set_value(values: dict[str, Any], key: str, value: Any) -> Problem | None:
             if int(parent) == len(node):
                 node.append({})
             elif int(parent) > len(node):
-                found = f"{'.'.join(parents[:i])} has no entry {parent}; [{len(node)}] is the next one"
-                return Problem((key,), f"{key} = {value!r}: {found}")
+                fault = f"{'.'.join(parents[:i])} has no entry {parent}; [{len(node)}] is the next one"
+                return Problem((key,), f"{key} = {value!r}: {fault}")
             node = node[int(parent)]
         elif isinstance(node, dict):
             node = node.setdefault(parent, {})
@@ -337,7 +357,7 @@ def set_value(values: dict[str, Any], key: str, value: Any) -> Problem | None:
 
 
 def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> Any:
-    """A section's dataclass from a mapping; wrong values are added to `problems` and replaced by their defaults."""
+    """Build a section's dataclass from a mapping; add wrong values to `problems` and use their defaults instead."""
     if not isinstance(values, dict):
         key = prefix.removesuffix(".")
         problems.append(Problem((key,), f"{key} = {values!r}: expected a section ({section.__doc__})"))
@@ -357,7 +377,7 @@ def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> A
             if value is None and _is_unset(key, rule.default):
                 continue
             if value == -1 and annotation == int | None and not option_rules.inside(-1, rule.metadata["within"]):
-                value = None  # as other toolkits write a count that is not set
+                value = None  # other toolkits write -1 for a count that is not set
             try:
                 fields[name] = _convert(value, annotation)
             except TypeError:
@@ -374,7 +394,10 @@ def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> A
 
 
 def _is_unset(key: str, default: Any) -> bool:
-    """Whether None leaves an option out whose type does not have it: where the default is none, or another is read."""
+    """Whether None means "not set" for an option whose type lacks None.
+
+    That holds if its default is 0 or (), or if another option can replace it (_INSTEAD_OF).
+    """
     return (default is not False and default in (0, ())) or key in _INSTEAD_OF
 
 
@@ -386,10 +409,10 @@ def _is_infinite_or_nan(value: Any) -> bool:
 
 
 def _convert(value: Any, annotation: Any) -> Any:
-    """The value as the annotated type. Only ints are converted to float, and lists to tuples.
+    """Convert a value to the annotated type: only ints to float, and lists to tuples.
 
     Raises:
-        TypeError: It is of another type, or not a finite number.
+        TypeError: The value has another type, or is not a finite number.
     """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
@@ -403,6 +426,7 @@ def _convert(value: Any, annotation: Any) -> Any:
         if isinstance(value, list | tuple):
             return tuple(_convert(item, arguments[0]) for item in value)
     elif annotation is float:
+        # type(), not isinstance: a bool is an int in Python.
         if type(value) in (int, float) and math.isfinite(value):
             return float(value)
     elif type(value) is annotation:
@@ -410,13 +434,13 @@ def _convert(value: Any, annotation: Any) -> Any:
     raise TypeError
 
 
-_WORD = r"([\w.*=/:~-]+|<[^<>,]+>)"  # a name, a path, a pattern of these, or a special token
+_WORD = r"([\w.*=/:~-]+|<[^<>,]+>)"  # a name, path, pattern, or special token
 
 
 def from_text(text: str, annotation: Any) -> Any:
-    """The value that a command-line text means for an option of this type; the text itself if it fits none.
+    """Parse a command-line text for an option of this type; return the text itself if it does not fit.
 
-    Texts as people write them: yes and no, lists without quotes (q_proj,v_proj), \\n for the end of a line.
+    Accepts common notations: yes and no, lists without quotes (q_proj,v_proj), \\n for a newline.
     """
     if text == "None":
         return None
@@ -427,22 +451,23 @@ def from_text(text: str, annotation: Any) -> Any:
             if isinstance(literal := ast.literal_eval(text), list | tuple | dict):
                 return literal
         return text.split(",") if re.fullmatch(f"{_WORD}(,{_WORD})*", text) else text
+    # For a union such as str | tuple[str, ...], a comma makes a list; without one the text stays a text.
     several = "," in text and tuple[str, ...] in typing.get_args(annotation)
     if re.fullmatch(f"{_WORD}(,{_WORD})*", text) and (several or _is_list_of_words(annotation)):
         return tuple(text.split(","))
     try:
         literal = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-        # A quoted string keeps its quotes: the shell has already removed its own, so these belong to the value.
+        # A quoted string keeps its quotes: the shell already removed its own pair, so these belong to the value.
         if not isinstance(literal, str):
             return _convert(literal, annotation)
     except (ValueError, SyntaxError, TypeError):
         pass
-    # Harmless in a regular expression, where backslash-n and a newline mean the same.
+    # Safe for regular expressions too: backslash-n and a newline match the same.
     return re.sub(r"(?<!\\)\\([nt])", lambda escape: {"n": "\n", "t": "\t"}[escape[1]], text)
 
 
 def _is_list_of_words(annotation: Any) -> bool:
-    """Whether it is a list of texts, or of the names that a Literal allows."""
+    """Whether a type is a tuple of texts, or of the names that a Literal allows."""
     if typing.get_origin(annotation) is not tuple:
         return False
     member = typing.get_args(annotation)[0]

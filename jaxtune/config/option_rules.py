@@ -1,4 +1,4 @@
-"""The rules that options carry: the interval of a number, the form of a text, and the condition for an effect."""
+"""Rules for single options: the interval of a number, the form of a text, and the condition for an effect."""
 
 import dataclasses
 import json
@@ -15,9 +15,12 @@ from jaxtune.config.schema import Config, Dataset
 
 @dataclass(frozen=True)
 class Problem:
-    """One line of the error that a user sees, and the keys that it is about; the key to change comes first.
+    """One line of an error message.
 
-    moot: the option merely has no effect, which is only a note to the user unless they typed it themselves.
+    Attributes:
+        keys: The options concerned, with the one to change first.
+        text: The line.
+        moot: The option only has no effect: a note to the user, or an error if they typed it themselves.
     """
 
     keys: tuple[str, ...]
@@ -26,7 +29,7 @@ class Problem:
 
 
 def broken(config: Config) -> Iterator[Problem]:
-    """Every number outside its interval, every text of the wrong form, every changed option without effect."""
+    """Yield a problem for each number outside its interval, text of a wrong form, and changed option without effect."""
     for key, option, section in every_option(config):
         value = getattr(section, option.key.rpartition(".")[2])
         if isinstance(value, int | float) and not inside(value, option.within):
@@ -36,11 +39,13 @@ def broken(config: Config) -> Iterator[Problem]:
             yield Problem((key,), f"{key} = {value!r}: holds a NUL character; take it out")
         if wrong := malformed(value, option.unit):
             yield Problem((key,), f"{key} = {value!r}: {wrong}")
+        # Conditions of list entries are over options of the same entry, others over the whole config.
         scope, prefix = (section, f"{key.rpartition('.')[0]}.") if "[" in key else (config, "")
+        # Judge 'auto' entries as the type that the task requires.
         if isinstance(scope, Dataset) and scope.type == "auto" and config.sample_type is not None:
             scope = dataclasses.replace(scope, type=config.sample_type)
         for condition in option.when if value != option.default else ():
-            # Safe to eval: the expression is from the schema, and sees nothing but options.
+            # eval is safe: the expression comes from the schema, and its names are only options.
             if not eval(condition, {"__builtins__": {}}, vars(scope)):
                 others = keys.names(condition)
                 now = ", ".join(f"{name} = {_brief(operator.attrgetter(name)(scope))}" for name in others)
@@ -54,7 +59,7 @@ def _brief(value: Any) -> str:
 
 
 def every_option(config: Config) -> Iterator[tuple[str, keys.Option, Any]]:
-    """(key, option, the section or list entry that holds it), with the indices of entries in the keys."""
+    """Yield (key, option, section or list entry that holds it); keys contain the indices of entries."""
     for option in keys.options().values():
         outer, bracket, inner = option.key.partition("[i].")
         if not bracket:
@@ -65,7 +70,7 @@ def every_option(config: Config) -> Iterator[tuple[str, keys.Option, Any]]:
 
 
 def changed(config: Config) -> dict[str, Any]:
-    """The options that are not the defaults, by key: lists of sections, and the options of their entries too."""
+    """Return options that differ from the defaults, by key, including lists of sections and their entries' options."""
     values = (
         (key, option, getattr(section, option.key.rpartition(".")[2])) for key, option, section in every_option(config)
     )
@@ -82,7 +87,7 @@ def inside(value: float, within: str) -> bool:
 
 
 def malformed(value: Any, unit: str) -> str | None:
-    """What is wrong with a text of unit "regex", or of a list of unit "REGEX=FACTOR" and its like; or None."""
+    """Return the fault of a text with unit "regex", or of a list with unit "REGEX=FACTOR" or similar; None if valid."""
     if unit == "regex" and isinstance(value, str):
         return _not_a_regex(value)
     for entry in value if unit == "KEY=NAME" else ():
@@ -117,7 +122,7 @@ def _not_json(entry: str) -> str | None:
     try:
         json.loads(text)
     except ValueError:
-        return f"{entry!r}: {text!r} is not JSON; a text has quotes there: '{key}=\"...\"'"
+        return f"{entry!r}: {text!r} is not JSON; a text needs quotes: '{key}=\"...\"'"
 
 
 def _is_factor(text: str) -> bool:
@@ -128,7 +133,7 @@ def _is_factor(text: str) -> bool:
 
 
 def in_words(within: str) -> str:
-    """An interval in words, for the user: "at least 0 and below 1"; "" for all numbers."""
+    """Return an interval in words, for the user: "at least 0 and below 1"; "" for all numbers."""
     if not within:
         return ""
     low, high = _bounds(within)

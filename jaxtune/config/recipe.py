@@ -1,8 +1,8 @@
-"""The recipe that a user names: a file of their own, one that comes with jaxtune, or the config.json of a run.
+"""Read the recipe that a user names: their own file, a recipe that comes with jaxtune, or the config.json of a run.
 
-A recipe is a Python file whose `get_config()`, or `get_config(argument)`, starts from `new_config()` and returns it.
-Recipes inherit by import: from jaxtune.recipes, or from the folder of the recipe. Or it is a YAML file of options, in
-our keys, with an optional `base`, the recipe whose values it changes; or in those of another system (`config.foreign`).
+A recipe is a Python file or a YAML file. In Python, `get_config()` or `get_config(argument)` starts from `new_config()`
+and returns it; recipes inherit by import, from jaxtune.recipes or from the recipe's folder. A YAML file sets options by
+our keys, on top of an optional `base` recipe, or by the keys of another system (`config.foreign`).
 """
 
 import ast
@@ -33,15 +33,15 @@ RECIPES = pathlib.Path(__file__).parents[1] / "recipes"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe says.
+    """A recipe that was read.
 
     Attributes:
-        name: As the user calls it.
+        name: The name or path that the user gave.
         config: All options.
-        given: The values that a YAML file states, by key, which come on top of `config`.
-        source: Whether it was written for jaxtune.
-        notes: Of a translated file, what became of its options.
-        inherited: The keys of values in `config` that are from another recipe, as of `loading.resolve`.
+        given: Values that a YAML file sets on top of `config`, by key.
+        source: "recipe" if it was written for jaxtune, "translation" if for another system.
+        notes: Lines for the user, such as the translation of each option of another system's file.
+        inherited: Keys of values in `config` that come from another recipe, as in `loading.resolve`.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Recipe:
         by: Literal["command line", "call"] = "command line",
         count: CountParameters | None = None,
     ) -> Config:
-        """The typed and checked Config (`loading.resolve`)."""
+        """Return the typed and checked Config (`loading.resolve`)."""
         given = self.source, self.given, self.notes, by, self.inherited
         return resolve(self.config, self.name, overrides, *given, count)
 
@@ -67,9 +67,9 @@ class Recipe:
         by: Literal["command line", "call"] = "command line",
         count: CountParameters | None = None,
     ) -> Config:
-        """The Config of a run; where it has no name, that of the recipe.
+        """Return the Config of a run, which is named after the recipe if train.run_name is unset.
 
-        It is the same each time, so that ckpt.resume='auto' finds the run again.
+        The name is the same each time, so that ckpt.resume='auto' finds the run again.
         """
         config = self.resolve(overrides, by, count)
         if config.train.run_name is not None:
@@ -80,36 +80,34 @@ class Recipe:
 
 
 def own_recipes() -> dict[str, pathlib.Path]:
-    """The recipes that come with jaxtune, by name."""
+    """Return the files of the recipes that come with jaxtune, by name."""
     return {file.stem: file for file in sorted(RECIPES.glob("[!_]*.py"))}
 
 
 def first_line(file: pathlib.Path) -> str:
-    """The first line of a Python file's docstring, read without running the file."""
+    """Return the first line of a Python file's docstring, without running the file."""
     return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
 def recipe_file(path: str) -> pathlib.Path:
-    """The file of a recipe: a path, or the name of one that comes with jaxtune. Raises UserError if there is none."""
+    """Return the file of a recipe, given its path or its name in jaxtune. Raises UserError if there is none."""
     file = pathlib.Path(path)
     if file.is_file():
         return file.resolve()
-    own = own_recipes()
-    if path in own:
-        return own[path]
+    shipped = own_recipes()
+    if path in shipped:
+        return shipped[path]
     if (file / "config.json").is_file():
-        raise UserError(
-            f"recipe {path}: a folder; if it holds a model, --config=qwen_lora:{path} trains adapters of it"
-        )
-    near = difflib.get_close_matches(file.stem, own, n=1)
-    hint = f"jaxtune has a recipe {near[0]}, which needs no path" if near else f"jaxtune has {', '.join(own)}"
-    beside = [other for other in file.parent.glob("*.py") if "def get_config" in other.read_text(errors="replace")]
-    others = ", ".join(sorted(map(str, beside)))
+        raise UserError(f"recipe {path}: a folder; if it is a model, train adapters with --config=qwen_lora:{path}")
+    near = difflib.get_close_matches(file.stem, shipped, n=1)
+    hint = f"jaxtune has a recipe {near[0]}, which needs no path" if near else f"jaxtune has {', '.join(shipped)}"
+    neighbours = [other for other in file.parent.glob("*.py") if "def get_config" in other.read_text(errors="replace")]
+    others = ", ".join(sorted(map(str, neighbours)))
     raise UserError(f"recipe {path}: no such file; " + (f"there are {others}; " if others else "") + hint)
 
 
 def load_recipe(path: str, argument: str | None = None) -> ConfigDict:
-    """The ConfigDict that a recipe's `get_config()` returns, or that a run's config.json holds.
+    """Return the ConfigDict from a recipe's `get_config()`, or from a run's config.json.
 
     Args:
         path: The file, or the name of a recipe that comes with jaxtune.
@@ -125,13 +123,13 @@ def load_recipe(path: str, argument: str | None = None) -> ConfigDict:
 def read_recipe(
     path: str, argument: str | None = None, dialect: str | None = None, above: tuple[pathlib.Path, ...] = ()
 ) -> Recipe:
-    """The recipe of a file or name.
+    """Read a recipe by path or name.
 
     Args:
         path: The file, or the name of a recipe that comes with jaxtune.
         argument: Passed to get_config(); None: it is called without arguments.
-        dialect: The system that a YAML file was written for; None: its keys tell.
-        above: YAML files that start from this one.
+        dialect: The system that a YAML file was written for; None: recognise it by its keys.
+        above: YAML files whose `base` leads to this one, to detect cycles.
 
     Raises:
         UserError: No such recipe, or an error in it; the message names the line in the recipe.
@@ -156,17 +154,17 @@ def read_recipe(
 
 
 def code_in(config: Config) -> dict[str, str]:
-    """The Python files and functions that a config names, by option; those of jaxtune's recipes are everybody's."""
+    """Return the Python files and functions that a config names, by option, except functions of jaxtune's recipes."""
     rewards = [name for name in config.rollout.rewards if not name.startswith("jaxtune.recipes.")]
-    found = {"train.plugins": ",".join(config.train.plugins), "rollout.rewards": ",".join(rewards)}
+    code = {"train.plugins": ",".join(config.train.plugins), "rollout.rewards": ",".join(rewards)}
     for name in ("datasets", "eval_datasets"):
         entries = enumerate(getattr(config.data, name))
-        found |= {f"data.{name}[{i}].function": entry.function or "" for i, entry in entries}
-    return {key: named for key, named in found.items() if named}
+        code |= {f"data.{name}[{i}].function": entry.function or "" for i, entry in entries}
+    return {key: named for key, named in code.items() if named}
 
 
 def code_to_evaluate(config: Config) -> dict[str, str]:
-    """The part of `code_in` that an evaluation runs in addition to plugins: rewards, and functions of its data."""
+    """Return the code that an evaluation runs in addition to plugins: rewards, and functions of its data."""
     used = ("rollout.rewards", "data.eval_datasets" if config.data.eval_datasets else "data.datasets")
     return {key: named for key, named in code_in(config).items() if key.startswith(used)}
 
@@ -191,6 +189,7 @@ def _from_python(path: str, file: pathlib.Path, argument: str | None) -> ConfigD
 def _from_yaml(path: str, file: pathlib.Path, dialect: str | None, above: tuple[pathlib.Path, ...]) -> Recipe:
     written = yaml_file.read(file, path)
     dialect = dialect or foreign.recognise(written.values, path)
+    # Another system's defaults come first, then the values that the file states.
     if dialect is not None:
         translation = foreign.translate(written, dialect)
         refuse(path, translation.problems)
@@ -204,9 +203,10 @@ def _from_yaml(path: str, file: pathlib.Path, dialect: str | None, above: tuple[
         elif key in given:
             problems.append(Problem((key,), f"line {written.line(key)}: {key} is written twice"))
         given[key] = value
+    # No key is an option: the file is probably for an unknown system, so one line says more than a list of errors.
     if problems and len(problems) == len(given):
         systems = " or ".join(foreign.DIALECTS)
-        raise UserError(f"{path}: {problems[0].text}; nor are there options of {systems}")
+        raise UserError(f"{path}: {problems[0].text}; and no options of {systems} either")
     refuse(path, problems)
     if base is None:
         return Recipe(path, new_config(), given)
@@ -214,8 +214,9 @@ def _from_yaml(path: str, file: pathlib.Path, dialect: str | None, above: tuple[
     if not isinstance(base, str):
         raise UserError(f"{where}: expected a recipe, such as qwen_lora")
     name, _, argument = base.partition(":")
-    beside = pathlib.Path(path).parent / name
-    name = str(beside) if beside.is_file() else name
+    sibling = pathlib.Path(path).parent / name
+    # A file next to this one has priority over a recipe of jaxtune with that name.
+    name = str(sibling) if sibling.is_file() else name
     if pathlib.Path(name).resolve() in (file, *above):
         raise UserError(f"{where}: a recipe cannot start from itself")
     below = read_recipe(name, argument or None, above=(file, *above))
@@ -225,7 +226,7 @@ def _from_yaml(path: str, file: pathlib.Path, dialect: str | None, above: tuple[
 
 @contextlib.contextmanager
 def _importable(folder: pathlib.Path) -> Iterator[None]:
-    """Lets recipes of the folder import each other. Unloads them afterwards: another folder may have the same names."""
+    """Let recipes in a folder import each other. Unload them afterwards, as another folder may have the same names."""
     before = set(sys.modules)
     sys.path.insert(0, str(folder))
     try:
@@ -239,14 +240,14 @@ def _importable(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _locate(path: str, folder: pathlib.Path, error: Exception) -> str:
-    """File, line and text of an error in a recipe, or in a recipe that it imports."""
+    """Return file, line and text of an error in a recipe, or in a recipe that it imports."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if pathlib.Path(frame.filename).parent == folder]
+    in_recipe = [frame for frame in frames if pathlib.Path(frame.filename).parent == folder]
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {error.msg}"
-    if not own:  # for example, get_config() takes no argument
+    if not in_recipe:  # raised in the call itself; for example, get_config() takes no argument
         return f"{path}: {error}"
-    place, line = f"{own[-1].filename}, line {own[-1].lineno}", own[-1].line or ""
+    place, line = f"{in_recipe[-1].filename}, line {in_recipe[-1].lineno}", in_recipe[-1].line or ""
     if isinstance(error, UserError):
         return f"{place}: {error}"
     quoted = re.search(r"""["'](\w+)\\?["']""", str(error))

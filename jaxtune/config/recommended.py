@@ -1,4 +1,4 @@
-"""`train.recommend`: the rule of thumb of a mode and model size, for options that nobody set."""
+"""Rules of thumb for learning rate and warm-up (`train.recommend`), by training mode and model size."""
 
 import math
 from collections.abc import Callable, Iterator, Set
@@ -9,7 +9,7 @@ from jaxtune.errors import UserError
 ERNIEKIT = "ERNIEKit's training configuration, 1.3"
 QLORA = "Dettmers et al. 2023, table 9"
 GPT3 = "Brown et al. 2020, table 2.1"
-ADAMW = ("adamw", "adamw_8bit")  # the optimizers of these rates
+ADAMW = ("adamw", "adamw_8bit")  # optimizers that the rates below are for
 
 # mode, largest model in billions of parameters, peak learning rate, source
 LEARNING_RATES = (
@@ -32,24 +32,24 @@ WARMUP_RATIO = 0.03, f"1% to 10% of steps: {ERNIEKIT}"
 
 
 CountParameters = Callable[[Model], int]
-"""The number of parameters of a model, by its config.json."""
+"""Count the parameters of a model by its config.json, which is downloaded if necessary."""
 
 
 def recommend(
     config: Config, told: Set[str], count: CountParameters | None
 ) -> tuple[dict[str, float], tuple[str, ...]]:
-    """Values for the mode and the size of the model.
+    """Return recommended values for the training mode and model size.
 
     Args:
         config: All options.
-        told: The keys that the user or the recipe has set, which stay as they are.
-        count: Called only if the recommendation depends on the size.
+        told: Keys that the user or the recipe set; these keep their values.
+        count: Called only if a recommendation depends on the size.
 
     Returns:
-        Values by key, and a line for the user about each.
+        Values by key, and a line for the user about each recommendation.
 
     Raises:
-        UserError: The recommendation depends on the size, and there is no `count`.
+        UserError: A recommendation depends on the size, and there is no `count`.
     """
     values, lines = {}, []
     for key, value, why in _advice(config, count):
@@ -65,7 +65,7 @@ def recommend(
 
 
 def _advice(config: Config, count: CountParameters | None) -> Iterator[tuple[str, float | None, str]]:
-    """(key, value, why)."""
+    """Yield (key, value, reason); the value is None without a recommendation."""
     mode = _mode(config)
     if mode is None:
         yield "optim.learning_rate", None, "there is no rule of thumb for reward models"

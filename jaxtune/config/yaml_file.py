@@ -13,41 +13,52 @@ from jaxtune.errors import UserError
 
 @dataclass(frozen=True)
 class Written:
-    """What a YAML file says: its values, and the line of each by its dotted name (`datasets[0].path`)."""
+    """The contents of a YAML file.
+
+    Attributes:
+        values: The values.
+        lines: The line of each value, by its dotted name (`datasets[0].path`).
+    """
 
     values: dict[str, Any]
     lines: dict[str, int]
 
     def line(self, name: str) -> int:
-        """The line of an option; of one that an alias or `<<` brings, where these stand."""
+        """Return the line of an option; for one from an alias or `<<`, the line of the alias or `<<`."""
         while name and name not in self.lines:
             name = re.sub(r"\[\d+\]$|\.?[^.]*$", "", name, count=1)
+            # Without a line of its own, the value came from a `<<` in an enclosing mapping.
             if brought := self.lines.get(f"{name}.<<" if name else "<<"):
                 return brought
         return self.lines.get(name, 1)
 
 
 MOST_VALUES = 100_000
-"""Of a file, each alias counted as what it stands for: nine lines of aliases can stand for a billion."""
+"""Limit for a file, with aliases expanded: nine lines of nested aliases can expand to a billion values."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Values only, no objects. 2e-4 is a number, as in YAML 1.2, and a key is what is written: `no`, not False."""
+    """A loader of values, not objects. 2e-4 is a number, as in YAML 1.2, and keys stay text: `no`, not False."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
-        self.flatten_mapping(node)  # what `<<` brings comes before the mapping's own keys
+        self.flatten_mapping(node)  # puts the keys from `<<` first, so that the mapping's own keys override them
         return {str(key.value): self.construct_object(value, deep) for key, value in node.value}
 
 
+# YAML 1.1, which PyYAML implements, reads 2e-4 (no dot) as text.
 _NUMBER = re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
 
 
 def read(file: Path, name: str) -> Written:
-    """Reads a file; `name` is how errors call it.
+    """Read a file.
+
+    Args:
+        file: The file.
+        name: Its name in errors.
 
     Raises:
-        UserError: Not YAML, with the line, or not a mapping from options to values.
+        UserError: The file is not YAML (the message has the line), or not a mapping from options to values.
     """
     try:
         loader = _Loader(file.read_text(encoding="utf-8"))
@@ -61,7 +72,7 @@ def read(file: Path, name: str) -> Written:
         values = {} if node is None else loader.construct_document(node)
     except RecursionError:
         raise UserError(f"{name}: nested too deeply") from None
-    except (TypeError, ValueError) as error:  # a date that is none, a key that is a list, a tag that does not fit
+    except (TypeError, ValueError) as error:  # an invalid date, a list as a key, a tag of another type
         raise UserError(f"{name}: {error}; put text into quotes") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -77,28 +88,36 @@ def read(file: Path, name: str) -> Written:
 
 
 def _find_lines(node: yaml.Node, name: str, lines: dict[str, int], sizes: dict[int, int | None]) -> int:
-    """Records the line of each option below a node. Returns how many values it has, each alias as what it stands for.
+    """Record the line of each option below a node, and return the number of values with aliases expanded.
 
-    sizes: of the nodes that were met, None until all below one were; an alias is the node that it stands for. Raises
-    yaml.MarkedYAMLError for what a config cannot be, before any value is made.
+    Runs before any value is constructed, so that expanding aliases cannot exhaust memory.
+
+    Args:
+        node: The node; an alias is the node that it refers to.
+        name: The dotted name of the node.
+        lines: Lines by name, filled here.
+        sizes: Sizes of visited nodes by id; None while a node is being visited.
+
+    Raises:
+        yaml.MarkedYAMLError: An alias inside its own node, too many values, or a key that a config cannot have.
     """
     lines.setdefault(name, node.start_mark.line + 1)
     if id(node) in sizes:
         if (size := sizes[id(node)]) is None:
-            raise yaml.MarkedYAMLError(problem="an alias inside of what it stands for", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(problem="an alias inside its own value", problem_mark=node.start_mark)
         return size
     sizes[id(node)] = None
     sizes[id(node)] = size = 1 + sum(
         _find_lines(value, inner, lines, sizes) for inner, value in _below(node, name, lines)
     )
     if size > MOST_VALUES:
-        problem = f"more than {MOST_VALUES:,} values, counting those that its aliases stand for"
+        problem = f"more than {MOST_VALUES:,} values after its aliases are expanded"
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
     return size
 
 
 def _below(node: yaml.Node, name: str, lines: dict[str, int]) -> Iterator[tuple[str, yaml.Node]]:
-    """The values directly below a node, with their dotted names; records the lines of keys."""
+    """Yield (dotted name, node) of the values directly below a node, and record the lines of keys."""
     keys = set()
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:

@@ -1,6 +1,6 @@
-"""Recipes that come with jaxtune: train by one with --config=NAME, or --config=NAME:ARGUMENT.
+"""Recipes that come with jaxtune. Train with one by --config=NAME, or --config=NAME:ARGUMENT.
 
-Your own recipe, in any folder, can start from one of them by import:
+Your own recipe, in any folder, can import one and change it:
 
     from jaxtune.recipes import qwen_lora
 
@@ -9,5 +9,5 @@ Your own recipe, in any folder, can start from one of them by import:
         config.lora.rank = 64
         return config
 
-A recipe imports nothing but the standard library, jaxtune.config and other recipes: `jaxtune recipes` reads them all.
+A recipe imports only the standard library, jaxtune.config and other recipes: `jaxtune recipes` reads them all.
 """

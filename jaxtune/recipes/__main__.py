@@ -1,4 +1,4 @@
-"""Lists the recipes that come with jaxtune, or copies one for you to change.
+"""List the recipes that come with jaxtune, or copy one for you to change.
 
 python -m jaxtune.recipes
 python -m jaxtune.recipes --copy=qwen_lora
@@ -18,9 +18,9 @@ from jaxtune.errors import UserError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Lists or copies; returns the exit code."""
+    """List or copy recipes; return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    # A word that is neither a flag nor the value of one.
+    # Folders are the words that are neither flags nor the value of --copy.
     folders = [word for before, word in pairwise(["", *arguments]) if word[:1] != "-" and before.strip("-") != "copy"]
     rest = [word for word in arguments if word not in folders]
     return command.run(_define_flags, lambda values, _: _main(values.copy, folders), rest, with_config=False)
@@ -42,9 +42,9 @@ def _main(name: str | None, folders: list[str]) -> None:
         raise UserError(f"{folder} is not a folder; make it first")
     copied = folder / file.name
     if copied.exists():
-        raise UserError(f"{copied} already exists; move it, or copy in another folder")
+        raise UserError(f"{copied} already exists; move it, or copy to another folder")
     shutil.copyfile(file, copied)
-    print(f"copied to {copied}; train by it with: python -m jaxtune.train --config={copied}")
+    print(f"copied to {copied}; train with it: python -m jaxtune.train --config={copied}")
 
 
 if __name__ == "__main__":

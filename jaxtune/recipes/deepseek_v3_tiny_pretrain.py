@@ -1,11 +1,12 @@
 """A small DeepSeek-V3-shaped mixture of experts, trained from scratch on the Python standard library's source text.
 
-Latent attention; 16 experts, of which a token goes to 3 and to a shared one, balanced without a loss: a step moves what
-is added to the scores of an expert by how often it was chosen. `:dense` is its twin, of the size that a token passes
-here: 0.66 million parameters of 1.63.
+It has latent attention and 16 experts; each token is routed to 3 experts and one shared expert. Load balancing is
+auxiliary-loss-free: each step adjusts the bias of an expert's score by how often it was chosen. `:dense` is a dense
+model with as many parameters as a token uses here: 0.66 million of 1.63.
 
-Hardware: any; made for two CPU cores. As for the quickstart, nothing is downloaded. With one seed, the loss in the end,
-of validation and of the last 100 steps, and expert_load_worst, the mean of the last 200; minutes on one core:
+Hardware: any; designed for two CPU cores. Nothing is downloaded, as in the quickstart. Results with one seed: the final
+validation loss, the mean training loss of the last 100 steps, the mean expert_load_worst of the last 200, and minutes
+on one core:
 
     model    steps  validation  training  load  minutes
     mixture    600      1.5054    1.6100  1.56      5.3
@@ -13,8 +14,8 @@ of validation and of the last 100 steps, and expert_load_worst, the mean of the 
     mixture   1200      1.3069    1.3716  1.47
     dense     1200      1.3117    1.3805
 
-The mixture starts behind (2.259 and 2.220 after 100 steps), while its routers become balanced: expert_load_worst is 4.1
-in the first 20 steps, and 1.8 from 100 to 200.
+The mixture starts behind (2.259 and 2.220 after 100 steps), until its routers are balanced: expert_load_worst is 4.1 in
+the first 20 steps, and 1.8 in steps 100 to 200.
 
     python -m jaxtune.train --config=deepseek_v3_tiny_pretrain
     python -m jaxtune.train --config=deepseek_v3_tiny_pretrain:dense
@@ -49,7 +50,7 @@ MODELS = {"mixture": MIXTURE, "dense": MIXTURE | {"first_k_dense_replace": MIXTU
 
 
 def get_config(model="mixture"):
-    """The quickstart's recipe with another model, "mixture" or "dense"; makes its folder if it does not exist."""
+    """Return the quickstart's config with a "mixture" or "dense" model; create its folder if it does not exist."""
     folder = pathlib.Path(f"runs/deepseek_v3_tiny_{model}_model")
     quickstart.make_model_folder(folder, "DeepseekV3", MODELS[model])
     config = quickstart.get_config()
@@ -58,7 +59,7 @@ def get_config(model="mixture"):
     config.train.max_steps = 600
     config.train.micro_batch_size = 8
     if model == "mixture":
-        # At the others' learning rate a router's scores move faster than their corrections.
+        # At the learning rate of the other parameters, router scores would change faster than the expert biases.
         config.optim.lr_multipliers = ("mlp.gate.weight=0.1",)
         config.experts.bias_update_rate = 1e-2
     else:

@@ -2,7 +2,7 @@
 
 Hardware: GPUs of 24 GB or more (RTX 4090).
 
-The argument is a Hugging Face folder or hub id, of which only config.json and the tokenizer are used.
+The argument is a Hugging Face folder or hub id; only its config.json and tokenizer are used.
 
     python -m jaxtune.train --config=llama_pretrain
     python -m jaxtune.train --config=llama_pretrain:PATH_OR_HUB_ID '--config.data.datasets[0].path=FOLDER'
@@ -12,7 +12,7 @@ from jaxtune.config import dataset, new_config
 
 
 def get_config(model="HuggingFaceTB/SmolLM2-135M"):
-    """The recipe for the shape and tokenizer of a model."""
+    """Return the config for the shape and tokenizer of a model."""
     config = new_config()
     config.model.path = model
     config.model.from_scratch = True

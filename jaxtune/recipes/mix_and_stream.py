@@ -1,7 +1,7 @@
 """LoRA fine-tuning of a Qwen3 model on a stream of conversations, with web text mixed in; one GPU.
 
-Hardware: a GPU of 24 GB or more (RTX 4090), as for qwen_lora. Nothing is downloaded beforehand but validation data. Of
-four samples three are conversations; a dataset that ends begins again.
+Hardware: a GPU of 24 GB or more (RTX 4090), as for qwen_lora. Only validation data is downloaded beforehand. Three
+of four samples are conversations; a dataset that ends restarts.
 
     python -m jaxtune.train --config=mix_and_stream
     python -m jaxtune.train --config=mix_and_stream:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'
@@ -12,7 +12,7 @@ from jaxtune.recipes import qwen_lora
 
 
 def get_config(model="Qwen/Qwen3-0.6B"):
-    """The recipe of qwen_lora on two streams, in shares of 3 to 1."""
+    """Return the config of qwen_lora on two streams, in shares of 3 to 1."""
     config = qwen_lora.get_config(model)
     config.data.streaming = True
     config.data.mixing = "interleave_over"

@@ -1,7 +1,7 @@
 """A small Qwen3-shaped model, trained from scratch on the Python standard library's own source text.
 
-Hardware: any; made for two CPU cores. Nothing is downloaded: the data is on every machine, and the model folder
-(config.json and a byte-level tokenizer) is made on the first run, in runs/quickstart_model.
+Hardware: any; designed for two CPU cores. Nothing is downloaded: the data is on every machine, and the first run
+creates the model folder (config.json and a byte-level tokenizer) in runs/quickstart_model.
 
     python -m jaxtune.train --config=quickstart
 """
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
 
 
 def get_config():
-    """The recipe; makes the model folder if it does not exist."""
+    """Return the config; create the model folder if it does not exist."""
     make_model_folder(MODEL_FOLDER, "Qwen3", MODEL)
     config = new_config()
     config.model.path = str(MODEL_FOLDER)
@@ -66,19 +66,19 @@ def get_config():
 
 
 def make_model_folder(folder, kind, sizes):
-    """Writes a config.json of transformers' `kind` and the byte-level tokenizer, unless the folder exists.
+    """Write a config.json of transformers' `kind` and the byte-level tokenizer, unless the folder exists.
 
     Raises:
-        UserError: The folder was made with other sizes.
+        UserError: The folder was created with other sizes.
     """
     if folder.exists():
-        found = json.loads((folder / "config.json").read_text())
-        if changed := [name for name in sizes if found.get(name) != sizes[name]]:
+        existing = json.loads((folder / "config.json").read_text())
+        if changed := [name for name in sizes if existing.get(name) != sizes[name]]:
             raise UserError(
-                f"{folder} was made with another {', '.join(changed)}; remove it, and the runs that used it"
+                f"{folder} was created with another {', '.join(changed)}; remove it, and the runs that used it"
             )
         return
-    import transformers  # here, as it takes seconds and only the first run needs it
+    import transformers  # here, because it takes seconds and only the first run needs it
 
     tokenizer = byte_tokenizer()
     end = tokenizer.convert_tokens_to_ids(END)
@@ -90,7 +90,7 @@ def make_model_folder(folder, kind, sizes):
     tokenizer.save_pretrained(temporary)
     temporary.chmod(0o755)
     try:
-        temporary.rename(folder)  # atomic, as other processes may be making it at the same time
+        temporary.rename(folder)  # atomic, because other processes may create it at the same time
     except OSError:
         shutil.rmtree(temporary)
         if not folder.exists():
@@ -98,7 +98,7 @@ def make_model_folder(folder, kind, sizes):
 
 
 def byte_tokenizer():
-    """A tokenizer with a token for each byte, and three for the ends of documents and turns."""
+    """Return a tokenizer with a token for each byte, and three for the ends of documents, and turns."""
     import tokenizers
     import transformers
 

@@ -1,6 +1,6 @@
-"""LoRA fine-tuning of the model that the recipe quickstart trained, on the source text of another part of the library.
+"""LoRA fine-tuning of the quickstart's model, on the source text of another part of the library.
 
-Hardware: any; made for two CPU cores. Run the quickstart first.
+Hardware: any; designed for two CPU cores. Run the quickstart first.
 
     python -m jaxtune.train --config=quickstart_lora
 """
@@ -12,7 +12,7 @@ from jaxtune.recipes import quickstart
 
 
 def get_config():
-    """The quickstart's recipe, starting from its exported model, with adapters and other data."""
+    """Return the quickstart's config, with its exported model, adapters and other data."""
     config = quickstart.get_config()
     config.model.path = "runs/quickstart/export"
     config.model.from_scratch = False

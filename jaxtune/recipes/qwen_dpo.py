@@ -1,11 +1,11 @@
-"""DPO of adapters on a Qwen3 chat model: the better of two answers becomes likelier; one GPU.
+"""DPO of a Qwen3 chat model with LoRA, on pairs of answers; one GPU.
 
     python -m jaxtune.train --config=qwen_dpo
     python -m jaxtune.train --config=qwen_dpo:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'
 
 Rows of my.jsonl have the columns prompt, chosen and rejected, text or messages, or whole conversations in the last two.
-The reference is the model without its adapters, which costs a second forward pass and no memory. At the first step the
-loss is ln 2 and rewards/margins is 0; both answers become less likely if the learning rate is too high.
+The reference is the base model: one extra forward pass, no extra memory. At the first step the loss is ln 2 and
+rewards/margins is 0; both answers become less likely if the learning rate is too high.
 """
 
 from jaxtune.config import dataset
@@ -13,7 +13,7 @@ from jaxtune.recipes import qwen_lora
 
 
 def get_config(model="Qwen/Qwen3-0.6B"):
-    """The recipe for a model: a Hugging Face folder or hub id."""
+    """Return the config for a model: a Hugging Face folder or hub id."""
     config = qwen_lora.get_config(model)
     config.data.datasets = (dataset(path="trl-lib/ultrafeedback_binarized"),)
     config.data.seq_len = 4096

@@ -11,7 +11,7 @@ from jaxtune.recipes import qwen_lora
 
 
 def get_config(model="Qwen/Qwen3-0.6B"):
-    """The recipe of qwen_lora with every parameter trained, at a lower learning rate."""
+    """Return the config of qwen_lora with every parameter trained, at a lower learning rate."""
     config = qwen_lora.get_config(model)
     config.lora = new_config().lora
     config.optim.learning_rate = 1e-5

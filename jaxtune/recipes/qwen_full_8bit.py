@@ -13,7 +13,7 @@ from jaxtune.recipes import qwen_full
 
 
 def get_config(model="Qwen/Qwen3-8B"):
-    """The recipe of qwen_full in 6 bytes a weight instead of 16."""
+    """Return the config of qwen_full with 6 bytes a weight instead of 16."""
     config = qwen_full.get_config(model)
     config.optim.name = "adamw_8bit"
     config.precision.master_dtype = "bfloat16"

@@ -1,13 +1,13 @@
-"""GRPO of adapters on a Qwen3 chat model: it answers questions, and answers that are right become likelier; one GPU.
+"""GRPO of a Qwen3 chat model with LoRA, rewarded for right answers to questions; one GPU.
 
     python -m jaxtune.train --config=qwen_grpo
     python -m jaxtune.train --config=qwen_grpo:PATH_OR_HUB_ID --config.rollout.rewards=my_rewards.py:right
 
-Each step takes a prompt for each rollout.group_size completions. A reward function of your own is called as below; it
-gets the columns of the data by their names. Watch reward, which should rise, completions/clipped_ratio, the share of
-completions that did not end in rollout.max_new_tokens, and frac_reward_zero_std, the share of prompts whose
-completions are all worth the same, from which nothing is learned. Answers are asked for without thoughts; with them
-(chat.template=qwen3) a completion needs several times the tokens.
+Each step takes one prompt per rollout.group_size completions. Your reward function is called like `right` below, with
+the columns of the data as keyword arguments. Watch these metrics: reward, which should rise; completions/clipped_ratio,
+the share of completions that did not end within rollout.max_new_tokens; and frac_reward_zero_std, the share of prompts
+whose completions all have the same reward and so give no gradient. Answers are generated without thinking; with it
+(chat.template=qwen3) a completion needs several times as many tokens.
 """
 
 import re
@@ -19,7 +19,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def get_config(model="Qwen/Qwen3-0.6B"):
-    """The recipe for a model: a Hugging Face folder or hub id."""
+    """Return the config for a model: a Hugging Face folder or hub id."""
     config = qwen_lora.get_config(model)
     config.data.datasets = (dataset(path="openai/gsm8k", subset="main"),)
     config.data.validation_split = 0.0
@@ -38,11 +38,11 @@ def get_config(model="Qwen/Qwen3-0.6B"):
 
 
 def right(completions, answer, **columns):
-    """1 where the last number of a completion is that of the answer in the data, which is after ####; else 0."""
+    """Return 1 if the last number of a completion equals the answer in the data, which follows ####, else 0."""
     texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
     return [float(_last_number(text) == _last_number(wanted)) for text, wanted in zip(texts, answer)]
 
 
 def _last_number(text):
-    found = NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    numbers = NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None

@@ -12,7 +12,7 @@ from jaxtune.config import dataset, new_config
 
 
 def get_config(model="Qwen/Qwen3-0.6B"):
-    """The recipe for a model: a Hugging Face folder or hub id."""
+    """Return the config for a model: a Hugging Face folder or hub id."""
     config = new_config()
     config.model.path = model
     config.data.datasets = (dataset(path="tatsu-lab/alpaca", type="instruction"),)

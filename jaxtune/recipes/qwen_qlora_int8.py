@@ -1,4 +1,4 @@
-"""QLoRA of a Qwen3 model on instructions, its linear layers frozen in INT8; one GPU.
+"""QLoRA of a Qwen3 model on instructions, with linear layers frozen in INT8; one GPU.
 
 Hardware: a GPU of 24 GB or more (RTX 4090).
 
@@ -13,7 +13,7 @@ from jaxtune.recipes import qwen_lora
 
 
 def get_config(model="Qwen/Qwen3-8B"):
-    """The LoRA recipe on a quantized base."""
+    """Return the config of qwen_lora with a quantized base."""
     config = qwen_lora.get_config(model)
     config.quant.format = "int8"
     return config

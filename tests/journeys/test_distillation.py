@@ -66,7 +66,7 @@ def test_a_teacher_of_other_tokens_is_refused(home, teacher):
 
 
 REFUSED = {
-    "a stream": ({"data.streaming": True, "data.validation_split": 0}, "data.streaming does not know them then"),
+    "a stream": ({"data.streaming": True, "data.validation_split": 0}, "which data.streaming cannot provide"),
     "more tokens than there are": ({"distill.top_k": 1000}, "distill.top_k=1000: there are 259 tokens"),
     "no such folder": ({"distill.teacher": "/no/such/folder"}, "distill.teacher='/no/such/folder': "),
     "a mixture of losses": ({"preference.loss": "sigmoid"}, "distill.teacher"),

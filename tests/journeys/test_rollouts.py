@@ -118,7 +118,7 @@ def test_what_cannot_be_rewarded_is_refused(home, data):
     assert "not a multiple of rollout.group_size=3" in refused(**{"rollout.group_size": 3})
     assert "no prompt of at most 4 tokens" in refused(**{"data.seq_len": 16})
     assert "has no function nobody" in refused(**{"rollout.rewards": f"('{home / 'rewards.py'}:nobody',)"})
-    assert "adapters are sent" in refused(**{"rollout.server": "http://localhost:1", "lora.enabled": False})
+    assert "a server receives adapters" in refused(**{"rollout.server": "http://localhost:1", "lora.enabled": False})
     assert "use mesh.fsdp" in refused(**{"mesh.stage": 2})
     for key, value in (
         ("data.packing_method", "sequential"),

@@ -1,4 +1,4 @@
-"""Options of Axolotl that must be read together (`conversions`)."""
+"""Options of Axolotl that are translated together (see `conversions`)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,32 +26,34 @@ _TEMPLATES = {
 
 
 def _entries(o: Options) -> Iterator[Mapping[str, Any]]:
-    """Those of all lists of datasets."""
+    """Yield the entries of all lists of datasets."""
     for name in ("datasets", "test_datasets"):
         entries = o.get(name)
         yield from (entry for entry in (entries if isinstance(entries, list) else ()) if isinstance(entry, Mapping))
 
 
 def _common(o: Options, name: str) -> Any:
-    """What all entries that are conversations say of an option that is one for all of them here."""
-    said = [entry.get(name) for entry in _entries(o) if str(entry.get("type")).startswith("chat_template")]
-    if any(other != said[0] for other in said):
-        raise NotYet(f"a {name} of each dataset; one for all is there")
-    return said[0] if said else None
+    """Return the value of an option that all conversation datasets must share, because ours is global."""
+    values = [entry.get(name) for entry in _entries(o) if str(entry.get("type")).startswith("chat_template")]
+    if any(other != values[0] for other in values):
+        raise NotYet(f"a different {name} for each dataset; use one for all")
+    return values[0] if values else None
 
 
 # ---- an entry of datasets ----
 
 
 def axolotl_type(o: Options) -> Settings:
-    """A kind of data and its columns; a section: the user's own format, or names of columns of preferences.
+    """The dataset type and its columns; a section has a custom format, or the columns of preferences.
 
-    Preferences have no type, as the objective says whether they are pairs.
+    Preferences have no type, because the objective determines it.
     """
     kind = o.get("type")
-    own = {name.removeprefix("type."): value for name, value in o.items() if name.startswith("type.") and value}
-    if own:
-        return _own_type(own)
+    custom_format = {
+        name.removeprefix("type."): value for name, value in o.items() if name.startswith("type.") and value
+    }
+    if custom_format:
+        return _own_type(custom_format)
     if kind is None or kind is True:
         return {"type": "tokenized"}
     if kind == "completion":
@@ -63,8 +65,8 @@ def axolotl_type(o: Options) -> Settings:
     if kind in ("chat_template.default", "chatml.intel", "chatml.ultra", "llama3.intel", "llama3.ultra"):
         return {"prompt_field": o["field_messages"]} if o.get("field_messages") else {}
     raise NotYet(
-        "a type is completion, chat_template, alpaca, a section with format and field_..., of preferences "
-        "chat_template.default, chatml.intel, chatml.ultra, llama3.intel, llama3.ultra; or none, of tokens"
+        "type must be completion, chat_template, alpaca, a section with format and field_..., for preferences "
+        "chat_template.default, chatml.intel, chatml.ultra, llama3.intel, llama3.ultra; or none, for tokens"
     )
 
 
@@ -80,17 +82,17 @@ def _own_type(own: Mapping[str, Any]) -> Settings:
         "format": "prompt_format",
         "no_input_format": "prompt_format_no_input",
     }
-    found: Settings = {"type": "instruction", "input_field": own.get("field_input")}
-    return found | {ours: own[theirs] for theirs, ours in columns.items() if theirs in own}
+    settings: Settings = {"type": "instruction", "input_field": own.get("field_input")}
+    return settings | {ours: own[theirs] for theirs, ours in columns.items() if theirs in own}
 
 
 def axolotl_split(o: Options) -> Settings:
-    """train, if it is not said."""
+    """The split; train by default."""
     return {"split": o.get("split") or "train"}
 
 
 def axolotl_path(o: Options) -> Settings:
-    """A path, and files of it; where it is a word for the format of files, they are the path."""
+    """The path and its files; if the path is a file format, such as json, the files are the path."""
     files, path = o.get("data_files"), o.get("path")
     if files is not None and path in ("json", "csv", "parquet", "text", "arrow"):
         return {"path": files, "ds_type": path}
@@ -98,7 +100,7 @@ def axolotl_path(o: Options) -> Settings:
 
 
 def axolotl_mappings(o: Options) -> Settings:
-    """Names of keys that are other ones in the data."""
+    """Message keys that have other names in the data."""
     pairs = dict(o.get("message_property_mappings") or {})
     for name in ("role", "content"):
         if o.get(f"message_field_{name}"):
@@ -110,10 +112,10 @@ def axolotl_mappings(o: Options) -> Settings:
 
 
 def axolotl_adapter(o: Options) -> Settings:
-    """lora or qlora, whose base is in 4 bits."""
+    """The adapter, lora or qlora, and the format of its base weights, 4-bit for qlora."""
     adapter = o.get("adapter")
     if adapter not in (None, "lora", "qlora"):
-        raise NotYet("adapter is lora or qlora")
+        raise NotYet("adapter must be lora or qlora")
     settings: Settings = {"lora.enabled": adapter is not None}
     if adapter is None:
         return settings
@@ -123,7 +125,7 @@ def axolotl_adapter(o: Options) -> Settings:
 
 
 def axolotl_targets(o: Options) -> Settings:
-    """Names of modules, or all that are linear; unset, those that peft has for most families."""
+    """Target modules, or all linear layers; if unset, peft's default for most families."""
     if o.get("adapter") is None:
         return {}
     names = o.get("lora_target_modules")
@@ -133,12 +135,12 @@ def axolotl_targets(o: Options) -> Settings:
 
 
 def axolotl_dropout(o: Options) -> Settings:
-    """Of adapters; TRL's trainers, which it calls for preferences, switch dropout off."""
+    """Dropout of adapters; TRL's trainers, which Axolotl uses for preferences, disable it."""
     return {"lora.dropout": 0.0 if o.get("rl") else o["lora_dropout"]}
 
 
 def axolotl_overrides(o: Options) -> Settings:
-    """Entries of config.json."""
+    """Overridden entries of config.json."""
     return overriding(o.get("overrides_of_model_config") or {})
 
 
@@ -146,7 +148,7 @@ _FUSED = ("CutCrossEntropyPlugin", "LigerPlugin")
 
 
 def axolotl_plugins(o: Options) -> Settings:
-    """Those of fused losses and norms have no need here."""
+    """Plugins; those for fused losses and norms are unnecessary here."""
     others = [name for name in o.get("plugins") or () if not str(name).endswith(_FUSED)]
     if others:
         raise NotYet(f"plugins of torch, such as {others[0]}")
@@ -154,7 +156,7 @@ def axolotl_plugins(o: Options) -> Settings:
 
 
 def axolotl_packing(o: Options) -> Settings:
-    """multipack: the longest documents first, each into the first row with room."""
+    """Packing; multipack puts the longest documents first, each into the first row with room."""
     if not o.get("sample_packing"):
         return {"data.packing": False}
     sequential = o.get("sample_packing_sequentially")
@@ -162,67 +164,67 @@ def axolotl_packing(o: Options) -> Settings:
 
 
 def axolotl_length(o: Options) -> Settings:
-    """What is longer is left out, or cut; texts without conversations go on in the next row."""
+    """Treatment of documents longer than a row; plain text is always split into rows."""
     ways = {"drop": "delete", "truncate": "right"}
     if o["excess_length_strategy"] not in ways:
-        raise NotYet(f"excess_length_strategy is one of {', '.join(ways)}")
+        raise NotYet(f"excess_length_strategy must be one of {', '.join(ways)}")
     if o.get("rl") or all(entry.get("type") == "completion" for entry in _entries(o)):
         return {}
     return {"data.truncation": ways[o["excess_length_strategy"]]}
 
 
 def axolotl_prompt(o: Options) -> Settings:
-    """Read with preferences alone."""
+    """The maximum prompt length, which Axolotl reads only for preferences."""
     return {"data.datasets[i].max_prompt_tokens": o["max_prompt_len"]} if o.get("rl") else {}
 
 
 def axolotl_stream(o: Options) -> Settings:
-    """Data of pretraining are a stream, unless that is said to be false."""
-    said = o.get("streaming")
-    return {"data.streaming": True} if said or (said is None and o.get("pretraining_dataset")) else {}
+    """Streaming, which is the default for a pretraining_dataset."""
+    streaming_set = o.get("streaming")
+    return {"data.streaming": True} if streaming_set or (streaming_set is None and o.get("pretraining_dataset")) else {}
 
 
 def axolotl_order(o: Options) -> Settings:
-    """A curriculum keeps the order of the data."""
+    """The data order; a curriculum keeps it."""
     return {"data.shuffle": False} if o.get("curriculum_sampling") else {}
 
 
 def axolotl_template(o: Options) -> Settings:
-    """That of the file, or of all its conversations."""
+    """The chat template of the file, or of all its conversation datasets."""
     jinja = o.get("chat_template_jinja") or _common(o, "chat_template_jinja")
     if jinja:
         if "{" in str(jinja):
-            raise NotYet("a chat template in the file; name a file of Jinja")
+            raise NotYet("an inline chat template; name a Jinja file")
         return {"chat.template": jinja}
     name = _common(o, "chat_template") or o.get("chat_template") or "tokenizer_default"
     name = str(name).removeprefix("tokenizer_default_fallback_")
     if name not in _TEMPLATES:
-        raise NotYet(f"chat_template is one of {', '.join(_TEMPLATES)}, or a file by chat_template_jinja")
+        raise NotYet(f"chat_template must be one of {', '.join(_TEMPLATES)}, or a file in chat_template_jinja")
     return {"chat.template": _TEMPLATES[name]} if _TEMPLATES[name] else {}
 
 
 def axolotl_trained(o: Options) -> Settings:
-    """Which messages and which of the tokens that end them."""
+    """Trained messages and end-of-turn tokens."""
     if o["train_on_inputs"]:
         if others := [
             entry.get("type") for entry in _entries(o) if entry.get("type") not in ("chat_template", "completion")
         ]:
-            raise NotYet(f"prompts that are trained, of data of type {others[0]}; of conversations they are")
+            raise NotYet(f"training on prompts of type {others[0]}; only conversations and completions support it")
         return {"chat.loss_scale": "all"}
     roles, ends = _common(o, "roles_to_train"), _common(o, "train_on_eos")
-    found: Settings = {"chat.roles": roles} if roles else {}
-    return found | ({"chat.train_on_eos": ends} if ends else {})
+    settings: Settings = {"chat.roles": roles} if roles else {}
+    return settings | ({"chat.train_on_eos": ends} if ends else {})
 
 
 def axolotl_rates(o: Options) -> Settings:
-    """Factors of the learning rate: of groups, tables, and B matrices of adapters."""
+    """Learning-rate factors of groups, embeddings, and B matrices of adapters."""
     rate, factors = float(o.get("learning_rate") or 0), []
     given = any(o.get(name) for name in ("lr_groups", "embedding_lr"))
     if given and rate <= 0:
-        raise NotYet("learning rates of groups without a learning_rate, of which they are factors here")
+        raise NotYet("learning rates of groups without a learning_rate to which they are relative")
     for group in o.get("lr_groups") or ():
         if not isinstance(group, Mapping) or not {"modules", "lr"} <= group.keys():
-            raise NotYet("a group is {name: ..., modules: [...], lr: ...}")
+            raise NotYet("a group must be {name: ..., modules: [...], lr: ...}")
         factors.append(f"{'|'.join(group['modules'])}={float(group['lr']) / rate:g}")
     if o.get("embedding_lr"):
         factors.append(f"embed_tokens|lm_head={float(o['embedding_lr']) / rate:g}")
@@ -233,23 +235,25 @@ def axolotl_rates(o: Options) -> Settings:
 
 
 def axolotl_schedule(o: Options) -> Settings:
-    """transformers' schedules; of cosine a lowest rate as a part of the peak."""
+    """The schedule; for cosine, also its final rate as a fraction of the peak."""
     if o["lr_scheduler"] in ("one_cycle", "rex"):
-        raise NotYet("the schedules of transformers are there")
-    found = trl_schedule({"lr_scheduler_type": o["lr_scheduler"], "lr_scheduler_kwargs": o.get("lr_scheduler_kwargs")})
+        raise NotYet("this schedule; use one of transformers' schedules")
+    settings = trl_schedule(
+        {"lr_scheduler_type": o["lr_scheduler"], "lr_scheduler_kwargs": o.get("lr_scheduler_kwargs")}
+    )
     lowest = o.get("cosine_min_lr_ratio")
-    return found | ({"optim.final_lr_fraction": lowest} if lowest is not None else {})
+    return settings | ({"optim.final_lr_fraction": lowest} if lowest is not None else {})
 
 
 def axolotl_warmup(o: Options) -> Settings:
-    """Without either, 3% of the steps."""
+    """Warm-up; 3% of all steps if neither option is set."""
     if o.get("warmup_steps") is not None:
         return {"optim.warmup_steps": o["warmup_steps"]}
     return {"optim.warmup_ratio": 0.03 if o.get("warmup_ratio") is None else o["warmup_ratio"]}
 
 
 def axolotl_optimizer(o: Options) -> Settings:
-    """By transformers' names, and one of its own."""
+    """The optimizer, by transformers' name, or muon."""
     named = OPTIMIZERS | {"muon": "muon"}
     if o["optimizer"] not in named:
         raise NotYet(f"the optimizers are {', '.join(named)}")
@@ -258,7 +262,7 @@ def axolotl_optimizer(o: Options) -> Settings:
 
 
 def axolotl_precision(o: Options) -> Settings:
-    """bf16: auto is true; without any, float32. Weights are read in the same dtype."""
+    """The precision, and the same dtype for loaded weights; bf16: auto means true, and no option means float32."""
     if o.get("fp8"):
         return {"precision.recipe": "fp8_hybrid", "model.dtype": "bfloat16"}
     if o.get("fp16") or o.get("float16"):
@@ -270,21 +274,21 @@ def axolotl_precision(o: Options) -> Settings:
 
 
 def axolotl_remat(o: Options) -> Settings:
-    """What is recomputed, or where it waits."""
+    """The rematerialisation policy, or offloading."""
     if o.get("activation_offloading") or o["gradient_checkpointing"] == "offload":
         return {"memory.remat": "offload"}
     if o["gradient_checkpointing"] not in (True, False):
-        raise NotYet("gradient_checkpointing is true, false or offload")
+        raise NotYet("gradient_checkpointing must be true, false or offload")
     return {"memory.remat": "block" if o["gradient_checkpointing"] else "none"}
 
 
 def axolotl_devices(o: Options) -> Settings:
-    """Shards by FSDP or DeepSpeed, whose files have their stage in their names; without, every device has a replica."""
+    """Sharding by FSDP or DeepSpeed, whose file names contain the stage; else a replica on every device."""
     deepspeed = o.get("deepspeed")
     if isinstance(deepspeed, str):
         stages = [stage for stage in (1, 2, 3) if f"zero{stage}" in deepspeed]
         if not stages:
-            raise NotYet("a file of DeepSpeed other than deepspeed_configs/zero1.json, zero2.json or zero3.json")
+            raise NotYet("a DeepSpeed file other than deepspeed_configs/zero1.json, zero2.json or zero3.json")
         return {"mesh.fsdp": -1, "parallel.zero": stages[0]}
     if deepspeed:
         return zero_of(deepspeed)
@@ -295,13 +299,13 @@ def axolotl_devices(o: Options) -> Settings:
 
 
 def _when(o: Options, event: str, plural: str) -> tuple[int, float | None]:
-    """The steps, and the epochs, between two of these; by default an epoch."""
+    """Return the steps and the epochs between two events, one epoch by default."""
     strategy, steps, often = o.get(f"{event}_strategy"), o.get(f"{event}_steps"), o.get(f"{plural}_per_epoch")
     if strategy not in (None, "no", "epoch", "steps", "best"):
-        raise NotYet(f"{event}_strategy is no, steps, epoch or best")
+        raise NotYet(f"{event}_strategy must be no, steps, epoch or best")
     if steps is not None:
         if steps != int(steps):
-            raise NotYet(f"{event}_steps as a part of all steps; a number of steps is there")
+            raise NotYet(f"{event}_steps as a fraction of all steps; set a number of steps")
         return int(steps), None
     if often is not None:
         return 0, 1 / often if often > 0 else None
@@ -309,55 +313,56 @@ def _when(o: Options, event: str, plural: str) -> tuple[int, float | None]:
 
 
 def axolotl_eval(o: Options) -> Settings:
-    """By steps or epochs."""
+    """Evaluation by steps or epochs."""
     steps, epochs = _when(o, "eval", "evals")
     return {"eval.steps": steps, "eval.epochs": epochs}
 
 
 def axolotl_save(o: Options) -> Settings:
-    """By steps or epochs."""
+    """Checkpoints by steps or epochs."""
     steps, epochs = _when(o, "save", "saves")
     more: dict[Any, Settings] = {"best": {"ckpt.keep_best": True}, "no": {"ckpt.at_end": False}}
     return {"ckpt.save_steps": steps, "ckpt.save_epochs": epochs} | more.get(o.get("save_strategy"), {})
 
 
 def axolotl_metric(o: Options) -> Settings:
-    """As transformers names it."""
+    """The metric that ranks evaluations, as in transformers."""
     return trl_metric(o)
 
 
 def axolotl_resume(o: Options) -> Settings:
-    """As transformers reads it."""
+    """The checkpoint to resume from, as in transformers."""
     return trl_resume(o)
 
 
 def axolotl_hub(o: Options) -> Settings:
-    """Where the export goes; Axolotl makes private repositories alone."""
+    """The hub repository of the export, always private as in Axolotl."""
     name = o.get("hub_model_id")
     return {"export.push_to_hub": name, "export.private": True} if name else {}
 
 
 def axolotl_wandb(o: Options) -> Settings:
-    """A project means that there is one."""
+    """wandb, which a project name enables."""
     project = o.get("wandb_project")
     return {"log.wandb.project": project, "log.wandb.enabled": True} if project else {}
 
 
 def axolotl_profile(o: Options) -> Settings:
-    """The first steps."""
+    """A trace of the first steps."""
     steps = o.get("profiler_steps")
     return {"prof.enabled": True, "prof.start_step": 1, "prof.steps": steps} if steps else {}
 
 
 def axolotl_rl(o: Options) -> Settings:
-    """Objectives by TRL's trainers."""
+    """The preference loss, as in TRL's trainers."""
     kind = o.get("rl")
     if kind is None:
         return {}
     losses = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
     if kind not in losses:
-        raise NotYet(f"rl is one of {', '.join(losses)}")
+        raise NotYet(f"rl must be one of {', '.join(losses)}")
     loss = losses[kind]
+    # rl_beta is the newer name, and ORPO has an option of its own.
     beta = next((o[name] for name in ("rl_beta", "dpo_beta") if o.get(name) is not None), None)
     beta = o["orpo_alpha"] if kind == "orpo" and o.get("orpo_alpha") is not None else beta
     settings: Settings = {"preference.loss": loss, "preference.beta": 0.1 if beta is None else beta}

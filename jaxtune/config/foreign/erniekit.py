@@ -1,4 +1,4 @@
-"""Options of ERNIEKit that must be read together (`conversions`)."""
+"""Options of ERNIEKit that are translated together (see `conversions`)."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ from jaxtune.config.foreign.conversions import NotYet, Options, Settings, conver
 
 
 def ernie_train(o: Options) -> Settings:
-    """Paths and their shares, separated by commas; small datasets are repeated until the largest is used up."""
+    """Paths and their probabilities, comma-separated; small datasets repeat until the largest is used up."""
     entries = _ernie_entries(o, "train") if o.get("train_dataset_path") else []
     mixing = {"data.mixing": "interleave_over"} if len(entries) > 1 else {}
     return {"data.datasets": entries} | mixing
 
 
 def ernie_eval(o: Options) -> Settings:
-    """Evaluation takes place with do_eval and a strategy."""
+    """Evaluation runs only with do_eval and a strategy."""
     strategy = strategy_of(o["evaluation_strategy"])
     if not o["do_eval"] or strategy == "no" or not o.get("eval_dataset_path"):
         return {}
@@ -28,25 +28,26 @@ def ernie_eval(o: Options) -> Settings:
 
 
 def ernie_stage(o: Options) -> Settings:
-    """Preferences are learned with stage: DPO alone. Without a reference there is nothing to update."""
+    """Preference options apply only with stage: DPO. Reference-free losses have no reference to update."""
     stage = str(o["stage"]).upper()
     if stage in ("SFT", "PT"):
         return {}
     losses = ("sigmoid", "ipo", "kto_pair", "simpo", "orpo")
     if stage != "DPO" or o["loss_type"] not in losses:
-        raise NotYet(f"the stages are SFT, PT and DPO, with a loss_type of {', '.join(losses)}")
-    loss, alone = o["loss_type"], o["loss_type"] in ("simpo", "orpo")
+        raise NotYet(f"the stages are SFT, PT and DPO, with loss_type {', '.join(losses)}")
+    loss, no_reference = o["loss_type"], o["loss_type"] in ("simpo", "orpo")
     settings: Settings = {"preference.loss": loss, "preference.beta": o["beta"]}
     settings |= {"preference.loss_weight": o["pref_loss_ratio"], "preference.sft_weight": o["sft_loss_ratio"]}
     settings |= {"preference.offset_alpha": o["offset_alpha"]}
+    # A setting of every dataset, because theirs is global.
     settings |= {"data.datasets[i].max_prompt_tokens": o["max_prompt_len"]}
     if loss in ("sigmoid", "simpo"):
         settings["preference.label_smoothing"] = o["label_smoothing"]
     if loss == "simpo":
         settings["preference.simpo_gamma"] = o["simpo_gamma"]
-    if not alone and o["reference_free"]:
+    if not no_reference and o["reference_free"]:
         settings["preference.reference"] = None
-    elif not alone and o["ref_model_update_steps"] > 0:
+    elif not no_reference and o["ref_model_update_steps"] > 0:
         settings["preference.reference_update_steps"] = o["ref_model_update_steps"]
     return settings
 
@@ -60,9 +61,9 @@ def _ernie_entries(o: Options, part: str) -> list[Settings]:
     try:
         shares = [float(share) for share in _split(o[f"{part}_dataset_prob"])]
     except ValueError:
-        raise NotYet("probabilities that are not numbers with commas between them") from None
+        raise NotYet("probabilities that are not comma-separated numbers") from None
     if unknown := [kind for kind in kinds if kind not in types]:
-        raise NotYet(f"data of type {unknown[0]}; there are {', '.join(types)}")
+        raise NotYet(f"data of type {unknown[0]}; supported are {', '.join(types)}")
     if len(paths) == 1:
         return [{"path": paths[0], "type": types[kinds[0]]}]
     kinds = kinds * len(paths) if len(kinds) == 1 else kinds
@@ -76,7 +77,7 @@ def _split(text: Any) -> list[str]:
 
 
 def ernie_rates(o: Options) -> Settings:
-    """Some options are read by one schedule alone."""
+    """Some options are read by only one schedule."""
     schedule = o["lr_scheduler_type"]
     if schedule not in ("linear", "cosine", "polynomial", "constant", "constant_with_warmup"):
         raise NotYet("the schedules are linear, cosine, polynomial, constant and constant_with_warmup")
@@ -89,12 +90,13 @@ def ernie_rates(o: Options) -> Settings:
 
 
 def ernie_precision(o: Options) -> Settings:
-    """Three ways to say the format of products, of which float32 is what is left."""
+    """compute_type, fp16 and bf16 all set the precision recipe; float32 if none is set."""
     named = "fp16" if o.get("fp16") else "bf16" if o["bf16"] else "fp32"
     named = o.get("compute_type") or named
     if named not in ("bf16", "fp16", "fp32", "fp8"):
         raise NotYet("compute_type is bf16, fp16, fp32 or fp8")
     stored = {"fp16": "float16", "fp32": "float32"}.get(named, "bfloat16")
+    # Paddle's AMP: O1 keeps the weights in float32; O2 also keeps gradients in bfloat16, unless amp_master_grad is set.
     stored = "float32" if o.get("fp16_opt_level") == "O1" else stored
     fp8 = named == "fp8" or (o.get("weight_quantize_algo") == "fp8_linear" and not _ernie_lora(o))
     settings: Settings = {"precision.recipe": "fp8_hybrid" if fp8 else named, "model.dtype": stored}
@@ -107,7 +109,7 @@ def ernie_precision(o: Options) -> Settings:
 
 
 def ernie_lora(o: Options) -> Settings:
-    """alpha = -1: twice the rank, or 4 with rslora. rslora_plus: rslora, B matrices 4 times as fast, alpha 4."""
+    """alpha -1 means twice the rank, or 4 with rslora. rslora_plus means rslora, alpha 4 and lr_ratio 4."""
     if not _ernie_lora(o):
         return {"lora.enabled": False}
     plus = bool(o["rslora_plus"])
@@ -123,7 +125,7 @@ def _ernie_lora(o: Options) -> bool:
 
 
 def ernie_quant(o: Options) -> Settings:
-    """Of a frozen base; of trained weights, fp8_linear is a recipe of precision."""
+    """The format of a frozen base; for trained weights, fp8_linear is a precision recipe."""
     algorithm = o.get("weight_quantize_algo")
     formats = {"weight_only_mix": "weight_only_mix", "weight_only_int8": "int8", "fp8_linear": "fp8"}
     if algorithm is not None and algorithm not in formats:
@@ -134,7 +136,7 @@ def ernie_quant(o: Options) -> Settings:
 
 
 def ernie_sharding(o: Options) -> Settings:
-    """Replicas take what shards leave."""
+    """Replicas take the devices that sharding leaves."""
     degree = o.get("sharding_parallel_degree")
     if degree is None or degree == -1:
         return {"mesh.fsdp": -1}
@@ -142,7 +144,7 @@ def ernie_sharding(o: Options) -> Settings:
 
 
 def ernie_remat(o: Options) -> Settings:
-    """What is recomputed, if anything is."""
+    """The rematerialisation policy, or none."""
     policies = {"full": "block", "full_attn": "attention+qkv", "core_attn": "dots"}
     if o["recompute_granularity"] not in policies:
         raise NotYet(f"recompute_granularity is one of {', '.join(policies)}")
@@ -150,12 +152,12 @@ def ernie_remat(o: Options) -> Settings:
 
 
 def ernie_offload(o: Options) -> Settings:
-    """Two switches, of which one goes tensor by tensor, as it is done here."""
+    """Two switches for one option; offloading here is always layer by layer, like their tensorwise variant."""
     return {"memory.offload_optimizer": bool(o["offload_optim"] or o["tensorwise_offload_optimizer"])}
 
 
 def ernie_save(o: Options) -> Settings:
-    """By steps, by epochs, or never."""
+    """Checkpoints by steps, by epochs, or never."""
     return saves_of(o["save_strategy"], o.get("save_steps", 0))
 
 

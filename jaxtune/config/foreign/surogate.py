@@ -1,4 +1,4 @@
-"""Options of Surogate that must be read together (`conversions`)."""
+"""Options of Surogate that are translated together (see `conversions`)."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from jaxtune.config.foreign.conversions import NotYet, Options, Settings, conver
 
 
 def surogate_remat(o: Options) -> Settings:
-    """A block implies all; attention implies its projections, a feed-forward its activation."""
+    """The rematerialisation policy: block includes everything, attention includes its projections."""
     if o["offload_residual"]:
         return {"memory.remat": "offload"}
     attention, feed_forward = o["recompute_att"], o["recompute_ffn"]
@@ -19,29 +19,30 @@ def surogate_remat(o: Options) -> Settings:
 
 
 def surogate_rope(o: Options) -> Settings:
-    """A name with max_model_len, or JSON with a factor; without either the positions stay those of config.json."""
+    """RoPE scaling: a name with max_model_len, or JSON with a factor; otherwise config.json decides."""
     scaling, positions = o["rope_scaling"], o.get("max_model_len")
     if scaling is None:
         return {}
     if isinstance(scaling, Mapping):
         scaling = json.dumps(dict(scaling), default=str)
     if not isinstance(scaling, str) or not isinstance(positions, int | None):
-        raise NotYet("rope_scaling is linear, dynamic, yarn or JSON, and max_model_len a number")
+        raise NotYet("rope_scaling must be linear, dynamic, yarn or JSON, and max_model_len a number")
     return {"model.rope_scaling": scaling} | ({"model.max_positions": positions} if positions else {})
 
 
 def surogate_zero(o: Options) -> Settings:
-    """The highest level that one of three options asks for."""
+    """The highest ZeRO level that any of three options requests."""
     return {"parallel.zero": max(o["zero_level"], 3 if o["shard_weights"] else 1, 2 if o["shard_gradients"] else 1)}
 
 
 def surogate_gpus(o: Options) -> Settings:
-    """0: all; those of a node come before those of the machine."""
+    """The number of GPUs, 0 for all; gpus_per_node overrides gpus."""
     return {"device.gpus": o["distributed.gpus_per_node"] or o["gpus"] or None}
 
 
 def surogate_qlora(o: Options) -> Settings:
-    """Three switches for one format, each with a block size of its own."""
+    """The quantization format, from three switches with separate block sizes."""
+    # In the order of precedence if several switches are true.
     if o["qlora_fp4"]:
         return {"quant.format": "nvfp4"}
     if o["qlora_fp8"]:
@@ -52,7 +53,7 @@ def surogate_qlora(o: Options) -> Settings:
 
 
 def surogate_skip(o: Options) -> Settings:
-    """Of a quantized base, and of products in low precision."""
+    """Layers that are neither quantized nor computed in low precision."""
     skipped = {"skip_first_layers": o["skip_quant_first_layers"], "skip_last_layers": o["skip_quant_last_layers"]}
     sections = ["quant"] if surogate_qlora(o) else []
     sections += ["precision"] if o["recipe"] != "bf16" else []
@@ -60,7 +61,7 @@ def surogate_skip(o: Options) -> Settings:
 
 
 def surogate_master(o: Options) -> Settings:
-    """The dtype of the model, if it is not said; that of most checkpoints is bfloat16."""
+    """The dtype of master weights; if unset, the model's dtype, which is bfloat16 for most checkpoints."""
     dtype = o["master_dtype"] or o.get("torch_dtype") or "bfloat16"
     named = {"fp32": "float32", "bf16": "bfloat16"}.get(dtype, dtype)
     if named not in ("float32", "bfloat16"):
@@ -69,32 +70,32 @@ def surogate_master(o: Options) -> Settings:
 
 
 def surogate_backward(o: Options) -> Settings:
-    """The dtype that the recipe's backward products have; there are no others."""
+    """The dtype of backward products, which is fixed by the recipe."""
     known = {"bf16": ("bf16", "bfloat16"), "fp8_hybrid": ("e5m2", "fp8_e5m2"), "nvfp4": ("fp4", "fp4_e2m1", "nvfp4")}
     dtype, names = o["gradient_dtype"], known.get(o["recipe"])
     if dtype is not None and names and dtype not in names:
-        raise NotYet(f"backward products of another dtype than the recipe's, which is {names[0]}")
+        raise NotYet(f"backward products in a dtype other than the recipe's, which is {names[0]}")
     return {}
 
 
 def surogate_targets(o: Options) -> Settings:
-    """A list, in which all-linear is a word for all."""
+    """A list of module names, or all-linear."""
     names = names_of(o["lora_target_modules"])
     return {"lora.target_modules": "all-linear" if names == ["all-linear"] else names}
 
 
 def surogate_input(o: Options) -> Settings:
-    """Instructions have no input unless its column is named."""
+    """The input column; without it, instructions have no input."""
     return {"input_field": o["input_field"]} if o.get("type") == "instruction" else {}
 
 
 def surogate_mappings(o: Options) -> Settings:
-    """Names of keys that are other ones in the data."""
+    """Message keys that have other names in the data."""
     return renamed(o["message_property_mappings"] or {})
 
 
 def surogate_checkpoints(o: Options) -> Settings:
-    """Where they are if not in the run's folder, which is in output_dir."""
+    """The checkpoint folder, if it differs from output_dir."""
     elsewhere = o["checkpoint_dir"]
     return {} if os.path.abspath(str(elsewhere)) == os.path.abspath(o["output_dir"]) else {"ckpt.dir": elsewhere}
 

@@ -1,4 +1,4 @@
-"""Options of XORL that must be read together (`conversions`)."""
+"""Options of XORL that are translated together (see `conversions`)."""
 
 import re
 from collections.abc import Mapping
@@ -7,14 +7,14 @@ from jaxtune.config.foreign.conversions import NotYet, Options, Settings, conver
 
 
 def xorl_model(o: Options) -> Settings:
-    """Weights, or random ones of the shape that config_path describes."""
+    """The weights, or random weights in the shape of config_path if model_path is unset."""
     model, config = o.get("model.model_path"), o.get("model.config_path")
     tokenizer = o.get("model.tokenizer_path")
     if model is None:
         if config is None:
             return {}
-        own = {"model.tokenizer": tokenizer} if tokenizer not in (None, config) else {}
-        return {"model.path": config, "model.from_scratch": True} | own
+        other_tokenizer = {"model.tokenizer": tokenizer} if tokenizer not in (None, config) else {}
+        return {"model.path": config, "model.from_scratch": True} | other_tokenizer
     settings = {"model.path": model}
     if config not in (None, model):
         settings |= {"model.config": config}
@@ -24,21 +24,21 @@ def xorl_model(o: Options) -> Settings:
 
 
 def xorl_foundation(o: Options) -> Settings:
-    """Entries of config.json, as JSON."""
+    """Overridden entries of config.json."""
     entries = o["model.foundation"]
     if not isinstance(entries, Mapping):
-        raise NotYet("anything but entries of config.json by their names")
+        raise NotYet("a value other than a mapping of config.json entries")
     return overriding(entries)
 
 
 def xorl_packing(o: Options) -> Settings:
-    """multipack sorts by length; sample_packing_sequentially comes before the method."""
+    """The packing method: multipack sorts by length; sample_packing_sequentially overrides it."""
     sequential = o["data.sample_packing_sequentially"] or o["data.sample_packing_method"] == "sequential"
     return {"data.packing_method": "sequential" if sequential else "first_fit_decreasing"}
 
 
 def xorl_data_parallel(o: Options) -> Settings:
-    """Shards and replicas; -1 is all of the devices for shards, and one for replicas."""
+    """Shards and replicas; -1 means all devices for shards, and one for replicas."""
     mode = o["train.data_parallel_mode"]
     if mode == "none":
         return {"mesh.data": 1, "mesh.fsdp": 1}
@@ -51,7 +51,7 @@ def xorl_data_parallel(o: Options) -> Settings:
 
 
 def xorl_pipeline(o: Options) -> Settings:
-    """The names of schedules differ in case."""
+    """The pipeline schedule, whose name differs only in case."""
     schedule = str(o["train.pipeline_parallel_schedule"])
     if schedule.lower() not in ("1f1b", "gpipe"):
         raise NotYet("the schedules are 1F1B and GPipe; Interleaved1F1B is 1F1B with parallel.virtual_stages")
@@ -59,7 +59,7 @@ def xorl_pipeline(o: Options) -> Settings:
 
 
 def xorl_optimizer(o: Options) -> Settings:
-    """optimizer_dtype is read by two of the optimizers; SGD is that of torch, without momentum."""
+    """The optimizer; two optimizers read optimizer_dtype, and SGD has no momentum, as in torch."""
     name = o["train.optimizer"]
     if name not in ("adamw", "anyprecision_adamw", "sgd", "muon"):
         raise NotYet("the optimizers are adamw, anyprecision_adamw, sgd and muon")
@@ -71,17 +71,20 @@ def xorl_optimizer(o: Options) -> Settings:
 
 
 def xorl_rates(o: Options) -> Settings:
-    """A constant rate does not end at another one."""
+    """The final learning rate, which a constant schedule does not have."""
     return {} if o["train.lr_decay_style"] == "constant" else {"optim.min_lr": o["train.lr_min"]}
 
 
 def xorl_muon_rate(o: Options) -> Settings:
-    """Read by Muon alone."""
+    """The learning rate of Muon, which no other optimizer reads."""
     return {"optim.muon.learning_rate": o["train.muon_lr"]} if o["train.optimizer"] == "muon" else {}
 
 
 def xorl_no_decay(o: Options) -> Settings:
-    """Parts of names, as one regular expression. Adapters have no norms, biases and embeddings beside them to train."""
+    """Name parts, as one regular expression.
+
+    With adapters, parts for norms, biases and embeddings are dropped, because those are not trained.
+    """
     parts = names_of(o["train.no_decay_modules"]) + names_of(o["train.no_decay_params"])
     if xorl_qlora(o)["lora.enabled"]:
         parts = [part for part in parts if not re.search("norm|bias|embed", part)]
@@ -89,11 +92,13 @@ def xorl_no_decay(o: Options) -> Settings:
 
 
 def xorl_remat(o: Options) -> Settings:
-    """What is recomputed, or where it waits."""
+    """The rematerialisation policy, or offloading."""
     if o["train.enable_activation_offload"]:
+        # With a limit, part of the activations stays on the GPU, which 'auto' decides from the memory.
         return {"memory.remat": "auto" if o["train.activation_gpu_limit"] > 0 else "offload"}
     if not o["train.enable_gradient_checkpointing"]:
         return {"memory.remat": "none"}
+    # moe_act recomputes only the experts, whatever recompute_modules lists.
     if o["train.moe_checkpoint_method"] == "moe_act":
         return {"memory.remat": "experts"}
     modules = set(names_of(o["train.recompute_modules"]))
@@ -103,7 +108,7 @@ def xorl_remat(o: Options) -> Settings:
 
 
 def xorl_profile(o: Options) -> Settings:
-    """Steps are counted, not ended at."""
+    """The trace; our option is the number of steps, theirs the last step."""
     first, last = o["train.profile_start_step"], o["train.profile_end_step"]
     if not o["train.enable_profiling"]:
         return {}
@@ -113,7 +118,7 @@ def xorl_profile(o: Options) -> Settings:
 
 
 def xorl_qlora(o: Options) -> Settings:
-    """Quantized weights are frozen, so they imply adapters."""
+    """Adapters and quantization; quantized weights are frozen, so QLoRA implies adapters."""
     if not o["lora.enable_qlora"]:
         return {"lora.enabled": o["lora.enable_lora"]}
     formats = {"nvfp4": "nvfp4", "block_fp8": "fp8", "nf4": "nf4"}
@@ -125,18 +130,18 @@ def xorl_qlora(o: Options) -> Settings:
 
 
 def xorl_exclude(o: Options) -> Settings:
-    """Names of modules, as one regular expression."""
+    """Module names, as one regular expression."""
     names = names_of(o.get("lora.exclude_modules"))
     return {"quant.exclude": "|".join(map(re.escape, names))} if names and o["lora.enable_qlora"] else {}
 
 
 def xorl_noise(o: Options) -> Settings:
-    """Read with quantized weights alone; the deviation is a factor of that with which QeRL begins."""
+    """QeRL's noise, only with quantized weights; aqn_alpha multiplies its initial deviation, 0.01."""
     return {"quant.noise": 0.01 * o["lora.aqn_alpha"]} if o["lora.enable_aqn"] and o["lora.enable_qlora"] else {}
 
 
 def xorl_resume(o: Options) -> Settings:
-    """auto: the run of that name goes on; or from the checkpoint of another one, where there is none of that name."""
+    """auto continues the run of that name; a path is the checkpoint to start from if that run has none."""
     path = o["train.load_checkpoint_path"]
     return {"ckpt.resume": "auto"} | ({"ckpt.start": path} if path != "auto" else {})
 

@@ -278,8 +278,11 @@ def test_options_become_ours(system, more, expected):
             SUROGATE + "learning_rat: 1\n",
             "line 4: learning_rat = 1: no such option of Surogate; nearest: learning_rate",
         ),
-        (SUROGATE + "report_to: [mlflow]\n", r"report_to = \['mlflow'\]: not there yet; there are aim, wandb, tensor"),
-        (SUROGATE + "template: minicpm\n", "template = 'minicpm': not there yet; there are auto, chatml, qwen"),
+        (
+            SUROGATE + "report_to: [mlflow]\n",
+            r"report_to = \['mlflow'\]: not supported yet; supported are aim, wandb, tensor",
+        ),
+        (SUROGATE + "template: minicpm\n", "template = 'minicpm': not supported yet; supported are auto, chatml, qwen"),
         (TRL + "save_steps: .nan\n", "save_steps = nan: expected a value such as 500"),
         (SUROGATE + "zero_level: two\n", "zero_level = 'two': expected a value such as 1"),
         (
@@ -291,55 +294,73 @@ def test_options_become_ours(system, more, expected):
             "expected a list of datasets with a path",
         ),
         (SUROGATE + "lora_rank: -1\n", "its.yaml: lora.rank = -1: must be at least 1"),
-        (TRL + "eval_delay: 5\n", "line 4: eval_delay = 5: not there yet: evaluations that begin later"),
+        (TRL + "eval_delay: 5\n", "line 4: eval_delay = 5: not supported yet: evaluations that begin later"),
         (XORL.replace("my/model}", "my/model, foundation: [a]}"), "foundation = .*: expected a value such as {}"),
-        (SUROGATE + "rope_scaling: 3\n", "rope_scaling = 3: not there yet: .* linear, dynamic, yarn or JSON"),
+        (SUROGATE + "rope_scaling: 3\n", "rope_scaling = 3: not supported yet: .* linear, dynamic, yarn or JSON"),
         (XORL + "optim: {lr: 1}\n", "optim = .*: no such option of XORL"),
         (SUROGATE + "more: &a {b: 1}\nrope_scaling: {<<: *a, c: 2}\n", "line 4: more = .*: no such option of Surogate"),
         (TRL + "attn_implementation: [eager, sdpa]\n", "attn_implementation = .*: expected a value such as 'eager'"),
-        (TRL + "use_peft: true\nbeta: 0.1\ndisable_dropout: false\n", "not there yet: dropout where the model is comp"),
-        (ERNIEKIT + "stage: GRPO\n", "stage = 'GRPO': not there yet: the stages are SFT, PT and DPO"),
-        (ERNIEKIT + "stage: DPO\nloss_type: ppo\n", "loss_type = 'ppo': not there yet: .* a loss_type of sigmoid, ipo"),
-        (ERNIEKIT + "save_strategy: weekly\n", "save_strategy = 'weekly': not there yet: the strategies are steps"),
+        (
+            TRL + "use_peft: true\nbeta: 0.1\ndisable_dropout: false\n",
+            "not supported yet: dropout when the model is comp",
+        ),
+        (ERNIEKIT + "stage: GRPO\n", "stage = 'GRPO': not supported yet: the stages are SFT, PT and DPO"),
+        (
+            ERNIEKIT + "stage: DPO\nloss_type: ppo\n",
+            "loss_type = 'ppo': not supported yet: .* with loss_type sigmoid, ipo",
+        ),
+        (ERNIEKIT + "save_strategy: weekly\n", "save_strategy = 'weekly': not supported yet: the strategies are steps"),
         (
             ERNIEKIT + "per_device_train_batch_size: 2\nbatch_size: 4\n",
-            "batch_size = 4: train.micro_batch_size is 2 by per_",
+            "batch_size = 4: per_device_train_batch_size already sets train.micro_batch_size to 2",
         ),
         (
             QEFFICIENT.replace("prompt_template:", "prompt_func: 'a.py:f', prompt_template:"),
-            "prompt_template = .*: data.datasets.i..prompt_format is '{returned}' by dataset.prompt_func",
+            "prompt_template = .*: dataset.prompt_func already sets data.datasets.i..prompt_format to '{returned}'",
         ),
         (
             QEFFICIENT.replace("prompt_template: 'Sum up: {text}'", "prompt_func: 'a.py:f', completion_func: 'a.py:g'"),
-            "prompt_func = .*: not there yet: a function each; write one that returns",
+            "prompt_func = .*: not supported yet: two functions; write one that returns",
         ),
-        (TRL + "lr_scheduler_type: reduce_lr_on_plateau\n", "lr_scheduler_type = .*: not there yet: the schedules are"),
+        (
+            TRL + "lr_scheduler_type: reduce_lr_on_plateau\n",
+            "lr_scheduler_type = .*: not supported yet: the schedules are",
+        ),
         (
             SUROGATE + "gradient_dtype: fp32\n",
-            "gradient_dtype = 'fp32': not there yet: backward products of another dtype than the recipe's, which is bf",
+            "gradient_dtype = 'fp32': not supported yet: backward products in a dtype other than the recipe's",
         ),
-        (TRL + "optim: galore_adamw\n", "optim = 'galore_adamw': not there yet: the optimizers are adamw_torch,"),
+        (TRL + "optim: galore_adamw\n", "optim = 'galore_adamw': not supported yet: the optimizers are adamw_torch,"),
         (TRL + "gradient_acumulation_steps: 1\n", "no such option of TRL; nearest: gradient_accumulation_steps"),
-        (TRL + "loss_type: dft\n", "loss_type = 'dft': not there yet: loss_type is nll or chunked_nll, or of DPO sig"),
-        (TRL + "sync_ref_model: true\n", "sync_ref_model = True: not there yet: a reference that is mixed"),
-        (TRL + "eval_strategy: often\n", "eval_strategy = 'often': not there yet: eval_strategy is no, steps or epoch"),
+        (
+            TRL + "loss_type: dft\n",
+            "loss_type = 'dft': not supported yet: loss_type must be nll or chunked_nll, or for DPO",
+        ),
+        (
+            TRL + "sync_ref_model: true\n",
+            "sync_ref_model = True: not supported yet: mixing the model into the reference",
+        ),
+        (
+            TRL + "eval_strategy: often\n",
+            "eval_strategy = 'often': not supported yet: eval_strategy must be no, steps or epoch",
+        ),
         (AXOLOTL + "sample_paking: true\n", "no such option of Axolotl; nearest: sample_packing"),
-        (AXOLOTL + "rl: grpo\n", "rl = 'grpo': not there yet: rl is one of dpo, ipo, orpo, kto, simpo"),
+        (AXOLOTL + "rl: grpo\n", "rl = 'grpo': not supported yet: rl must be one of dpo, ipo, orpo, kto, simpo"),
         (
             AXOLOTL + "plugins: [a.SpectrumPlugin]\n",
-            "plugins = .*: not there yet: plugins of torch, such as a.Spectrum",
+            "plugins = .*: not supported yet: plugins of torch, such as a.Spectrum",
         ),
         (
             AXOLOTL.replace("type: chat_template", "type: sharegpt"),
-            r"datasets\[0\].type = 'sharegpt': not there yet: a type is completion, chat_template, alpaca",
+            r"datasets\[0\].type = 'sharegpt': not supported yet: type must be completion, chat_template, alpaca",
         ),
         (
             AXOLOTL.replace("}]", ", train_on_eos: all}, {path: b, type: chat_template, train_on_eos: turn}]"),
-            "train_on_inputs = False: not there yet: a train_on_eos of each dataset; one for all is there",
+            "train_on_inputs = False: not supported yet: a different train_on_eos for each dataset; use one for all",
         ),
         (
             "learning_rate: 1\nmax_steps: 3\n",
-            "Surogate, ERNIEKit, TRL and Axolotl have these options; say which it is with --dialect=surogate",
+            "Surogate, ERNIEKit, TRL and Axolotl have these options; choose one with --dialect=surogate",
         ),
     ],
 )
@@ -357,13 +378,16 @@ TORCHTUNE = "model: {_component_: torchtune.models.llama3_2.lora_llama3_2_1b, lo
     [
         (
             LLAMA_FACTORY,
-            "a config of LLaMA-Factory, by its finetuning_type: not read; write it in jaxtune's options "
+            "a config of LLaMA-Factory .it has finetuning_type., which is not supported; use jaxtune's options "
             r"\(`jaxtune options finetuning_type` names ours\); --dialect=NAME reads a config of Surogate, XORL",
         ),
-        (TORCHTUNE, r"a config of torchtune, by its _component_: not read; .*\(`jaxtune options` lists them\)"),
+        (
+            TORCHTUNE,
+            r"a config of torchtune .it has _component_., which is not supported; .*\(`jaxtune options` lists them\)",
+        ),
         (
             "train: {epochs: 1}\ndata: {class_path: litgpt.data.Alpaca}\nout_dir: a\nlora_r: 8\nseed: 1\n",
-            "a config of LitGPT, by its class_path: not read",
+            "a config of LitGPT .it has class_path., which is not supported",
         ),
     ],
 )
@@ -384,16 +408,18 @@ def test_a_line_says_what_a_user_would_look_for_elsewhere():
     text = "output_dir: ./out\nspecial_tokens: {pad_token: <p>}\nloss_watchdog_threshold: 5.0\n"
     notes = "\n".join(resolve_text(AXOLOTL + text).notes)
     assert "train.output_dir = './out'; the result is in <output_dir>/<train.run_name>/export" in notes
-    assert "special_tokens.pad_token = '<p>' -> padding is neither seen nor trained" in notes
-    assert "loss_watchdog_threshold = 5.0 -> no limit of the loss ends a run" in notes
+    assert "special_tokens.pad_token = '<p>' -> padding is neither attended to nor trained" in notes
+    assert "loss_watchdog_threshold = 5.0 -> no loss threshold ends a run" in notes
 
 
 def test_what_is_not_there_yet_at_its_default_is_a_note_and_so_is_a_reason():
     (note,) = [note for note in resolve_text(TRL + "eval_delay: 0\n").notes if "eval_delay" in note]
-    assert note == "  eval_delay = 0 -> not there yet, and this is as without it"
+    assert note == "  eval_delay = 0 -> not supported yet, and not used by this value"
     notes = resolve_text(SUROGATE + "padding_side: left\nnormuon_beta2: 0.9\n").opening_lines
-    assert notes[0] == "its.yaml: a config of Surogate; what became of it:"
-    assert any(note.startswith("  padding_side = 'left' -> padding is neither seen nor trained") for note in notes)
+    assert notes[0] == "its.yaml: a config of Surogate, translated as follows:"
+    assert any(
+        note.startswith("  padding_side = 'left' -> padding is neither attended to nor trained") for note in notes
+    )
     (moot,) = [note for note in notes if note.startswith("left out")]
     assert "optim.normuon.beta2 = 0.9: has no effect" in moot
 
@@ -405,7 +431,7 @@ def test_the_dialect_can_be_said_and_our_own_options_come_on_top():
     pathlib.Path("top.yaml").write_text("base: its.yaml\noptim: {beta2: 0.95}\n")
     config = read_recipe("top.yaml").resolve()
     assert (config.optim.beta2, config.optim.learning_rate) == (0.95, 1e-4)
-    assert config.opening_lines[0] == "its.yaml: a config of ERNIEKit; what became of it:"
+    assert config.opening_lines[0] == "its.yaml: a config of ERNIEKit, translated as follows:"
 
 
 def test_options_from_shows_what_becomes_of_a_config_without_training(capsys):
@@ -419,7 +445,8 @@ def test_options_from_shows_what_becomes_of_a_config_without_training(capsys):
     assert options.main(["--from=its.yaml"]) == 2
     shown = capsys.readouterr()
     assert (
-        "sequence_len = 512 -> data.seq_len = 512\n" in shown.out and "report_to = 'mlflow': not there yet" in shown.err
+        "sequence_len = 512 -> data.seq_len = 512\n" in shown.out
+        and "report_to = 'mlflow': not supported yet" in shown.err
     )
     pathlib.Path("its.yaml").write_text("base: qwen_lora\n")
     assert options.main(["--from=its.yaml"]) == 2

@@ -105,7 +105,7 @@ def test_columns_of_a_recipe_s_own_dataset_give_way_to_another_path():
         (line,) = config.opening_lines
         assert line.startswith(f"left out: recipe: {entry}.encoding = 'cp1252', {entry}.select_columns = ('q', 'a'), ")
         assert re.findall(r"\](\.\w+) = ", line) == [f".{name}" for name in gone]
-        assert line.endswith(": of its own dataset, which is replaced")
+        assert line.endswith(": describes the dataset that was replaced")
     assert read_recipe(name).resolve().data.datasets[0].instruction_field == "q"
 
 
@@ -179,7 +179,7 @@ def test_the_config_of_a_run_is_a_recipe():
             "run.toml: a recipe is a Python file with get_config.., a YAML file, or the config.json",
         ),
         ("config.json", "{", "config.json: not JSON"),
-        (".", None, "recipe .: a folder; if it holds a model, --config=qwen_lora:. trains adapters of it"),
+        (".", None, "recipe .: a folder; if it is a model, train adapters with --config=qwen_lora:."),
         ("config.json", json.dumps({"model_type": "qwen3"}), "config.json: it describes a model, not a run"),
     ],
 )

@@ -386,7 +386,7 @@ def test_a_stream_from_python_says_by_what_it_is_known():
     log = []
     open_source(Dataset(path=path_of(stream_of("b"))), streaming=True, say=log.append)
     open_source(Dataset(path=path_of(datasets.Dataset.from_dict(ROWS))), streaming=True, say=log.append)
-    assert len(log) == 1 and "known by its first 1,000 samples; whether those after them are the same" in log[0]
+    assert len(log) == 1 and "only its first 1,000 samples are compared when a run continues" in log[0]
 
 
 def test_a_dataset_from_python_is_read_once_and_then_only_where_it_was_given(tmp_path, monkeypatch):
@@ -405,7 +405,7 @@ def test_a_dataset_from_python_is_read_once_and_then_only_where_it_was_given(tmp
 
 def test_what_python_gives_that_is_no_dataset_is_refused():
     several = datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a"]}))
-    with pytest.raises(UserError, match=r"a DatasetDict has several splits: give one of them, such as data\['train'\]"):
+    with pytest.raises(UserError, match=r"a DatasetDict has several splits: pass one split, such as data\['train'\]"):
         config_of("qwen_lora:my/model", data={"datasets": several})
     mixed = datasets.Dataset.from_dict({"text": ["a"]}).to_pandas().assign(n=[object()])
     with pytest.raises(UserError, match="the DataFrame cannot be read: .*object"):

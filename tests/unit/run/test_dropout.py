@@ -65,4 +65,4 @@ def test_dropped_probabilities_and_a_kernel_exclude_each_other(backend, refused)
         attention=Attention(backend),
     )
     problems = [problem.text for problem in check(config)]
-    assert any("train.attention_dropout = 0.1: no kernel drops" in text for text in problems) == refused
+    assert any("train.attention_dropout = 0.1: no kernel supports it" in text for text in problems) == refused
