@@ -93,7 +93,7 @@ def test_a_file_of_prompts_is_answered_line_by_line(home, adapter):
     for flags, complaint in (
         (("--prompt=a", "--input=b"), "one of them"),
         (("--prompt=a", "--mesh=stage=2"), "is not AXIS=DEVICES"),
-        (("--prompt=a", "--mesh=data=1,data=1"), "data is there twice"),
+        (("--prompt=a", "--mesh=data=1,data=1"), "data is given twice"),
         (("--prompt=a", "--output=b"), "--output is of --input"),
         (("--prompt=a", "--stop="), "--stop= is empty"),
     ):

@@ -110,7 +110,7 @@ def test_the_address_may_end_as_users_write_it(server, suffix):
 
 @pytest.mark.parametrize("url", ["localhost:8000", "file:///etc/passwd", "http://", "http://localhost:port"])
 def test_an_address_that_is_none_is_refused(url):
-    with pytest.raises(UserError, match="is not the address of a server; one is as http://localhost:8000"):
+    with pytest.raises(UserError, match="is not the address of a server; use one like http://localhost:8000"):
         ask(url, [[10]])
 
 
