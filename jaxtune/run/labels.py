@@ -1,4 +1,4 @@
-"""The labels of a classifier: settled before its model is declared, and recorded in the config of its run."""
+"""The labels of a classifier, determined before its model is declared and recorded in the config of its run."""
 
 import dataclasses
 
@@ -8,9 +8,9 @@ from jaxtune.data.labels import names_in
 
 
 def labelled(config: Config) -> Config:
-    """The config with model.num_labels and model.id2label of a classifier; any other as it is.
+    """Return the config with model.num_labels and model.id2label set if its model is a classifier.
 
-    They are those that it gives, else those of the classifier that it starts from, else those in the training data.
+    The labels come from the config, else from the classifier that it starts from, else from the training data.
 
     Raises UserError as `names_in`.
     """
