@@ -103,9 +103,11 @@ class Outcome:
 def check_versions(installed: Mapping[str, str], required: Sequence[str] | None) -> Finding:
     """Check that the requirements are installed and new enough; `required` is None if jaxtune is not installed."""
     shown = ", ".join(f"{name} {installed[name]}" for name in SHOWN if name in installed)
-    text = f"Python {platform.python_version()}, {shown}"
+    versions = f"Python {platform.python_version()}, {shown}"
     if required is None:
-        return Finding("versions", "note", f"jaxtune runs from a folder, not installed; {text}", ("pip install -e .",))
+        return Finding(
+            "versions", "note", f"jaxtune runs from a folder, not installed; {versions}", ("pip install -e .",)
+        )
     wanted = [Requirement(text) for text in required]
     wrong = [
         each
@@ -114,10 +116,10 @@ def check_versions(installed: Mapping[str, str], required: Sequence[str] | None)
         and (each.name.lower() not in installed or Version(installed[each.name.lower()]) not in each.specifier)
     ]
     if not wrong:
-        return Finding("versions", "ok", text)
+        return Finding("versions", "ok", versions)
     listed = ", ".join(f"{each.name} is {installed.get(each.name.lower(), 'missing')}" for each in wrong)
     install = "pip install " + " ".join(f"'{each.name}{each.specifier}'" for each in wrong)
-    return Finding("versions", "broken", f"{listed}; {text}", (install,))
+    return Finding("versions", "broken", f"{listed}; {versions}", (install,))
 
 
 def check_driver(gpus: Sequence[Gpu] | None, nodes: int) -> Finding:
@@ -186,7 +188,7 @@ def check_nccl(installed: Mapping[str, str], gpus: Sequence[Gpu] | None, shared_
     text = ", ".join(f"{name} {installed[name]}" for name in sorted(installed) if name.startswith("nvidia-nccl-"))
     if len(gpus or ()) < 2:
         return Finding("NCCL", "ok", text or "not needed without several GPUs")
-    if not found:
+    if not text:
         fixes = "pip install 'jaxtune[cuda12]'", "pip install 'jaxtune[cuda13]'"
         return Finding("NCCL", "note", "no wheel of NCCL: the system must have it installed", fixes)
     if shared_memory < LEAST_SHARED_MEMORY:
