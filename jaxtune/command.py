@@ -131,6 +131,7 @@ def guarded(body: Callable[[], int | None]) -> int:
     except UserError as error:
         message = str(error)
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended; end quietly, as other programs do
+        # Python flushes stdout again when it exits, which must not fail then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:

@@ -300,6 +300,7 @@ def run_step(platforms: str | None = None) -> Outcome:
 
     `platforms`: the value of JAX_PLATFORMS.
     """
+    # Without preallocation, so that the test runs next to processes that use most of the GPU's memory.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if platforms is not None:
         environment["JAX_PLATFORMS"] = platforms

@@ -4,6 +4,7 @@ import re
 
 HIDDEN = "HIDDEN"
 """Placeholder that is shown and saved in place of a secret in a URL."""
+# Groups: scheme, user and password, host and path, query or fragment.
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(?:([^\s/?#\"'<>]*)@)?([^\s?#\"'<>]*)([?#][^\s\"<>]*)?", re.IGNORECASE)
 _PLAIN = {"dl", "download", "export", "format", "inline", "raw", "ref", "version", "versionid"}  # harmless query keys
 
@@ -60,6 +61,7 @@ def _shown_url(url: re.Match[str]) -> str:
         name, colon, _ = user.partition(":")
         is_token = not colon and scheme.lower() in ("http", "https")
         user = HIDDEN if is_token else f"{name}:{HIDDEN}" if colon else name
+    # Punctuation at the end belongs to the sentence that quotes the URL.
     shown, end = "", re.search(r"[).,:;\]']*$", query or "")
     rest = (query or "")[: end.start()] if end else ""
     for mark, item in re.findall(r"([?&;#])([^?&;#]*)", rest):

@@ -73,6 +73,7 @@ def run(arguments: argparse.Namespace, logs: list[pathlib.Path], shown: BinaryIO
     print(f"\nprocess {failed} {ended}; all were stopped. The end of {logs[failed]}:", file=sys.stderr)
     with logs[failed].open(errors="replace") as log:
         sys.stderr.writelines(collections.deque(log, maxlen=TAIL_LINES))
+    # A process that a signal ended has a negative code here; shells use 128 + the signal's number.
     return 128 - code if code < 0 else code
 
 

@@ -58,6 +58,7 @@ def _main(arguments: list[str]) -> None:
     if len(arguments) > 1:
         raise UserError(f"one pattern at most, not {len(arguments)}: {' '.join(arguments)}")
     matches = find(arguments[0] if arguments else "")
+    # In the full list, options of evaluation datasets would repeat those of the training datasets.
     repeated = () if arguments else ("data.eval_datasets[i].",)
     width = shutil.get_terminal_size((WIDTH, 0)).columns
     for option in matches:

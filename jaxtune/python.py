@@ -63,6 +63,7 @@ def config_of(recipe: str | Path | Config | ConfigDict, *, dialect: str | None =
         raise UserError(f"a recipe, its file, a Config or a ConfigDict is expected, not {type(recipe).__name__}")
     written = ConfigDict(as_dict(recipe), type_safe=False)
     resolved = Recipe("config", written, notes=recipe.notes).resolve(settings.items(), by="call")
+    # Options that had no effect are not among those resolved now, but remain on record.
     left_out = [said for said in recipe.said if said.moot]
     return dataclasses.replace(resolved, said=(*left_out, *resolved.said)) if settings else recipe
 

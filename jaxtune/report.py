@@ -100,6 +100,7 @@ def _main(runs: Sequence[str], output: str | None) -> None:
     ]:
         raise UserError(f"{' and '.join(repeated)}: the same run; name each run once")
     last_parts = [path.resolve().name for path in paths]
+    # Runs in different folders may have the same name.
     names = last_parts if len(set(last_parts)) == len(paths) else list(runs)
     records = [read_record(RunFolder(path), name) for path, name in zip(paths, names)]
     file = Path(output) if output else (paths[0] if len(paths) == 1 else Path()) / NAME

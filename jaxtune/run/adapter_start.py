@@ -46,6 +46,7 @@ def _begin_module(model: Model, names: list[str], values: Parameters) -> Paramet
     first = model.parameters[names[0]]
     adapter, part_names = first.treatment.adapter, [model.adapter_of(name) for name in names]
     rows, layers = [model.parameters[name].matrix[0] for name in names], []
+    # One layer at a time, so that only one weight is replicated in float32.
     for index, _ in first.elements():
         weight = jnp.concatenate([gather_element(values[name], index).astype(jnp.float32) for name in names])
         drawn = {
@@ -61,6 +62,7 @@ def _begin_module(model: Model, names: list[str], values: Parameters) -> Paramet
             each = [layer[part] if part in adapter.shared else layer[part][weight_rows] for layer in layers]
             value = jnp.stack(each) if parameter.lead else each[0]
             sharded = jax.reshard(value.astype(parameter.dtype), parameter.sharding.spec)
+            # device_put moves the adapter of an offloaded stack to the host.
             started[name] = jax.device_put(sharded, abstract({name: parameter})[name].sharding)
     return started
 

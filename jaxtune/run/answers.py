@@ -124,6 +124,7 @@ def mesh_of(entries: Sequence[str]) -> jax.sharding.Mesh:
         if axis in sizes:
             raise UserError(f"--mesh: {axis} is given twice")
         sizes[axis] = int(size)
+    # mesh.fsdp takes all remaining devices by default; here the entries must name every axis.
     return make_mesh(Mesh(**{"fsdp": 1} | sizes))
 
 

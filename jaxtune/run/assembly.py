@@ -126,12 +126,14 @@ def summed_last(config: Config, recipe: Recipe, mesh: jax.sharding.Mesh) -> Axes
     Over an axis that shards gradients, they are reduce-scattered in each micro-batch, because unsharded gradients would
     take the memory that sharding saves.
     """
-    # In low precision, an amax and random bits depend on the tokens of all devices, so devices cannot compute apart.
+    # In low precision, an amax and random bits depend on the tokens of all devices, so devices cannot compute their
+    # gradients independently.
     if config.train.grad_accum_steps == 1 or recipe.linears is not None:
         return ()
     rules, axes = RULES.value, [axis for axis, size in mesh.shape.items() if size > 1]
     dividing = set(itertools.chain(*astuple(rules.parameters), *astuple(rules.gradients)))
     summed = tuple(axis for axis in rules.batch if axis in axes and axis not in dividing)
+    # Before jax 0.11, axes that are not summed last would be gathered (`parallel.apart`).
     return () if GATHERS_OTHER_AXES and set(summed) != set(axes) else summed
 
 

@@ -37,6 +37,7 @@ class Standing:
         if self.value is None:
             return Standing(step, value) if not math.isnan(value) else Standing(no_better=self.no_better + 1)
         gain = value - self.value if is_larger_better(options) else self.value - value
+        # A comparison with NaN is false, so NaN is neither an improvement nor the best value.
         no_better = 0 if gain > options.min_improvement else self.no_better + 1
         return Standing(step, value, no_better) if gain > 0 else dataclasses.replace(self, no_better=no_better)
 

@@ -105,7 +105,7 @@ def _data_in_words(entries: tuple[Dataset, ...]) -> str:
 def _hub_id(entry: Dataset) -> str | None:
     """Return a dataset's hub id, told from a path as in `data.sources`; None for a name without a slash.
 
-    Such a name might be that of a local folder.
+    A name without a slash might be a local folder.
     """
     path = entry.path
     if not isinstance(path, str) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):

@@ -23,6 +23,7 @@ def name_lost(model: Model, config: Config) -> None:
     """Warn about the base's tensors that an export of the whole model lacks."""
     why, names = _why_lost(model), _layers(model, config)
     if why and names:
+        # Replace layer numbers by *, so that the warning names each kind of tensor once.
         kinds = dict.fromkeys(re.sub(r"\.\d+\b", ".*", name) for name in names)
         log.warning(
             "%d tensors of the base predict more than the next token, and a whole model of this run will lack them, "

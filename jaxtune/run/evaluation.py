@@ -90,6 +90,7 @@ def _step(config: Config, model: Model) -> tuple[Objective, Callable[..., Sums]]
 def _means(total: Sums, task: Objective) -> dict[str, float]:
     loss = float(total.loss / max(total.weight, 1))
     means = {name: float(value / max(weight, 1)) for name, (value, weight) in total.metrics.items() if weight}
+    # Cap the exponent, because exp overflows a float above 709.
     perplexity = {"perplexity": math.exp(min(loss, 700.0))} if task.counts == "target_tokens" else {}
     return {"loss": loss, **perplexity, **means}
 

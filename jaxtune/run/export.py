@@ -70,6 +70,7 @@ def export_full(
     copied = copied_layers(model, config)
     name_lost(model, config)
     if model.spec.untouched is not None or copied:
+        # The other parts of a larger model and the copied layers are read from the base and written unchanged.
         tensors = hf.in_place(model.folder, tensors, partial(families.is_untouched, model.spec))
     changes = _classifier_config(model, config) if model.spec.labels else {}
     if quantize is not None:

@@ -93,6 +93,7 @@ def _fits(output: Path) -> bool:
     """Whether the weights of an export fit in the devices' free memory."""
     memory = jax.local_devices()[0].memory_stats() or {}
     free = memory.get("bytes_limit", math.inf) - memory.get("bytes_in_use", 0)
+    # The export is sharded over all devices.
     return _size(output) / jax.sharding.get_mesh().size <= free
 
 

@@ -112,6 +112,7 @@ def _pad(prompts: Sequence[Sequence[int]], max_new_tokens: int, spec: ModelSpec)
     parts = shards(rules_of_decoding(RULES.value).batch, jax.sharding.get_abstract_mesh())
     bucket = max(PROMPT_BUCKET, 2 ** longest.bit_length() // 8)
     rows, length = -(-len(prompts) // parts) * parts, -(-longest // bucket) * bucket
+    # Unused rows start at their last position, so that they hold one token.
     tokens, start = np.zeros((rows, length), np.int32), np.full(rows, length - 1, np.int32)
     for row, prompt in enumerate(prompts):
         start[row] = length - len(prompt)

@@ -36,6 +36,7 @@ def bounds(level: Level, options: Guard) -> tuple[Float[Array, ""], Float[Array,
     """Return the largest loss and gradient norm that are not a spike; infinite in the first guard.window steps."""
     ready = level.steps >= options.window
     loss = level.loss + options.deviations * jnp.sqrt(level.variance)
+    # A mean norm of 0 gives no bound, because any step would exceed it.
     norm = options.norm_factor * level.norm
     return jnp.where(ready, loss, jnp.inf), jnp.where(ready & (norm > 0), norm, jnp.inf)
 
@@ -52,6 +53,7 @@ def level_after(
     most = bounds(level, options)
     spike = finite & ((loss > most[0]) | (norm > most[1]))
     loss, norm = jnp.minimum(loss, most[0]), jnp.minimum(norm, most[1])
+    # 1 / steps is the plain mean, up to guard.window steps; then the weight of an exponential average.
     weight = jnp.maximum(1 / (level.steps + 1), 1 / options.window)
     deviation = loss - level.loss
     counted = Level(

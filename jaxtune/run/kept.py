@@ -33,6 +33,7 @@ def kept(file: Path, write: Callable[[Path], None]) -> np.ndarray:
         log.warning("%s is damaged (it does not agree with its checksum), so it is computed again", file)
     if not multihost_utils.process_allgather(np.int32(intact)).all():
         file.parent.mkdir(parents=True, exist_ok=True)
+        # Write to a name of this process and rename, so that no other process reads half a file.
         unfinished = file.with_suffix(f".{socket.gethostname()}.{os.getpid()}.tmp")
         with full_disk_is_named(file.parent):
             write(unfinished)

@@ -28,6 +28,7 @@ def _names(config: Config) -> tuple[str, ...]:
     saved = hf.label_names(hf.describe(model))
     if saved is not None and model.num_labels in (None, len(saved)):
         return saved
+    # One label is regression; transformers calls it LABEL_0 by default.
     if model.num_labels == 1:
         return ("LABEL_0",)
     return names_in(config.data.datasets, model.num_labels, config.data.on_bad_row)

@@ -64,7 +64,9 @@ try:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
 except ImportError as error:
-    raise UserError(f"--tasks needs a package that is not there ({error}): pip install 'jaxtune[lm-eval]'") from error
+    raise UserError(
+        f"--tasks needs a package that is not installed ({error}): pip install 'jaxtune[lm-eval]'"
+    ) from error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -234,7 +236,7 @@ class _Tasks(TaskManager):
             ) from error
         for name, task in loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False):
-                raise UserError(f"--tasks: {name} runs code that the model writes, which is not done here")
+                raise UserError(f"--tasks: {name} runs code that the model writes, which is not supported")
             if getattr(task, "MULTIMODAL", False):
                 raise UserError(f"--tasks: {name} has images or sound, and only text tasks are supported")
         return loaded
@@ -366,6 +368,7 @@ class DecoderLM(TemplateLM):
                     f"--tasks: {asked!r}: {len(continuation)} tokens after {len(context)}; both need one, and the "
                     f"model has {self.max_length} positions"
                 )
+        # One token more than the model has positions, because the last token is only a target.
         texts = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
         counts = [len(continuation) for _, _, continuation in requests]
         if cut := sum(len(context) + count > self.max_length + 1 for (_, context, _), count in zip(requests, counts)):
@@ -463,6 +466,7 @@ class DecoderLM(TemplateLM):
         A text may have one token more than the row: the last token is only a target.
         """
         weights = [[0] * (len(text) - count) + [1] * count for text, count in zip(texts, counts)]
+        # The same form as tokenised documents: one document per request, weights only on its continuation.
         part = Part(
             name="requests",
             key="",

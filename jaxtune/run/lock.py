@@ -101,7 +101,7 @@ def _take(path: Path, otherwise: str) -> tuple[int | None, UserError | None]:
             return None, UserError(f"{path.parent} is in use: {who}. Wait for it, stop it, or {otherwise}")
         if seen is None:
             log.warning(
-                "%s was locked by %s; waiting for its next sign of life, or %d minutes after its last",
+                "%s was locked by %s; waiting to see if it is alive, until %d minutes after its last sign of life",
                 *(path.parent, who, TAKE_OVER_SECONDS // 60),
             )
         seen = touched

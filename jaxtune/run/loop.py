@@ -103,6 +103,7 @@ def each(steps: int = 0, epochs: float | None = None) -> Callable[[Moment], bool
     """Make a `due` function, true every `steps` steps (0: never) and every `epochs` epochs (None: never)."""
 
     def due(at: Moment) -> bool:
+        # A multiple of `epochs` was passed in this step.
         epoch_due = epochs is not None and math.floor(at.epochs / epochs) > math.floor(at.epochs_before / epochs)
         return epoch_due or (steps > 0 and at.step % steps == 0)
 
@@ -191,6 +192,7 @@ def train(
                 request = watch.stop.agree(bool(watch.plugins.ending))
             moment = Moment(position.step + 1, watch.epoch(after), watch.epoch(position.feed))
             position.step, position.feed, position.put_off = moment.step, after, ()
+            # A copy, because `position` has advanced by the time the results are reported.
             pending = dataclasses.replace(position), results
             if roll_back is not None:  # before the next step, which must not start from the weights of a spike
                 with watch.goodput.measure("step"):
@@ -243,6 +245,7 @@ class _Arrivals:
         while (results := self._results.get()) is not None:
             with contextlib.suppress(RuntimeError):  # the reader of the results gets the same error
                 jax.block_until_ready(results)
+            # Do not keep the arrays alive while this thread waits for the next step.
             del results
             self._times.put(time.perf_counter())
 
@@ -275,6 +278,6 @@ def _report(
     if position.spikes >= max_bad_steps:
         raise UserError(
             f"{position.spikes} steps in a row were spikes (train.max_bad_steps), the last step {at.step}, which ended "
-            f"at {place}. They changed no parameter. If this is how the loss is, raise guard.deviations and "
-            "guard.norm_factor; else look at the data there, or lower optim.learning_rate"
+            f"at {place}. They changed no parameter. If the loss is always so noisy, raise guard.deviations and "
+            "guard.norm_factor; else inspect the data there, or lower optim.learning_rate"
         )

@@ -127,6 +127,7 @@ def compile_what_fits(
         assembled = program if changed == config else assemble(program.model.base, changed, mesh)
         step = compile_step(assembled, changed)
         size, limit = _worst(need_of(assembled, len(mesh.local_devices), memory_of(step)))
+        # All processes must choose the same policy, so compare the largest share of any process.
         share = multihost_utils.process_allgather(np.float32(size / max(1, limit.size))).max().item()
         tried.append((share, changed, assembled, step))
         if share <= CLOSE:
@@ -153,9 +154,11 @@ def check_step(config: Config, program: Program, step: jax.stages.Compiled, mesh
 
     measured = need_of(program, len(mesh.local_devices), memory_of(step))
     log.info("memory a device: %s state and batch, %s temporaries", _gb(measured.state), _gb(measured.temporaries))
-    log.info("  of it %s", ", ".join(f"{_gb(size)} {part}" for part, size in parts_of(program).items() if size))
+    log.info(
+        "  state and batch: %s", ", ".join(f"{_gb(size)} {part}" for part, size in parts_of(program).items() if size)
+    )
     if measured.offloaded:
-        log.info("offloaded to the host, of all its devices: %s", _gb(measured.offloaded))
+        log.info("offloaded to the host from all its devices: %s", _gb(measured.offloaded))
     _judge(config, measured, need)
 
 
@@ -191,6 +194,7 @@ def _judge(config: Config, measured: Need, need: Callable[[Config], Need]) -> No
         return
     size, limit = _worst(measured)
     refused = size > limit.size and config.memory.check == "error"
+    # If any process is refused, all must stop, or the others would wait for it forever.
     if multihost_utils.process_allgather(np.bool_(refused)).any() and not refused:
         raise UserError("this run needs more memory than another host has; see the message of that host's process")
     text = (
@@ -214,6 +218,7 @@ def _list_remedies(config: Config, measured: Need, limit: Limit, need: Callable[
     remedies = []
     for option, other in _smaller(config):
         with contextlib.suppress(UserError):  # the option does not fit the model or the mesh
+            # Leave out options that save less than 1%.
             then, _ = _worst(need(other))
             remedies += [(then, f"{option}: {_gb(then)}")] if then < 0.99 * size else []
     if limit.name == jax.devices()[0].device_kind and limit.size > measured.temporaries:

@@ -82,6 +82,7 @@ def _merge(parameter: Parameter, weight: Any, parts: Mapping[str, Array]) -> Any
         weight, parts = layer
         plain = weight.dequantize() if isinstance(weight, QuantizedArray) else weight
         rows, columns = jax.typeof(plain).sharding.spec
+        # Shard A like W's columns and B like its rows, so that B A needs no communication.
         places = {"lora_a": P(None, columns), "lora_b": P(rows, None)}
         values = {part: jax.reshard(value.astype(jnp.float32), places[part]) for part, value in parts.items()}
         wide: Float[Array, "o i"] = parameter.treatment.adapter.merged(plain.astype(jnp.float32), values)

@@ -74,6 +74,7 @@ def fetch(config: Config, folder: RunFolder, mirror: Mirror | None, checkpoints:
             return
         step = mirror.fetch(None if config.ckpt.resume == "auto" else int(config.ckpt.resume))
         saved = json.loads((folder.checkpoints / str(step) / HOST_FILE).read_text(encoding="utf-8"))
+        # Format 1 of the file has the content of "host" at its top level.
         best = saved.get("host", saved).get("standing", {}).get("step")
         if best in remote and best != step:
             mirror.fetch(best)

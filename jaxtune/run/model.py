@@ -147,6 +147,7 @@ class Model:
         """Return the work of a token: the active experts and the head's product count, embedding lookups do not."""
         matrices = {name: p for name, p in self.parameters.items() if len(p.matrix) == 2}
         if not self.spec.tied:
+            # An untied embedding is only looked up; a tied one is also the head's matrix.
             matrices.pop("embed.weight")
         mixers = [layer.mixer for layer in self.spec.layers if isinstance(layer.mixer, Heads)]
         # Each token reads a recurrent state twice and writes it once. These are products of activations, which have two
@@ -160,6 +161,7 @@ class Model:
             layers=len(mixers),
             attention_width=max((mixer.heads * mixer.head_dim for mixer in mixers), default=0),
             seq_len=seq_len,
+            # Layers with different windows count as if they had none, which overestimates their work.
             window=windows.pop() if len(windows) == 1 else None,
         )
 
@@ -265,6 +267,7 @@ def _apply_treatments(base: Base, config: Config, train: bool) -> ModelSpec:
         names, options = base.scheme.modules, base.scheme.options
     elif config.quant.format is not None:
         names = selected(spec, config.quant, "quant")
+    # A format may differ between the linear layers of a block, so group the layers by format.
     known, formats = linears_by_name(spec), {}
     for site in {site for name in names for site in known[name]}:
         formats.setdefault(format_of(options, site.local), []).append(site)
@@ -287,6 +290,7 @@ def _on_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh, config: Config) -> ModelS
 
     def replicate_kv(layer: Layer) -> Layer:
         mixer = layer.mixer
+        # Numbers of heads that devices do not divide are refused later (`undivided`).
         if not isinstance(mixer, Heads) or mixer.latent or mixer.kv_heads >= parts or parts % mixer.kv_heads:
             return layer
         return dataclasses.replace(layer, mixer=dataclasses.replace(mixer, kv_whole=True))
