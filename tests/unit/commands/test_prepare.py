@@ -54,7 +54,7 @@ def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
     assert prepare.main([*stream, "--show=1"]) == 0
     out = capsys.readouterr().out
     assert (
-        "first rows, which are not kept" in out
+        "only the first rows of the training data, which are not cached" in out
         and f"sample 0, {tmp_path}/data.jsonl:1: " in out
         and "H(39|-100|0)" in out
     )
