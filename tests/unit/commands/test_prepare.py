@@ -48,7 +48,7 @@ def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
     said = capsys.readouterr()
     assert "1 documents in the 1 parts of shard 0/2; of all 1 parts 1 are there" in said.out
     assert "0 documents in the 0 parts of shard 1/2" in said.out
-    assert "--shard=2/2: I/N" in said.err and "--shard=a: I/N" in said.err
+    assert "--shard=2/2: must be I/N" in said.err and "--shard=a: must be I/N" in said.err
 
     stream = [*command, "--config.data.streaming=yes", "--config.train.max_steps=1", "--config.data.window_rows=2"]
     assert prepare.main([*stream, "--show=1"]) == 0
