@@ -11,7 +11,7 @@ from jaxtune.objectives.preference import preference
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run.assembly import assemble
 from jaxtune.run.describe import describe_layout
-from jaxtune.run.evaluation import _described, metric_names
+from jaxtune.run.evaluation import _means, metric_names
 from jaxtune.run.model import Base
 
 PLAIN = {"model": Model(dtype="float32"), "data": Data(seq_len=32), "precision": Precision("fp32")}
@@ -31,7 +31,7 @@ def test_a_mean_of_nothing_is_not_a_metric(one_device):
     """As of unwanted answers where all are wanted: it would be shown as 0."""
     options = Preference("kto")
     sums = Sums(jnp.float32(2), jnp.int32(4), {"rewards/chosen": (3.0, 2), "rewards/rejected": (0.0, 0)})  # type: ignore[arg-type]
-    assert _described(sums, preference(options)) == {"loss": 0.5, "rewards/chosen": 1.5}
+    assert _means(sums, preference(options)) == {"loss": 0.5, "rewards/chosen": 1.5}
     program = assemble(Base(spec(2)), Config(**PLAIN, preference=options, lora=Lora(enabled=True)), one_device)
     arguments = program.state, {**program.frozen, **program.state.base}, program.batch, jnp.float32(1)
     _, metrics = jax.eval_shape(program.step, *arguments)
