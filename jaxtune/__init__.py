@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtune import interrupt
 
-if interrupt.is_command():  # before anything that takes a second to import
+if interrupt.is_command():  # before any import that takes a second
     interrupt.leave_at_once()
 
-import pallas_kernels  # noqa: F401 (so that jax's CUDA plugin is quiet without a GPU)
+import pallas_kernels  # noqa: F401 (silences jax's CUDA plugin on machines without a GPU)
 from jaxtune.errors import UserError
 
-# transformers is here for tokenizers and configs, which is all that it has without PyTorch.
+# transformers is used only for tokenizers and configs, which need no PyTorch.
 logging.getLogger("transformers").addFilter(lambda record: not record.getMessage().startswith("PyTorch was not found"))
 
 if TYPE_CHECKING:
@@ -30,16 +30,16 @@ _HOMES = {"Config": "config.schema", "Run": "python", "config_of": "python"}
 
 
 def __getattr__(name: str) -> Any:
-    """What takes seconds to import is imported on first use."""
+    """Import public names on first use, because their modules take seconds to import."""
     import importlib
 
     if name == "train":
-        return importlib.import_module("jaxtune.train")  # the module, which can be called
+        return importlib.import_module("jaxtune.train")  # the module itself is callable
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"jaxtune.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    """Names that a shell completes."""
+    """Return the names that a shell completes."""
     return sorted(__all__)

@@ -26,7 +26,7 @@ COMMANDS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command named first; without one, lists them. Returns the exit code."""
+    """Run the command named first, or list the commands if none is named. Returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(f"{__doc__}\n")

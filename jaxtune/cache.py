@@ -23,36 +23,37 @@ from jaxtune.data.cache.token_cache import FORMAT, SUMMARY, read_summary
 from jaxtune.errors import UserError
 
 KEPT = {"reference": "scores of answers by a reference", "teacher": "likeliest tokens of a teacher"}
-"""Files of preference.precompute_reference and distill.teacher, by how their names begin."""
+"""Files of preference.precompute_reference and distill.teacher, by the prefix of their names."""
 
 
 def entries(folder: Path) -> list[Path]:
-    """The folders of tokenised documents in a cache, the most recently used last."""
+    """Return the folders of tokenised documents in a cache, the most recently used last."""
     return sorted((path.parent for path in folder.glob(f"*/{SUMMARY}")), key=last_used)
 
 
 def last_used(entry: Path) -> float:
-    """When a run last read or wrote the folder, in seconds since the epoch."""
+    """Return when a run last read or wrote the folder, in seconds since the epoch."""
     return (entry / SUMMARY).stat().st_mtime
 
 
 def remove(entry: Path) -> None:
-    """Renames an entry out of the cache, then deletes its files, so that a run never finds a part of it."""
+    """Rename an entry out of the cache, then delete its files, so that a run never sees it half deleted."""
     gone = entry.with_name(f"{entry.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     entry.rename(gone)
     shutil.rmtree(gone)
 
 
 def remove_remains(folder: Path, limit: float) -> None:
-    """Removes unfinished documents whose lock no process holds, and locks of removed entries.
+    """Remove unfinished documents whose lock no process holds, and the locks of removed entries.
 
-    Of unfinished documents, finished parts go if the last was made before `limit`, and what this host was writing.
+    Files that this host was writing are always removed. Finished parts are removed if the last one is older than
+    `limit`, in seconds since the epoch.
     """
     for lock in folder.glob("*.lock"):
         with lock.open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # it is held; or the file system has no locks, so that it may be in use
+            except OSError:  # the lock is held, or the file system has no locks and the documents may be in use
                 continue
             for unfinished in folder.glob(f"{lock.stem}.{socket.gethostname()}.*.tmp"):
                 shutil.rmtree(unfinished)
@@ -99,7 +100,7 @@ def _main(values: flags.FlagValues, _: None) -> None:
             made = scores.stat().st_mtime
             removed = limit is not None and made <= limit
             name = "removed" if removed else scores.stem.removeprefix(f"{kind}-")[:8]
-            # Of blocks: what the teacher did not score, such as validation documents, takes no room in the file.
+            # Count allocated blocks: the file is sparse for documents without scores, such as validation documents.
             day, size = datetime.date.fromtimestamp(made), scores.stat().st_blocks * 512 / 1e6
             unfinished = " (unfinished)" if scores.suffix == ".tmp" else ""
             print(f"{name}  {size:10,.1f} MB  made {day}  {what}{unfinished}")

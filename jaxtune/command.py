@@ -1,4 +1,4 @@
-"""What all commands share: flags, the recipe and its overrides, and error messages without a traceback."""
+"""Shared code of all commands: flags, the recipe and its overrides, and error messages without a traceback."""
 
 import ast
 import contextlib
@@ -30,7 +30,7 @@ _SETTING = re.compile(r"--?(?:no)?config\.([^=]+)")
 
 
 def main(name: str, argv: list[str] | None = None) -> int:
-    """Runs a command of `command_flags`. Its module is imported only once its flags and its recipe have been read."""
+    """Run a command of `command_flags`, importing its module only after its flags and recipe have been read."""
     command, module = COMMANDS[name], f"jaxtune.{name}"
 
     def body(values: flags.FlagValues, config: Config | None) -> int | None:
@@ -47,29 +47,29 @@ def run(
     recipe: Callable[[flags.FlagValues], str | None] | None = None,
     module: str | None = None,
 ) -> int:
-    """Parses the command line and calls `body(flags, config)`.
+    """Parse the command line and call `body(flags, config)`.
 
     Args:
         define_flags: Defines the command's own flags with `absl.flags.DEFINE_*(..., flag_values=values)`.
         body: The command, which may return an exit code; its config is None without `with_config`.
         argv: Arguments without the program's name; None: the arguments of the process.
         with_config: Whether the command takes --config=RECIPE[:ARGUMENT] and --config.SECTION.OPTION=VALUE.
-        recipe: From the flags to the recipe used if --config is not given; None: --config is required, "": none is
-            needed, and the config is None.
-        module: The module whose docstring is the head of --help; None: the module of `define_flags`.
+        recipe: Returns the recipe to use if --config is not given, from the flags. It returns None if --config is
+            required, or "" if no recipe is needed, and then the config is None.
+        module: The module whose docstring heads the output of --help; None: the module of `define_flags`.
 
     Returns:
         The exit code: 2 after a UserError, which is printed to stderr as `jaxtune: error: ...`.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    values = flags.FlagValues()  # its own, so that two commands can run in one process
+    values = flags.FlagValues()  # not absl's global flags, so that two commands can run in one process
     define_flags(values)
     if with_config:
         meaning = "recipe, NAME or FILE or either with :ARGUMENT; --config.SECTION.OPTION=VALUE changes an option"
         flags.DEFINE_string("config", None, meaning, flag_values=values)
-        meaning = "Python file of your own that takes part (train.plugins); again for more"
+        meaning = "your own Python file, run as a plugin (train.plugins); may be given several times"
         flags.DEFINE_multi_string("plugin", [], meaning, flag_values=values)
-        meaning = "the system that a YAML file of another system was written for; its keys tell if it is not said"
+        meaning = "the system that a YAML file of another system was written for; default: recognised by its keys"
         flags.DEFINE_enum("dialect", None, list(DIALECTS), meaning, flag_values=values)
     if {"-h", "--help", "-help"} & set(arguments):
         head = docstring(module) if module else inspect.getdoc(sys.modules[define_flags.__module__])
@@ -79,36 +79,37 @@ def run(
 
 
 def docstring(module: str) -> str:
-    """The docstring of a module, which is read without importing it."""
+    """Return the docstring of a module without importing the module."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
     return ast.get_docstring(ast.parse(pathlib.Path(spec.origin).read_text(encoding="utf-8"))) or ""
 
 
 @contextlib.contextmanager
-def _warnings_shown() -> Iterator[None]:
-    """Shows warnings on stderr, unless there is a handler already; `host.process` has a log of its own."""
-    root, shown = logging.getLogger(), logging.StreamHandler()
-    shown.setFormatter(LogFormatter())
-    shown.addFilter(without_secrets)
+def _show_warnings() -> Iterator[None]:
+    """Show warnings on stderr, unless there is a handler already; `host.process` sets up its own log."""
+    root, handler = logging.getLogger(), logging.StreamHandler()
+    handler.setFormatter(LogFormatter())
+    handler.addFilter(without_secrets)
     if not root.handlers:
-        root.addHandler(shown)
+        root.addHandler(handler)
     try:
         yield
     finally:
-        root.removeHandler(shown)
+        root.removeHandler(handler)
 
 
-@_warnings_shown()
+@_show_warnings()
 def guarded(body: Callable[[], int | None]) -> int:
-    """Calls `body`; a UserError, or a file that cannot be used, becomes one message on stderr and exit code 2."""
+    """Call `body`; turn a UserError or an unusable file into one message on stderr and exit code 2."""
     try:
         code = body() or 0
         sys.stdout.flush()  # so that a failed write is caught here, not while Python shuts down
         return code
     except UserError as error:
         message = str(error)
-    except BrokenPipeError:  # the reader of the output has gone, such as `head`; end quietly, as other programs do
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended; end quietly, as other programs do
+        # Python flushes stdout again when it exits, which must not fail then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -118,12 +119,12 @@ def guarded(body: Callable[[], int | None]) -> int:
         message = hide_secrets(f"{error.filename or 'writing'}: {error.strerror}")
         if full:
             message += (
-                ". Finished checkpoints are whole: make room, and --config=RUN/config.json goes on from the last one"
+                ". Finished checkpoints are intact: free some space; --config=RUN/config.json resumes from the last one"
             )
     except KeyboardInterrupt:
         print("jaxtune: interrupted", file=sys.stderr)
         return 130
-    shown = "\n".join(map(printable, message.split("\n")))  # it may quote what others wrote
+    shown = "\n".join(map(printable, message.split("\n")))  # a message may quote files that others wrote
     print(f"jaxtune: error: {shown}", file=sys.stderr)
     return REFUSED
 
@@ -134,7 +135,7 @@ def _parse(
     with_config: bool,
     recipe: Callable[[flags.FlagValues], str | None] | None,
 ) -> Config | None:
-    """Parses the flags into `values` and resolves the config, if the command has one."""
+    """Parse the flags into `values` and resolve the config, if the command has one."""
     values.set_gnu_getopt(True)
     try:
         arguments = values.read_flags_from_files(arguments, force_gnu=True)
@@ -146,7 +147,7 @@ def _parse(
     except (flags.Error, ValueError) as error:
         missing = re.fullmatch(r"flag --(\w+)=None: .*", str(error))
         raise UserError(f"--{missing[1]}=... is missing; --help tells more" if missing else str(error)) from error
-    # As other systems call it: train config.yaml
+    # Other systems take the config without a flag: train config.yaml
     suffixes = (".yaml", ".yml", ".py", ".json")
     positional = [word for word in rest if with_config and pathlib.Path(word.partition(":")[0]).suffix in suffixes]
     if rest != positional:
@@ -155,21 +156,21 @@ def _parse(
         raise UserError(f"{stray!r} does not belong to a flag; write --{meant}")
     if not with_config:
         return None
-    given = [argument for argument in arguments if re.match("--?config(=|$)", argument)] + positional
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(given)}: one recipe at a time; one may start from another by import")
+    recipes = [argument for argument in arguments if re.match("--?config(=|$)", argument)] + positional
+    if len(recipes) > 1:
+        raise UserError(f"{' and '.join(recipes)}: one recipe at a time; a recipe may import another one")
     named = values.config or "".join(positional)
     implied = None if named or recipe is None else recipe(values)
     if implied == "" and not settings and not values.plugin:
         return None
     if not (named or implied):
         raise UserError("--config=... is missing: a recipe, which names the data; --help tells more")
-    values["config"].value = named or None  # a positional one too
+    values["config"].value = named or None  # set for a positional recipe, too
     path, _, argument = (implied, "", "") if implied else named.partition(":")
     overrides = [(key, getattr(values, f"config.{key}")) for key in settings]
     if values.plugin:
         if "train.plugins" in settings:
-            raise UserError("--plugin and --config.train.plugins: one of the two")
+            raise UserError("--plugin and --config.train.plugins: give only one of the two")
         overrides.append(("train.plugins", repr(tuple(values.plugin))))
     return read_recipe(path, argument or None, values.dialect).resolve_named(overrides, count=_count_parameters)
 
@@ -181,9 +182,9 @@ def _count_parameters(model: Model) -> int:
 
 
 def _define_settings(values: flags.FlagValues, arguments: list[str]) -> list[str]:
-    """Defines a text flag for each --config.KEY given, known or not: `resolve` checks keys and values later."""
-    found = [match[1] for argument in arguments if (match := _SETTING.match(argument))]
-    settings = list(dict.fromkeys(found))
+    """Define a text flag for each --config.KEY in the arguments, even an unknown one; `resolve` checks them later."""
+    given = [match[1] for argument in arguments if (match := _SETTING.match(argument))]
+    settings = list(dict.fromkeys(given))
     for key in settings:
         option = keys.lookup(key) or keys.nearest(key)
         is_bool = option is not None and option.annotation is bool
@@ -193,9 +194,9 @@ def _define_settings(values: flags.FlagValues, arguments: list[str]) -> list[str
 
 
 def _suggestion(name: str, values: flags.FlagValues, with_config: bool) -> str:
-    """The flag that was meant, from the command's own and the options of the config."""
-    own = [flag for flag in values if not flag.startswith("config.")]
-    near = difflib.get_close_matches(name, own, n=1, cutoff=0.7)
+    """Return a hint at the flag or option with the nearest name."""
+    command_flags = [flag for flag in values if not flag.startswith("config.")]
+    near = difflib.get_close_matches(name, command_flags, n=1, cutoff=0.7)
     if near:
         return f"nearest: --{near[0]}"
     option = keys.nearest(name) if with_config else None

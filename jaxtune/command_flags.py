@@ -1,6 +1,6 @@
 """The flags of the commands that take seconds to import.
 
-They are here, and all that they need is quick to import, so that a typo is answered at once (`command.main`).
+This module imports only quick modules, so that a mistyped flag is reported without a delay (`command.main`).
 """
 
 import math
@@ -17,12 +17,12 @@ from jaxtune.config.schemes import SCHEMES
 from jaxtune.inference.sampling import BOUNDS, Manner
 
 _NUMBERS = {
-    "max_new_tokens": "maximum number of tokens to add",
-    "temperature": "0 takes the likeliest token",
-    "top_p": "only the likeliest tokens of this total probability",
-    "top_k": "only so many of the likeliest tokens",
-    "min_p": "only tokens of this share of the likeliest one's probability",
-    "repetition_penalty": "above 1, tokens that were there are less likely",
+    "max_new_tokens": "maximum number of tokens to generate",
+    "temperature": "sampling temperature; 0 takes the likeliest token",
+    "top_p": "sample only from the likeliest tokens with this total probability",
+    "top_k": "sample only from this number of likeliest tokens",
+    "min_p": "sample only from tokens with at least this fraction of the likeliest token's probability",
+    "repetition_penalty": "above 1, tokens that have occurred become less likely",
     "seed": "seed of the sampling",
     "batch_size": "prompts of --input that are continued together",
 }
@@ -30,7 +30,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags of a command; the fields are arguments of `command.run`."""
+    """The flags of a command; the fields are the arguments of `command.run` with the same names."""
 
     define_flags: Callable[[flags.FlagValues], None]
     with_config: bool = True
@@ -41,14 +41,14 @@ def _evaluate(values: flags.FlagValues) -> None:
     flags.DEFINE_string("run", None, "folder of the run", flag_values=values)
     flags.DEFINE_integer("step", None, "checkpoint of the run; default: the newest good one", flag_values=values)
     flags.DEFINE_string("model", None, "Hugging Face folder, hub id or adapter, instead of a run", flag_values=values)
-    meaning = "tasks, groups or tags of lm-eval, or patterns of them, instead of validation data"
+    meaning = "tasks, groups or tags of lm-eval, or patterns, to evaluate instead of validation data"
     flags.DEFINE_list("tasks", [], meaning, flag_values=values)
-    meaning = "examples before each question of --tasks; default: as the task says"
+    meaning = "examples before each question of --tasks; default: the task's own number"
     flags.DEFINE_integer("num_fewshot", None, meaning, flag_values=values)
-    meaning = "only so many questions of each task, or below 1 that share of them: for a try"
+    meaning = "maximum number of questions per task or, below 1, a share: for a quick test"
     flags.DEFINE_float("limit", None, meaning, flag_values=values)
     flags.DEFINE_string("include_path", None, "folder with YAML files of your own tasks", flag_values=values)
-    meaning = "write what --tasks asks by the tokenizer's chat template, examples as turns of it"
+    meaning = "format the requests of --tasks with the tokenizer's chat template, few-shot examples as turns"
     flags.DEFINE_bool("apply_chat_template", False, meaning, flag_values=values)
     meaning = "JSON file for the results of --tasks; default: RUN/lm_eval/STEP-TIME.json, none without a run"
     flags.DEFINE_string("output", None, meaning, flag_values=values)
@@ -71,37 +71,37 @@ def _export(values: flags.FlagValues) -> None:
     flags.DEFINE_list("format", None, "hf, peft, or both; default: what the run trained", flag_values=values)
     flags.DEFINE_bool("merge", False, "fold the adapter into the model", flag_values=values)
     flags.DEFINE_enum("quantize", None, list(SCHEMES), "quantize a whole model's layers", flag_values=values)
-    meaning = "Python file of your own with the model's family (docs/plugins.md); again for more"
+    meaning = "your own Python file with the model's family (docs/plugins.md); may be given several times"
     flags.DEFINE_multi_string("plugin", [], meaning, flag_values=values)
     flags.DEFINE_string("push_to_hub", None, "OWNER/NAME on the hub to upload it to as well", flag_values=values)
-    flags.DEFINE_bool("private", False, "nobody else may see what is uploaded", flag_values=values)
+    flags.DEFINE_bool("private", False, "make the uploaded repository private", flag_values=values)
 
 
 def _generate(values: flags.FlagValues) -> None:
     text = partial(flags.DEFINE_string, flag_values=values)
     text("model", None, "Hugging Face folder, hub id, adapter, or run folder", required=True)
-    text("adapter", None, "folder of a PEFT adapter of --model, a base")
+    text("adapter", None, "folder of a PEFT adapter on --model, which is its base")
     text("prompt", None, "text to continue, or to answer with --chat")
     text("input", None, "file of prompts: jsonl, json, csv, parquet, or a dataset on the hub")
-    text("output", None, "JSON lines file for what follows the prompts of --input; default: the terminal")
-    flags.DEFINE_bool("chat", False, "put prompts that are text into the tokenizer's chat template", flag_values=values)
+    text("output", None, "JSON lines file for the answers to --input; default: the terminal")
+    flags.DEFINE_bool("chat", False, "put text prompts into the tokenizer's chat template", flag_values=values)
     for name, meaning in _NUMBERS.items():
         low, high = BOUNDS[name]
         define = flags.DEFINE_integer if isinstance(low, int) else flags.DEFINE_float
         bounds = {"lower_bound": low, "upper_bound": None if math.isinf(high) else high}
         define(name, getattr(Manner(), name), meaning, flag_values=values, **bounds)  # type: ignore[arg-type]
-    flags.DEFINE_multi_string("stop", [], "text that ends what is made; may be given several times", flag_values=values)
+    flags.DEFINE_multi_string("stop", [], "text that ends an answer; may be given several times", flag_values=values)
     flags.DEFINE_integer("step", None, "checkpoint of a run; default: the newest good one", flag_values=values)
     formats = get_args(get_args(get_type_hints(Quant)["format"])[0])
-    flags.DEFINE_enum("quant", None, formats, "quantize the weights of the base as they are read", flag_values=values)
-    meaning = "Python file of your own with the model's family (docs/plugins.md); again for more"
+    flags.DEFINE_enum("quant", None, formats, "quantize the base's weights while they are read", flag_values=values)
+    meaning = "your own Python file with the model's family (docs/plugins.md); may be given several times"
     flags.DEFINE_multi_string("plugin", [], meaning, flag_values=values)
     flags.DEFINE_list("mesh", [], "devices of each axis, such as fsdp=4,tensor=2; default: one", flag_values=values)
 
 
 def _prepare(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("show", 3, "samples to show", flag_values=values, lower_bound=0)
-    flags.DEFINE_string("shard", None, "I/N: only tokenise, the I-th of N shards, from 0", flag_values=values)
+    flags.DEFINE_string("shard", None, "I/N: only tokenise, shard I of N, from 0", flag_values=values)
     flags.DEFINE_bool("ids", False, "show each token with its id, label and weight", flag_values=values)
 
 

@@ -1,17 +1,18 @@
-"""The one exception that is shown to a user as a message, without a traceback, and what messages must not hold."""
+"""UserError, which is shown as a message without a traceback, and the removal of secrets from messages."""
 
 import re
 
 HIDDEN = "HIDDEN"
-"""What is shown and saved in the place of a secret in a URL."""
+"""Placeholder that is shown and saved in place of a secret in a URL."""
+# Groups: scheme, user and password, host and path, query or fragment.
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(?:([^\s/?#\"'<>]*)@)?([^\s?#\"'<>]*)([?#][^\s\"<>]*)?", re.IGNORECASE)
-_PLAIN = {"dl", "download", "export", "format", "inline", "raw", "ref", "version", "versionid"}  # of queries
+_PLAIN = {"dl", "download", "export", "format", "inline", "raw", "ref", "version", "versionid"}  # harmless query keys
 
-_LONGEST, _KEPT = 4000, 500
+_LONGEST, _KEPT = 4000, 500  # characters: the longest line shown whole, and the length of each end of a cut one
 
 
 def shortened(text: str) -> str:
-    """A text whose long lines lack their middle: a value that a line repeats may have megabytes."""
+    """Cut the middle out of long lines, because a line may quote a value of megabytes."""
     if len(text) <= _LONGEST:
         return text
     return "\n".join(_short(line) for line in text.split("\n"))
@@ -23,30 +24,33 @@ def _short(line: str) -> str:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether it is an Exception, or a panic of a library in Rust (tokenizers), which Python does not call one."""
+    """Whether an error is an Exception or a panic of a Rust library (tokenizers), which derives from BaseException."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 class UserError(Exception):
-    """What was wrong, where (file, line, key, tensor), and what would be right. Secrets in URLs are hidden."""
+    """An error that the user can mend; its message is shown without a traceback.
+
+    The message says what is wrong, where (file, line, key, tensor) and what would be right. Secrets in URLs are hidden.
+    """
 
     def __init__(self, *parts: object):
         super().__init__(*(shortened(hide_secrets(part)) if isinstance(part, str) else part for part in parts))
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of a traceback, the lines of it."""
+        """Return the lines that IPython shows instead of a traceback."""
         return [f"jaxtune: error: {self}"]
 
 
 def printable(text: str) -> str:
-    """A text that others wrote, as one that cannot steer a terminal: control characters as escapes, \\x1b for one."""
+    """Escape control characters, such as \\x1b, in a text from outside, so that it cannot control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def hide_secrets(text: str) -> str:
-    """A text without the secrets of its URLs: passwords, and what their queries say, but for versions and formats.
+    """Hide the secrets of URLs in a text: passwords and query values, except for versions and formats.
 
-    The user without a password is not a secret in abfs://container@account, but it is in http://TOKEN@host.
+    A user without a password is a secret in http://TOKEN@host, but not in abfs://container@account.
     """
     return _URL.sub(_shown_url, text) if "://" in text else text
 
@@ -57,17 +61,18 @@ def _shown_url(url: re.Match[str]) -> str:
         name, colon, _ = user.partition(":")
         is_token = not colon and scheme.lower() in ("http", "https")
         user = HIDDEN if is_token else f"{name}:{HIDDEN}" if colon else name
+    # Punctuation at the end belongs to the sentence that quotes the URL.
     shown, end = "", re.search(r"[).,:;\]']*$", query or "")
     rest = (query or "")[: end.start()] if end else ""
-    for mark, said in re.findall(r"([?&;#])([^?&;#]*)", rest):
-        key, equals, value = said.partition("=")
-        is_secret = value and key.lower() not in _PLAIN if equals else said and scheme.lower() in ("http", "https")
-        shown += mark + (said if not is_secret else f"{key}={HIDDEN}" if equals else HIDDEN)
+    for mark, item in re.findall(r"([?&;#])([^?&;#]*)", rest):
+        key, equals, value = item.partition("=")
+        is_secret = value and key.lower() not in _PLAIN if equals else item and scheme.lower() in ("http", "https")
+        shown += mark + (item if not is_secret else f"{key}={HIDDEN}" if equals else HIDDEN)
     at = "" if user is None else f"{user}@"
     return f"{scheme}://{at}{place}{shown}{end[0] if end else ''}"
 
 
 def refuse_hidden(url: str, option: str) -> None:
-    """Raises UserError for a URL from a run's own files, which do not keep its secret."""
+    """Raise UserError for a URL from a run's own files whose secret was hidden."""
     if HIDDEN in url and "://" in url:
         raise UserError(f"{option}: {url}: a run's files do not keep this secret; give the whole URL again")

@@ -1,23 +1,23 @@
-"""Loss and perplexity of a model on validation data; of a classifier loss and accuracy; of rewarded answers rewards.
+"""Evaluate a model on validation data: loss and perplexity, a classifier's accuracy, or the rewards of answers.
 
     python -m jaxtune.evaluate --run=runs/quickstart_lora
     python -m jaxtune.evaluate --config=quickstart_lora --model=runs/quickstart/export
     python -m jaxtune.evaluate --run=runs/quickstart_lora --tasks=hellaswag,gsm8k
 
-The model is that of a run (with the run's own options unless --config is given), --model (a Hugging Face folder, hub id
-or adapter), or the model that a recipe starts from. --config.SECTION.OPTION=VALUE changes an option. Python files that
-only the run's config.json names are not run: --plugin=FILE or --config=RUN/config.json names them.
+The model is a run's (with the run's own options unless --config is given), --model (a Hugging Face folder, hub id or
+adapter), or the base model of a recipe. --config.SECTION.OPTION=VALUE changes an option. Python files that only the
+run's config.json names are not run; to run them, use --plugin=FILE or --config=RUN/config.json.
 
-With --tasks EleutherAI's lm-evaluation-harness asks it instead (pip install 'jaxtune[lm-eval]'): its flags have their
-names there, its table is printed, and --model needs no --config. Results are also written, into the folder of the run
-or to --output.
+With --tasks, EleutherAI's lm-evaluation-harness evaluates the model instead (pip install 'jaxtune[lm-eval]'). Its flags
+keep their names, its table is printed, and --model needs no --config. Results are also written to the run's folder or
+to --output.
 """
 
 import sys
 
 from jaxtune import command
 
-if __name__ == "__main__":  # flags and recipe are read before what takes seconds to import
+if __name__ == "__main__":  # parse flags and recipe before the slow imports below
     sys.exit(command.main("evaluate"))
 
 from functools import partial
@@ -36,16 +36,16 @@ from jaxtune.inference.answers import mesh_of
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.weights.trusted_code import config_to_evaluate
 
-OF_TASKS = ("num_fewshot", "limit", "include_path", "apply_chat_template")
+TASK_FLAGS = ("num_fewshot", "limit", "include_path", "apply_chat_template")
 
 
 def run_command(values: flags.FlagValues, config: Config | None) -> None:
-    """Prints the metrics, or the table of --tasks."""
+    """Print the metrics, or the table of --tasks."""
     if config is not None and values.run is not None and values.config is None:
         config = config_to_evaluate(config, values.run, reads_data=not values.tasks)
     if values.tasks:
         return _run_tasks(values, config)
-    for name in (*OF_TASKS, "output"):
+    for name in (*TASK_FLAGS, "output"):
         if values[name].present:
             raise UserError(f"--{name}: has no effect without --tasks")
     assert config is not None
@@ -67,9 +67,9 @@ def _run_tasks(values: flags.FlagValues, config: Config | None) -> None:
         lm_evaluation_harness as harness,  # seconds to import, and needs a package that may lack
     )
 
-    asked = harness.Asked(tuple(values.tasks), **{name: getattr(values, name) for name in OF_TASKS})
+    tasks = harness.Asked(tuple(values.tasks), **{name: getattr(values, name) for name in TASK_FLAGS})
     mesh = mesh_of([]) if config is None else _mesh(config)
-    results, step = harness.run_tasks(asked, config, mesh, values.run, values.step, values.model)
+    results, step = harness.run_tasks(tasks, config, mesh, values.run, values.step, values.model)
     print(harness.table(results))
     if output is None and values.run is not None:
         output = RunFolder(Path(values.run)).task_results(step)

@@ -1,10 +1,10 @@
-"""Write a run's model as Hugging Face safetensors, quantized if asked for, or its adapter as PEFT."""
+"""Write a run's model as Hugging Face safetensors, optionally quantized, or its adapter as PEFT."""
 
 import sys
 
 from jaxtune import command
 
-if __name__ == "__main__":  # flags and recipe are read before what takes seconds to import
+if __name__ == "__main__":  # parse flags and recipe before the slow imports below
     sys.exit(command.main("export"))
 
 import math
@@ -36,43 +36,43 @@ FORMATS = ("hf", "peft")
 
 
 def shards(base: Base, config: Config, quantize: str | None) -> int:
-    """The most devices to shard the model over: they must divide its width, and its quantized blocks if it has any.
+    """Return the most devices to shard the model over, which must divide its width and its quantized blocks.
 
-    Those of the run, and those that are written, which are read again.
+    The blocks are the run's and, because the export is read again, those the export is quantized in.
     """
-    hidden, found = base.spec.hidden, [config.quant if base.scheme is None else base.scheme.options]
+    hidden, formats = base.spec.hidden, [config.quant if base.scheme is None else base.scheme.options]
     if quantize is not None:
-        found.append(hf.SCHEMES[quantize])
-    blocks = [format_of(options, "").block for options in found if options.format is not None]
-    whole = (hidden // math.lcm(rows or 1, columns or 1) for rows, columns in blocks)
-    return math.gcd(jax.device_count(), hidden, *whole)
+        formats.append(hf.SCHEMES[quantize])
+    blocks = [format_of(options, "").block for options in formats if options.format is not None]
+    block_counts = (hidden // math.lcm(rows or 1, columns or 1) for rows, columns in blocks)
+    return math.gcd(jax.device_count(), hidden, *block_counts)
 
 
 def check_output(output: Path | RemoteFolder, kind: str) -> None:
-    """Raises UserError if a folder holds anything but an export in the same format, or a part of one."""
-    found, written = set(), b""
+    """Raise UserError if a folder holds anything but an export in the same format, or a part of one."""
+    entries, card = set(), b""
     if isinstance(output, RemoteFolder):
         try:
-            found = {name.partition("/")[0] for name in output.names()}
-            written = output.read(CARD) if CARD in found else written
+            entries = {name.partition("/")[0] for name in output.names()}
+            card = output.read(CARD) if CARD in entries else card
             storage.check_unused(output, UNFINISHED)
         except UserError:
             raise
-        except Exception as error:  # each file system raises types of its own
+        except Exception as error:  # each file system raises its own types
             raise UserError(f"--output={output.url} cannot be read: {storage.reason(error)}") from error
     elif output.exists():
-        found = {entry.name for entry in output.iterdir()}
-        written = (output / CARD).read_bytes() if (output / CARD).is_file() else written
-    ours = UNFINISHED in found or b"with jaxtune" in written
-    others = sorted(name for name in found if not name.startswith("."))
-    if others and not (ours and any(name.startswith("adapter_") for name in others) == (kind == "peft")):
+        entries = {entry.name for entry in output.iterdir()}
+        card = (output / CARD).read_bytes() if (output / CARD).is_file() else card
+    is_export = UNFINISHED in entries or b"with jaxtune" in card
+    visible = sorted(name for name in entries if not name.startswith("."))
+    if visible and not (is_export and any(name.startswith("adapter_") for name in visible) == (kind == "peft")):
         place = output.url if isinstance(output, RemoteFolder) else output
-        more = ", ..." if len(others) > 3 else ""
-        raise UserError(f"--output={place} holds other things ({', '.join(others[:3])}{more}); name a new folder")
+        more = ", ..." if len(visible) > 3 else ""
+        raise UserError(f"--output={place} holds other things ({', '.join(visible[:3])}{more}); name a new folder")
 
 
 def run_command(values: flags.FlagValues, _: None) -> None:
-    """Writes the export, here or to a URL."""
+    """Write the export to a folder or a URL."""
     folder = RunFolder(Path(values.run))
     if unknown := set(values.format or ()) - set(FORMATS):
         raise UserError(f"--format={','.join(sorted(unknown))}: not one of {', '.join(FORMATS)}")
@@ -86,7 +86,7 @@ def run_command(values: flags.FlagValues, _: None) -> None:
         output, remote = Path(values.output), None
         if is_url(values.output):
             if values.push_to_hub is not None:
-                raise UserError("--push_to_hub: --output must be a folder here, which stays if the upload fails")
+                raise UserError("--push_to_hub: --output must be a local folder, which stays if the upload fails")
             remote = open_folder(values.output, "--output")
             output = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="jaxtune-export-"))) / "model"
         check_writable(output, f"--output={values.output}")
@@ -94,7 +94,7 @@ def run_command(values: flags.FlagValues, _: None) -> None:
 
 
 def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: RemoteFolder | None) -> None:
-    """Writes to a folder here, and copies it to a remote one if there is one."""
+    """Write the export to a local folder, then copy it to the remote one if there is one."""
     config, base = base_of_run(folder, values.plugin)
     mesh = make_mesh(Mesh(), jax.devices()[: shards(base, config, values.quantize)])
     run = open_run(folder, mesh, values.step, values.plugin)

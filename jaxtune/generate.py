@@ -1,17 +1,17 @@
-"""Continue prompts with a Hugging Face folder, a PEFT adapter or a run: one to the terminal, or a file of them.
+"""Continue prompts with a Hugging Face folder, a PEFT adapter or a run: one prompt in the terminal, or a file.
 
     python -m jaxtune.generate --model=runs/quickstart/export --prompt="def " --temperature=1
     python -m jaxtune.generate --model=MODEL --adapter=runs/mine/export --input=prompts.jsonl --output=answers.jsonl
 
-Samples of --input have a column `prompt`, text or messages, or `messages`, of which an answer at the end is left out.
-A line of the output is the sample with `completion`, and `finish_reason`: stop, or length.
+Samples of --input have a column `prompt` (text or messages) or `messages`; an answer at the end of `messages` is left
+out. Each line of the output is the sample with `completion` and `finish_reason` (stop or length).
 """
 
 import sys
 
 from jaxtune import command
 
-if __name__ == "__main__":  # flags and recipe are read before what takes seconds to import
+if __name__ == "__main__":  # parse flags and recipe before the slow imports below
     sys.exit(command.main("generate"))
 
 import contextlib
@@ -32,20 +32,20 @@ from jaxtune.inference.sampling import BOUNDS, Manner
 
 
 def _samples(path: str) -> Iterator[tuple[str, Any]]:
-    """Those of --input, each with where it is. Raises UserError for one with a column that an answer would replace."""
-    for where, sample in open_source(Dataset(path=path)).read(_stop_at):
+    """Yield (source, sample) for the samples of --input. Raises UserError if a sample has a column of the output."""
+    for where, sample in open_source(Dataset(path=path)).read(_raise):
         if taken := {"completion", "finish_reason"} & sample.keys():
-            raise UserError(f"{where}: it has a column {min(taken)!r}, which what is made would replace; rename it")
+            raise UserError(f"{where}: it has a column {min(taken)!r}, which the answer would replace; rename it")
         yield where, sample
 
 
-def _stop_at(error: UserError) -> None:
+def _raise(error: UserError) -> None:
     raise error
 
 
 @contextlib.contextmanager
-def _written(output: str | None) -> Iterator[TextIO]:
-    """A file that has its name once it is whole: until then the earlier one is there, and OUTPUT.part."""
+def _open_output(output: str | None) -> Iterator[TextIO]:
+    """Open OUTPUT.part and rename it to OUTPUT once it is complete; an earlier file stays until then."""
     if output is None:
         yield sys.stdout
         return
@@ -57,24 +57,24 @@ def _written(output: str | None) -> Iterator[TextIO]:
 
 
 def run_command(values: flags.FlagValues, _: None) -> None:
-    """Prints or writes what the model makes of the prompts."""
+    """Print or write the model's answers to the prompts."""
     if (values.prompt is None) == (values.input is None):
-        raise UserError("give --prompt=... or --input=FILE, one of them")
+        raise UserError("give either --prompt=... or --input=FILE")
     if values.output is not None and values.input is None:
-        raise UserError("--output is of --input; a --prompt is continued in the terminal")
+        raise UserError("--output needs --input; a --prompt is continued in the terminal")
     if values.output is not None:
         check_writable(Path(values.output).parent, f"--output={values.output}")
     manner = Manner(**{name: getattr(values, name) for name in BOUNDS}, stop=tuple(values.stop), chat=values.chat)
-    mesh, named = mesh_of(values.mesh), (values.adapter, values.step, values.quant, values.plugin)
-    opened = open_model(values.model, mesh, *named)
+    mesh, options = mesh_of(values.mesh), (values.adapter, values.step, values.quant, values.plugin)
+    opened = open_model(values.model, mesh, *options)
     answering = Answering(opened, manner)
     if values.input is not None:
         finished = []
-        with _written(values.output) as file:
+        with _open_output(values.output) as file:
             for answer in answering.each(_samples(values.input)):
                 finished.append(answer.finished)
-                made = {"completion": answer.text, "finish_reason": "stop" if answer.finished else "length"}
-                line = json.dumps({**answer.prompt.sample, **made}, ensure_ascii=False, default=str)
+                columns = {"completion": answer.text, "finish_reason": "stop" if answer.finished else "length"}
+                line = json.dumps({**answer.prompt.sample, **columns}, ensure_ascii=False, default=str)
                 print(line, file=file, flush=True)
         if values.output is not None:
             cut = finished.count(False)

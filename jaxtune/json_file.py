@@ -1,4 +1,4 @@
-"""Reading JSON files of other programs: damage, or a value of a wrong type, becomes one message."""
+"""Reading of JSON files from other programs; damage or a value of the wrong type becomes one message."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises UserError, which names the file and what is wrong with it."""
+    """Read the object in a JSON file. Raises UserError, which names the file and the problem."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -26,16 +26,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_fields(path: Path, kind: type[T]) -> T:
-    """The dataclass whose fields a JSON file holds; their annotations are plain types and dict[str, such a type].
+    """Read a dataclass from a JSON file with its fields; their annotations are plain types or dict[str, plain type].
 
-    Raises UserError as `read_json`, and for a field that is absent or of another type.
+    Raises UserError as `read_json`, and for a field that is absent or has another type.
     """
-    found, types = read_json(path), typing.get_type_hints(kind)
+    values, types = read_json(path), typing.get_type_hints(kind)
     for field in dataclasses.fields(typing.cast(Any, kind)):
-        if field.name not in found or not _is(found[field.name], types[field.name]):
-            value = f"{json.dumps(found[field.name]):.60}" if field.name in found else "absent"
+        if field.name not in values or not _is(values[field.name], types[field.name]):
+            value = f"{json.dumps(values[field.name]):.60}" if field.name in values else "absent"
             raise UserError(f"{path} is damaged: {field.name} is {value}")
-    return kind(**{field.name: found[field.name] for field in dataclasses.fields(typing.cast(Any, kind))})
+    return kind(**{field.name: values[field.name] for field in dataclasses.fields(typing.cast(Any, kind))})
 
 
 def _is(value: Any, kind: Any) -> bool:

@@ -3,12 +3,12 @@
     python -m jaxtune.launch --processes 2 -- python -m jaxtune.train --config=quickstart
 
 Each process writes to its own log file; the output of the first process is shown as well. The first failure ends all
-processes, and its exit code is this program's. With --restarts=N all are then started again, at most N times, and go on
-from the last checkpoint; not after an error of the user's (exit code 2), which they would only meet again. SIGTERM and
-Ctrl-C are passed on, once each: jaxtune saves and ends by itself, with exit code 75.
+processes, and its exit code is this program's. With --restarts=N all processes are then restarted, at most N times, and
+resume from the last checkpoint. They are not restarted after a user's error (exit code 2), which would only occur
+again. SIGTERM and Ctrl-C are passed on, once each: jaxtune saves and ends by itself, with exit code 75.
 
-One process can drive all GPUs of a machine. Several are needed only to have one process per GPU (--gpus-per-process 1),
-or to try on CPU what will run on many hosts (--devices-per-process 2).
+One process can drive all GPUs of a machine. Use several only to have one process per GPU (--gpus-per-process 1), or to
+test on CPU a run for many hosts (--devices-per-process 2).
 """
 
 import argparse
@@ -34,14 +34,14 @@ RESUME = "--config.ckpt.resume=auto"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
     folder = pathlib.Path(arguments.log_dir or tempfile.mkdtemp(prefix="jaxtune-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"logs: {folder}/process-*.log", flush=True)
 
     received: list[int] = []  # signals to pass on
-    signal.set_wakeup_fd(-1)  # undoes jaxtune.interrupt, by which other commands end at once for Ctrl-C
+    signal.set_wakeup_fd(-1)  # undoes jaxtune.interrupt, which would end this process on Ctrl-C
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: received.append(number))
     logs = [folder / f"process-{index}.log" for index in range(arguments.processes)]
@@ -52,14 +52,14 @@ def main(argv: list[str] | None = None) -> int:
         for left in reversed(range(arguments.restarts)):
             if code in (0, STOPPED, REFUSED) or received:
                 break
-            print(f"\nstarting all again, {left} more times at most", file=sys.stderr, flush=True)
-            arguments.command += [RESUME]  # even if it says to overwrite an earlier run
+            print(f"\nrestarting all processes, at most {left} more times", file=sys.stderr, flush=True)
+            arguments.command += [RESUME]  # overrides ckpt.resume=overwrite in the command
             code = run(arguments, logs, shown, received)
     return code
 
 
 def run(arguments: argparse.Namespace, logs: list[pathlib.Path], shown: BinaryIO, received: list[int]) -> int:
-    """From the start of all processes to the end of all; says which one failed. Returns the exit code."""
+    """Start all processes and wait for their end; report the one that failed. Returns the exit code."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for process in start(arguments, logs):
@@ -74,11 +74,12 @@ def run(arguments: argparse.Namespace, logs: list[pathlib.Path], shown: BinaryIO
     print(f"\nprocess {failed} {ended}; all were stopped. The end of {logs[failed]}:", file=sys.stderr)
     with logs[failed].open(errors="replace") as log:
         sys.stderr.writelines(collections.deque(log, maxlen=TAIL_LINES))
+    # A process that a signal ended has a negative code here; shells use 128 + the signal's number.
     return 128 - code if code < 0 else code
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line; the command of the processes follows `--`."""
+    """Parse the command line; the command of the processes follows `--`."""
     parser = argparse.ArgumentParser(
         prog="jaxtune launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,10 +90,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--log-dir", help="folder of the log files; unset: a new temporary one")
     parser.add_argument(
-        "--restarts", type=int, default=0, help="after a failure, start all again at most so many times"
+        "--restarts", type=int, default=0, help="maximum number of restarts of all processes after a failure"
     )
     parser.add_argument(
-        "--grace", type=float, default=10, help="after a failure, seconds from asking the others to end to killing them"
+        "--grace", type=float, default=10, help="seconds that other processes have to end after a failure"
     )
     parser.add_argument("command", nargs="+", metavar="-- command", help="the command that each process runs")
     arguments = parser.parse_args(argv)
@@ -103,7 +104,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if arguments.devices_per_process and arguments.gpus_per_process:
         parser.error("--devices-per-process is for CPU: leave out --gpus-per-process")
     if shutil.which(arguments.command[0]) is None:
-        parser.error(f"there is no command {arguments.command[0]!r}")
+        parser.error(f"command not found: {arguments.command[0]!r}")
     arguments.gpus = [None] * arguments.processes
     if count := arguments.gpus_per_process:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -115,7 +116,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def start(arguments: argparse.Namespace, logs: list[pathlib.Path]) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts every process with its place in the run."""
+    """Start every process with its place in the run."""
     with socket.socket() as probe:  # a free port; process 0 binds it a moment later
         probe.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -131,14 +132,14 @@ def start(arguments: argparse.Namespace, logs: list[pathlib.Path]) -> Iterator[s
         if arguments.gpus[index] is not None:
             environment["CUDA_VISIBLE_DEVICES"] = arguments.gpus[index]
         with log.open("ab") as output:
-            # In a new session, the terminal's Ctrl-C does not reach it: only the one that is passed on does.
+            # In a new session, the terminal's Ctrl-C does not reach the process, which gets only the one passed on.
             yield subprocess.Popen(
                 arguments.command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
 
 
 def watch(processes: list[subprocess.Popen[bytes]], shown: BinaryIO, received: list[int]) -> int | None:
-    """Wait, show what is new in a log and pass signals on; returns the first process that failed, or None."""
+    """Wait, show new lines of a log and pass signals on; return the first process that failed, or None."""
     passed_on = 0
     while True:
         codes = [process.poll() for process in processes]
@@ -156,7 +157,7 @@ def watch(processes: list[subprocess.Popen[bytes]], shown: BinaryIO, received: l
 
 
 def end(processes: list[subprocess.Popen[bytes]], grace: float) -> None:
-    """Ask the processes that still run to end, and kill any that has not ended after `grace` seconds."""
+    """Terminate the processes that still run, and kill those that have not ended after `grace` seconds."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + grace

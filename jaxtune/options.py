@@ -4,8 +4,8 @@
     python -m jaxtune.options --from=FILE.yaml [--dialect=surogate|xorl|erniekit|qefficient|trl|axolotl]
 
 PATTERN is a regular expression; only options whose key or meaning contains a match are shown. Each option is a line
-`KEY: TYPE = DEFAULT (UNIT, RANGE)`, then its meaning and its precondition, indented. --from shows what becomes of a
-config that was written for another system, which its options tell, or --dialect.
+`KEY: TYPE = DEFAULT (UNIT, RANGE)`, then its meaning and its precondition, indented. --from shows the translation of a
+config that was written for another system. --dialect names the system; by default its options identify it.
 """
 
 import inspect
@@ -22,29 +22,29 @@ from jaxtune.config.option_rules import in_words
 from jaxtune.config.recipe import read_recipe, recipe_file
 from jaxtune.errors import UserError
 
-WIDTH = 100  # of lines that do not go to a terminal
+WIDTH = 100  # width of lines if the output is not a terminal
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the options; returns the exit code."""
+    """Print the options; return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     return guarded(lambda: _main(arguments))
 
 
 def find(pattern: str) -> list[keys.Option]:
-    """The options whose key or meaning contains a match of the regular expression, ignoring case.
+    """Return the options whose key or meaning contains a match of the regular expression, ignoring case.
 
     Raises:
-        UserError: Not a regular expression, or nothing matches.
+        UserError: The pattern is not a regular expression, or nothing matches.
     """
     try:
         regex = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
         raise UserError(f"{pattern!r} is not a regular expression: {error}") from error
-    found = [option for option in keys.options().values() if regex.search(option.key) or regex.search(option.doc)]
-    if not found:
+    matches = [option for option in keys.options().values() if regex.search(option.key) or regex.search(option.doc)]
+    if not matches:
         raise UserError(f"{pattern!r}: {keys.no_such_option(pattern)}")
-    return found
+    return matches
 
 
 def _main(arguments: list[str]) -> None:
@@ -57,26 +57,27 @@ def _main(arguments: list[str]) -> None:
         return
     if len(arguments) > 1:
         raise UserError(f"one pattern at most, not {len(arguments)}: {' '.join(arguments)}")
-    found = find(arguments[0] if arguments else "")
-    twice = () if arguments else ("data.eval_datasets[i].",)
+    matches = find(arguments[0] if arguments else "")
+    # In the full list, options of evaluation datasets would repeat those of the training datasets.
+    repeated = () if arguments else ("data.eval_datasets[i].",)
     width = shutil.get_terminal_size((WIDTH, 0)).columns
-    for option in found:
-        if not option.key.startswith(twice):
-            print(_described(option, width))
-    if twice:
+    for option in matches:
+        if not option.key.startswith(repeated):
+            print(_describe(option, width))
+    if repeated:
         print("data.eval_datasets[i] has the options of data.datasets[i].")
 
 
 def _translate(path: str, dialect: str | None) -> None:
-    """Prints what becomes of another system's config. Raises UserError, after that, if it cannot be translated."""
+    """Print the translation of another system's config. Raises UserError afterwards if it cannot be translated."""
     if dialect is not None and dialect not in foreign.DIALECTS:
-        raise UserError(f"--dialect={dialect}: there are {', '.join(foreign.DIALECTS)}")
+        raise UserError(f"--dialect={dialect}: not one of {', '.join(foreign.DIALECTS)}")
     file = recipe_file(path)
     written = yaml_file.read(file, path)
     dialect = dialect or foreign.recognise(written.values, path)
     if dialect is None:
         systems = ", ".join(foreign.DIALECTS.values())
-        raise UserError(f"{path}: its options are not those of {systems}; --dialect=NAME reads it as one all the same")
+        raise UserError(f"{path}: its options match none of {systems}; --dialect=NAME reads it as one anyway")
     translation = foreign.translate(written, dialect)
     print("\n".join(translation.notes(path)))
     refuse(path, translation.problems)
@@ -84,7 +85,7 @@ def _translate(path: str, dialect: str | None) -> None:
         print(line)
 
 
-def _described(option: keys.Option, width: int) -> str:
+def _describe(option: keys.Option, width: int) -> str:
     limits = ", ".join(filter(None, (option.unit, in_words(option.within))))
     head = f"{option.key}: {keys.describe(option.annotation)} = {option.default!r}" + (f" ({limits})" if limits else "")
     lines = [head, f"    {option.doc}"]

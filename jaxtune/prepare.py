@@ -1,19 +1,19 @@
-"""Tokenises and packs the data of a recipe, counts it, and shows which tokens would be trained.
+"""Tokenise and pack the data of a recipe, count it, and show which tokens would be trained.
 
     python -m jaxtune.prepare --config=qwen_lora --show=3
 
-No weights are read. Each sample is shown up to the length of a row, with trained and context tokens apart. With --ids
-each token is token(id|label|weight), with the label and weight in the loss: -100 and 0 for context.
+No weights are read. Each sample is shown up to the length of a row, with trained and context tokens on separate lines.
+With --ids each token is shown as token(id|label|weight), with its label and weight in the loss: -100 and 0 for context.
 
 With --shard=0/4, 1/4, 2/4 and 3/4 four machines that share data.cache_dir tokenise a quarter each. The run that
-follows, or prepare without --shard, joins them, and does what is missing.
+follows, or prepare without --shard, joins the shards and tokenises missing ones.
 """
 
 import sys
 
 from jaxtune import command
 
-if __name__ == "__main__":  # flags and recipe are read before what takes seconds to import
+if __name__ == "__main__":  # parse flags and recipe before the slow imports below
     sys.exit(command.main("prepare"))
 
 import itertools
@@ -57,14 +57,14 @@ def describe(
     ids: bool,
     labels: tuple[str, ...] = (),
 ) -> Text:
-    """The first `length` tokens of the i-th document: trained and context parts in turn, or each token and its loss.
+    """Describe the first `length` tokens of document i: trained and context parts in turn or, with `ids`, each token.
 
-    Where documents have labels, with the name of its own; with one label alone, with its value.
+    If documents have labels, the name of the document's label is added, or its value if there is only one label.
     """
     whole = int(documents.lengths[i])
     read, weights = documents.read(i, 0, min(whole, length))
     tokens = list(zip(read.tolist(), [0.0, *weights.tolist()[1:]]))  # the first is never predicted
-    text, seen = Text(), []
+    text, seen = Text(), []  # `seen`: tokens before a span, which decide how its first ones are decoded
     for trained, span in itertools.groupby(tokens, key=lambda token: token[1] != 0):
         style = STYLES[trained]
         if not ids:
@@ -86,11 +86,11 @@ def describe(
     return text
 
 
-def _shown(documents: Documents, count: int) -> list[int]:
-    """The first documents of each dataset in turn, so that all are seen."""
-    of_parts = [np.flatnonzero(documents.part_of == part)[:count].tolist() for part in range(len(documents.parts))]
-    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*of_parts))
-    return [i for i in in_turn if i is not None][:count]
+def _choose(documents: Documents, count: int) -> list[int]:
+    """Choose the first documents of each dataset in turn, so that every dataset is shown."""
+    by_part = [np.flatnonzero(documents.part_of == part)[:count].tolist() for part in range(len(documents.parts))]
+    alternating = itertools.chain.from_iterable(itertools.zip_longest(*by_part))
+    return [i for i in alternating if i is not None][:count]
 
 
 def _in_a_line(tokenizer: "PreTrainedTokenizerFast", tokens: list[int], after: list[int]) -> str:
@@ -100,12 +100,12 @@ def _in_a_line(tokenizer: "PreTrainedTokenizerFast", tokens: list[int], after: l
 def _shard(text: str) -> tuple[int, int]:
     numbers = re.fullmatch(r"(\d+)/(\d+)", text)
     if numbers is None or int(numbers[1]) >= int(numbers[2]):
-        raise UserError(f"--shard={text}: I/N, a shard and their number, such as 0/4 to 3/4")
+        raise UserError(f"--shard={text}: must be I/N, a shard and the number of shards, such as 0/4 to 3/4")
     return int(numbers[1]), int(numbers[2])
 
 
 def run_command(values: flags.FlagValues, config: Config) -> None:
-    """Prints what the data is, and samples of it."""
+    """Print counts and samples of the data."""
     config = labelled(config)
     assert config.model.path is not None
     folder = hf.folders(config.model, weights=False).tokenizer
@@ -114,10 +114,10 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
     classifier = config.sample_type == "classification"
     columns, labels = (LABELLED, config.model.id2label) if classifier else (NEXT_TOKEN, ())
     if values.shard is not None and config.rollout.rewards:
-        raise UserError("--shard: prompts (rollout.rewards) are read when a run starts, and kept nowhere")
+        raise UserError("--shard: prompts (rollout.rewards) are read when a run starts, and are not cached")
     if values.shard is not None:
         if config.data.cache_only:
-            raise UserError("--shard reads the sources, and data.cache_only=True says not to")
+            raise UserError("--shard reads the sources, which data.cache_only=True forbids")
         for line in prepare_documents(config, tokenizer, _shard(values.shard)):
             console.print(line, markup=False)
         return
@@ -131,7 +131,7 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
     if config.data.streaming:
         window = next(Stream(config, tokenizer, columns=columns).windows())
         train, validation = window.documents, open_validation(config, tokenizer)
-        console.print("data.streaming: of the training data the first rows, which are not kept")
+        console.print("data.streaming: only the first rows of the training data, which are not cached")
     else:
         train, validation = open_documents(config, tokenizer)
     training, validating = Rows(train, config.data, 1, columns), rows_to_evaluate(validation, config, columns)
@@ -144,7 +144,7 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
     console.print(f"training: {training.counts}")
     for name, rows in validating.items():
         console.print(f"validation{' ' + name if name else ''}: {rows.counts}")
-    for i in _shown(train, values.show):
+    for i in _choose(train, values.show):
         shown = describe(train, i, tokenizer, config.data.seq_len, values.ids, labels)
         console.print(Text(f"\nsample {i}, {train.where(i)}: ") + shown)
 

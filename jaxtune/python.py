@@ -1,11 +1,11 @@
-"""jaxtune from Python, as in a notebook: the config of a run, and the run that `jaxtune.train` makes of it.
+"""The Python API of jaxtune, as for notebooks: configs of runs, and runs as `jaxtune.train` returns them.
 
     import jaxtune
 
     run = jaxtune.train("qwen_lora:my/model", optim={"learning_rate": 1e-4})
     run.last["loss"], run.model, run.generate(["Once"]), run.evaluate()
 
-What a command would print as an error is raised as `jaxtune.UserError`.
+Errors that a command would print are raised as `jaxtune.UserError`.
 """
 
 import contextlib
@@ -37,19 +37,20 @@ from jaxtune.parallel.layout import RULES
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.weights.architecture import count_parameters
 
-_OPTION = re.compile(r"--config\.(\w+)\.(\w+(?:\.\w+)*)(?:=('[^']*'|[\w./-]*\w))?")  # as a command takes it
+_OPTION = re.compile(r"--config\.(\w+)\.(\w+(?:\.\w+)*)(?:=('[^']*'|[\w./-]*\w))?")  # a setting as a command takes it
 
 
 def config_of(recipe: str | Path | Config | ConfigDict, *, dialect: str | None = None, **sections: Any) -> Config:
-    """The checked config of a recipe, of which some options are changed: `config_of("qwen_lora", lora={"rank": 64})`.
+    """Return the checked config of a recipe with changed options: `config_of("qwen_lora", lora={"rank": 64})`.
 
     Args:
-        recipe: As --config takes it: NAME or FILE, either with :ARGUMENT; or a config, to change or to check.
-        dialect: The system that a YAML file was written for; None: its keys tell.
+        recipe: A recipe as for --config: NAME or FILE, either with :ARGUMENT; or a config, to change or to check.
+        dialect: The system that a YAML file was written for; None: recognised by its keys.
         **sections: Options by their section, as dicts; they count as typed on the command line.
 
     Raises:
-        UserError: No such recipe, unknown options, wrong types, contradictions, or one given here without effect.
+        UserError: There is no such recipe, options are unknown, have wrong types or contradict each other, or an option
+            given here has no effect.
     """
     settings = dict(keys.leaves(plain(sections)))
     if isinstance(recipe, str | Path):
@@ -63,18 +64,22 @@ def config_of(recipe: str | Path | Config | ConfigDict, *, dialect: str | None =
     if not isinstance(recipe, Config):
         raise UserError(f"a recipe, its file, a Config or a ConfigDict is expected, not {type(recipe).__name__}")
     written = ConfigDict(as_dict(recipe), type_safe=False)
-    found = Recipe("config", written, notes=recipe.notes).resolve(settings.items(), by="call", count=count_parameters)
+    resolved = Recipe("config", written, notes=recipe.notes).resolve(
+        settings.items(), by="call", count=count_parameters
+    )
+    # Options that had no effect are not among those resolved now, but remain on record.
     left_out = [said for said in recipe.said if said.moot]
-    return dataclasses.replace(found, said=(*left_out, *found.said)) if settings else recipe
+    return dataclasses.replace(resolved, said=(*left_out, *resolved.said)) if settings else recipe
 
 
 @dataclass(frozen=True)
 class Run:
-    """What `jaxtune.train` has made. The Python files that its config names are run, as they were to train it.
+    """A run, as `jaxtune.train` returns it. Its methods run the Python files that its config names, as training did.
 
     Attributes:
-        folder: Where it is.
-        finished: Whether it is at its end; a run that was asked to stop is not, and goes on if it is trained again.
+        folder: The run's folder.
+        finished: Whether the run has reached its end. A run that was stopped is not finished, and resumes if it is
+            trained again.
     """
 
     folder: Path
@@ -82,14 +87,14 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """All of its options."""
+        """All options of the run."""
         return RunFolder(self.folder).read_config()
 
     @property
     def metrics(self) -> dict[str, Series]:
-        """Each metric by its name: `values`, and where these stand: `at["step"]`, and at["tokens"], at["hours"].
+        """Each metric by name: its `values`, and their positions `at["step"]`, `at["tokens"]` and `at["hours"]`.
 
-        Raises UserError where log.jsonl is off.
+        Raises UserError if log.jsonl is off.
         """
         file = RunFolder(self.folder).metrics
         if not file.is_file():
@@ -99,11 +104,11 @@ class Run:
     @property
     def last(self) -> dict[str, float]:
         """The last value of each metric."""
-        return {name: float(found.values[-1]) for name, found in self.metrics.items()}
+        return {name: float(metric.values[-1]) for name, metric in self.metrics.items()}
 
     @property
     def model(self) -> Path | None:
-        """The Hugging Face folder or adapter that it exported; None if there is none."""
+        """The Hugging Face folder or adapter that the run exported; None without an export."""
         folder = RunFolder(self.folder)
         return folder.export if folder.exported else None
 
@@ -115,26 +120,29 @@ class Run:
         mesh: Mapping[str, int] | None = None,
         **manner: Any,
     ) -> list[str]:
-        """Continues each prompt with its model, as `jaxtune generate` does; each call reads it again.
+        """Continue prompts with the run's model, as `jaxtune generate` does; each call reads the model again.
 
         Args:
-            prompts: Each a text, or a list of messages ({"role": ..., "content": ...}); one text is a single prompt.
-            step: The checkpoint; None: the newest good one, or what was exported where there is none.
+            prompts: A list of prompts, each a text or a list of messages ({"role": ..., "content": ...}); or one text.
+            step: The checkpoint; None: the newest good one, or the export if there are no checkpoints.
             mesh: Devices of each axis, such as {"fsdp": 4}; None: one device.
-            **manner: Of `jaxtune.inference.sampling.Manner`: max_new_tokens, temperature, top_p, top_k, min_p,
+            **manner: Fields of `jaxtune.inference.sampling.Manner`: max_new_tokens, temperature, top_p, top_k, min_p,
                 repetition_penalty, stop, seed, batch_size, chat.
+
+        Returns:
+            The answer to each prompt.
         """
         if unknown := sorted(manner.keys() - {field.name for field in dataclasses.fields(Manner)}):
             known = ", ".join(field.name for field in dataclasses.fields(Manner))
-            raise UserError(f"{unknown[0]}: no such option of generate; these are: step, mesh, {known}")
+            raise UserError(f"{unknown[0]}: no such option of generate; its options are step, mesh, {known}")
         how = Manner(**manner)
         listed = [prompts] if isinstance(prompts, str) else prompts
         samples = [(f"prompts[{i}]", {"prompt": plain(prompt)}) for i, prompt in enumerate(listed)]
         with mesh_put_back():
             devices = mesh_of([f"{axis}={size}" for axis, size in (mesh or {}).items()])
             name = str(self.folder if self._saved or step is not None else self.model or self.folder)
-            own = self.config.train.plugins
-            answering = Answering(open_model(name, devices, step=step, plugins=own), how)
+            plugins = self.config.train.plugins
+            answering = Answering(open_model(name, devices, step=step, plugins=plugins), how)
             return [answer.text for answer in answering.each(samples)]
 
     def evaluate(
@@ -148,16 +156,19 @@ class Run:
         apply_chat_template: bool = False,
         **sections: Any,
     ) -> dict[str, float]:
-        """Loss, perplexity and more on its validation data, as `jaxtune evaluate` does; or TASK/METRIC of `tasks`.
+        """Evaluate the run's model on its validation data, as `jaxtune evaluate` does, or on benchmark tasks.
 
         Args:
-            step: The checkpoint; None: the newest good one, or what was exported where there is none.
+            step: The checkpoint; None: the newest good one, or the export if there are no checkpoints.
             tasks: Benchmark tasks of lm-evaluation-harness (pip install 'jaxtune[lm-eval]'), groups, tags or patterns.
-            num_fewshot: Examples before each question of theirs; None: as the task says.
-            limit: Only so many questions of each, or below 1 that share of them.
+            num_fewshot: Examples before each question of a task; None: the task's own number.
+            limit: Maximum number of questions per task; below 1, a fraction of the task's questions.
             include_path: A folder with YAML files of further tasks.
-            apply_chat_template: Whether they are asked by the tokenizer's chat template.
+            apply_chat_template: Whether to format the tasks' requests with the tokenizer's chat template.
             **sections: Options to change, as in `config_of`: data={"eval_datasets": [{"path": "other.jsonl"}]}.
+
+        Returns:
+            Loss, perplexity and further metrics by name, or with `tasks` the metrics named TASK/METRIC.
         """
         config = config_of(RunFolder(self.folder).config, **sections)
         how = {"num_fewshot": num_fewshot, "limit": limit, "apply_chat_template": apply_chat_template}
@@ -173,20 +184,20 @@ class Run:
                 return evaluate(config, devices, *which)
             from jaxtune.evaluation import lm_evaluation_harness as harness  # seconds to import, of an optional package
 
-            asked = harness.Asked((tasks,) if isinstance(tasks, str) else tuple(tasks), **how)
-            return harness.metrics_of(harness.run_tasks(asked, config, devices, *which)[0])
+            request = harness.Asked((tasks,) if isinstance(tasks, str) else tuple(tasks), **how)
+            return harness.metrics_of(harness.run_tasks(request, config, devices, *which)[0])
 
     @property
     def _saved(self) -> bool:
-        """Whether there are checkpoints; without any, what was exported is the model."""
+        """Whether the run has checkpoints; without any, its export is its model."""
         return bool(CheckpointManager(RunFolder(self.folder).checkpoints).steps())
 
 
 @contextlib.contextmanager
 def mesh_put_back() -> Iterator[None]:
-    """The current mesh, and the rules that come with it, are global: afterwards they are the caller's again.
+    """Restore the caller's mesh and sharding rules, which are global, afterwards.
 
-    Options in errors are written as arguments of a call.
+    Options in error messages are rewritten as arguments of a call.
     """
     mesh, rules = jax.sharding.get_mesh(), RULES.value
     try:
@@ -199,7 +210,7 @@ def mesh_put_back() -> Iterator[None]:
 
 
 def _as_argument(setting: re.Match[str]) -> str:
-    """A setting of the command line as an argument of a call; an option without a value as its key."""
+    """Rewrite a command-line setting as an argument of a call, or as the option's key if it has no value."""
     section, name, text = setting.groups()
     option = keys.lookup(f"{section}.{name}")
     if text is None or option is None:

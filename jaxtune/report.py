@@ -1,10 +1,10 @@
-"""Make one HTML page of one or several runs: curves, numbers, samples, and the options in which they differ.
+"""Make one HTML page of one or several runs: curves, numbers, samples, and the options that differ.
 
     python -m jaxtune.report runs/quickstart
     python -m jaxtune.report runs/one runs/another --output=compared.html
 
-The page needs nothing else, and no network. It is RUN/report.html of one run, report.html of several, or --output. A
-run that is still going on is shown up to its last step.
+The page is self-contained and needs no network. It is written to RUN/report.html for one run, to report.html for
+several, or to --output. A run that has not ended yet is shown up to its last step.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ from jaxtune.monitor.profiler import trace_folder
 from jaxtune.monitor.step_time import StepTime
 
 NAME = "report.html"
-MOST_METRICS = 1000  # of a run: each is a chart
+MOST_METRICS = 1000  # of one run; each metric is a chart
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes the page; returns the exit code."""
+    """Write the page; return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     runs = [argument for argument in arguments if not argument.startswith("-")]
     rest = [argument for argument in arguments if argument.startswith("-")]
@@ -39,10 +39,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_record(folder: RunFolder, name: str) -> Record:
-    """What a run has written so far.
+    """Read the files that a run has written so far.
 
     Raises:
-        UserError: Not a run folder, no metrics in it, or a damaged file.
+        UserError: The folder is not a run folder or has no metrics, or a file is damaged.
     """
     if not folder.config.is_file() and (inside := sorted(path.parent for path in folder.path.glob("*/metrics.jsonl"))):
         listed = " ".join(shlex.quote(str(path)) for path in inside)
@@ -68,11 +68,14 @@ def _step_time(folder: RunFolder, config: Config) -> StepTime | None:
     try:
         return StepTime.read(file)
     except UserError as error:
-        raise UserError(f"{error}; remove it, and the report is made without it") from error
+        raise UserError(f"{error}; remove it to make the report without it") from error
 
 
 def _options(config: Config) -> dict[str, Any]:
-    """By key, without the run's name; of datasets what is not the default, as runs differ in how many they have."""
+    """Return the options by key, without the run's name.
+
+    Datasets show only values that differ from the default, because runs have different numbers of datasets.
+    """
     values, default = as_dict(from_json(to_json(config))), dataclasses.asdict(Dataset())
     for name in ("datasets", "eval_datasets"):
         entries = values["data"][name]
@@ -89,14 +92,15 @@ def _define_flags(values: flags.FlagValues) -> None:
 def _main(runs: Sequence[str], output: str | None) -> None:
     if not runs:
         raise UserError(
-            "which runs? python -m jaxtune.report RUN ..., each the folder of a run, such as runs/quickstart"
+            "no run given: python -m jaxtune.report RUN ..., each the folder of a run, such as runs/quickstart"
         )
     paths = [Path(run) for run in runs]
     if repeated := [
         run for run, path in zip(runs, paths) if sum(path.resolve() == each.resolve() for each in paths) > 1
     ]:
-        raise UserError(f"{' and '.join(repeated)}: a run is named once")
+        raise UserError(f"{' and '.join(repeated)}: the same run; name each run once")
     last_parts = [path.resolve().name for path in paths]
+    # Runs in different folders may have the same name.
     names = last_parts if len(set(last_parts)) == len(paths) else list(runs)
     records = [read_record(RunFolder(path), name) for path, name in zip(paths, names)]
     file = Path(output) if output else (paths[0] if len(paths) == 1 else Path()) / NAME

@@ -6,16 +6,16 @@ import logging
 from jaxtune.errors import hide_secrets
 
 STOPPED = 75
-"""Exit code of a run that was asked to stop and has saved: sysexits' EX_TEMPFAIL, so that schedulers restart it."""
+"""Exit code of a run that saved and stopped on request: sysexits' EX_TEMPFAIL, so that schedulers restart it."""
 REFUSED = 2
-"""Exit code after a UserError, which the same command would only meet again."""
+"""Exit code after a UserError, which would only occur again."""
 
 
 class LogFormatter(logging.Formatter):
-    """Says of a warning that it is one, so that it does not look like any other line."""
+    """Marks warnings with `warning: `, to tell them from other lines."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line of a record."""
         if record.levelno == logging.WARNING:
             record = copy.copy(record)
             record.msg = f"warning: {record.msg}"
@@ -23,6 +23,6 @@ class LogFormatter(logging.Formatter):
 
 
 def without_secrets(record: logging.LogRecord) -> bool:
-    """A filter that takes the secrets of URLs out of a record."""
+    """Remove the secrets of URLs from a log record; a filter that keeps every record."""
     record.msg, record.args = hide_secrets(record.getMessage()), ()
     return True

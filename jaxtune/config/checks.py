@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxtune.config.option_rules import Problem, broken
 from jaxtune.config.schema import TRAINED, WEIGHTED, Chat, Config
+from jaxtune.config.schemes import ANY_SIZE, BLOCK_SIZES
 
 WHOLE_EXPERTS = ("adafactor", "muon", "normuon")  # optimizers that process a stack of experts one matrix at a time
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union
 
 from ml_collections import ConfigDict
 
-from jaxtune.config import checks, in_memory, keys, recommended
+from jaxtune.config import checks, in_memory, keys, option_rules, recommended
 from jaxtune.config.inheritance import RecipeConfig, inherited_keys
 from jaxtune.config.option_rules import Problem
 from jaxtune.config.schema import Config, Dataset, Said

@@ -28,75 +28,81 @@ def make_evaluate(
     mesh: jax.sharding.Mesh,
     beat: Callable[[], None] = lambda: None,
 ) -> Evaluate:
-    """(trained, frozen, reference) -> eval_loss and more, over all of `rows`, or eval.max_batches of each set of them.
+    """Make a function (trained, frozen, reference) -> eval_loss and further metrics over `rows`.
 
-    Of a language model in nats a token, with eval_perplexity and eval_token_accuracy; of a classifier that of a
-    document, and eval_accuracy; of preferences that of a pair or an answer, and the metrics of `objectives.preference`.
-    A metric of a kind that the rows lack, such as unwanted answers, is left out.
-    `rows`: by the name of their set; of several sets those with a name have metrics of their own too, as
-    eval_NAME_loss.
-    `beat` is called after each batch.
+    The loss of a language model is in nats per token, with eval_perplexity and eval_token_accuracy. A classifier's is
+    per document, with eval_accuracy. A preference loss is per pair or answer, with the metrics of
+    `objectives.preference`. Metrics that do not apply to the rows, such as those over unwanted answers, are left out.
+
+    Args:
+        config: The run's config; eval.max_batches limits the batches of each set.
+        model: The model.
+        rows: Rows by the name of their set. If there are several sets, each named one also has its own metrics, such
+            as eval_NAME_loss.
+        mesh: The devices.
+        beat: Called after each batch.
     """
     task, step = _step(config, model)
     step = jax.jit(step, compiler_options=compiler_options(config))
     rows_per_batch = (config.eval.micro_batch_size or config.train.micro_batch_size) * data_shards(mesh)
     shape, sharding = (1, rows_per_batch, config.data.seq_len), jax.NamedSharding(mesh, jax.P(None, *by_token()))
 
-    def sums_of(own: data.Rows, *parameters: Parameters) -> Sums:
+    def sum_set(set_rows: data.Rows, *parameters: Parameters) -> Sums:
         trained, frozen, reference = parameters
-        stop_row, most, found = own.total(1), config.eval.max_batches, []
+        stop_row, most, sums_of_batches = set_rows.total(1), config.eval.max_batches, []
         if most is not None:
             stop_row = min(stop_row, most * rows_per_batch)
-        for _, batch in data.batches(own, shape, sharding, 0, stop_row, config.data):
-            # In Python's numbers, which neither round nor wrap however many batches there are.
+        for _, batch in data.batches(set_rows, shape, sharding, 0, stop_row, config.data):
+            # Add up as Python numbers, so that sums over many batches neither wrap nor round to float32.
             sums = jax.device_get(step(trained, frozen, batch, reference))
-            found.append(jax.tree.map(lambda value: value.item(), sums))
+            sums_of_batches.append(jax.tree.map(lambda value: value.item(), sums))
             beat()
-        return _added(found)
+        return _add(sums_of_batches)
 
     def evaluate(trained: Parameters, frozen: Parameters, reference: Parameters) -> dict[str, float]:
-        sums = {name: sums_of(own, trained, frozen, reference) for name, own in rows.items()}
-        of_all = _described(_added(list(sums.values())), task)
-        return _named({"": of_all} | {name: _described(sums[name], task) for name in _apart(sums)})
+        sums = {name: sum_set(set_rows, trained, frozen, reference) for name, set_rows in rows.items()}
+        overall = _means(_add(list(sums.values())), task)
+        return _flatten({"": overall} | {name: _means(sums[name], task) for name in _reported_sets(sums)})
 
     return evaluate
 
 
 def metric_names(config: Config, program: Program, sets: Collection[str]) -> list[str]:
-    """What `make_evaluate` of these sets of rows will find, by tracing it alone."""
+    """Return the names of the metrics that `make_evaluate` reports for these sets of rows, only by tracing the step."""
     task, step = _step(config, program.model)
     state = program.state
     sums = jax.eval_shape(step, state.trained, {**program.frozen, **state.base}, program.batch, state.reference)
-    found = _described(jax.tree.map(lambda _: 1.0, sums), task)
-    return list(_named(dict.fromkeys(("", *_apart(sets)), found)))
+    metrics = _means(jax.tree.map(lambda _: 1.0, sums), task)
+    return list(_flatten(dict.fromkeys(("", *_reported_sets(sets)), metrics)))
 
 
-def _apart(sets: Collection[str]) -> list[str]:
-    """The sets that have metrics of their own: a single one has those of all."""
+def _reported_sets(sets: Collection[str]) -> list[str]:
+    """Return the sets with metrics of their own; none if there is only one set, whose metrics are the overall ones."""
     return [name for name in sets if name] if len(sets) > 1 else []
 
 
 def _step(config: Config, model: Model) -> tuple[Objective, Callable[..., Sums]]:
-    """What a model is evaluated by, and the step that does."""
+    """Return the objective a model is evaluated by, and the evaluation step."""
     recipe, task = recipe_of(config.precision, model.linears), task_of(model, config)
     return task, make_eval_step(model.graph, task, recipe, call_of(config, recipe)._replace(remat="none"))
 
 
-def _described(total: Sums, task: Objective) -> dict[str, float]:
+def _means(total: Sums, task: Objective) -> dict[str, float]:
     loss = float(total.loss / max(total.weight, 1))
     means = {name: float(value / max(weight, 1)) for name, (value, weight) in total.metrics.items() if weight}
+    # Cap the exponent, because exp overflows a float above 709.
     perplexity = {"perplexity": math.exp(min(loss, 700.0))} if task.counts == "target_tokens" else {}
     return {"loss": loss, **perplexity, **means}
 
 
-def _named(of_sets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """eval_loss of all rows, whose name is "", eval_NAME_loss of a set of them."""
+def _flatten(metrics_by_set: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Name the metrics of each set: eval_METRIC of all rows, whose name is "", and eval_NAME_METRIC of a set."""
     return {
         f"eval_{name}_{metric}" if name else f"eval_{metric}": value
-        for name, metrics in of_sets.items()
+        for name, metrics in metrics_by_set.items()
         for metric, value in metrics.items()
     }
 
 
-def _added(sums: list[Sums]) -> Sums:
+def _add(sums: list[Sums]) -> Sums:
     return jax.tree.map(lambda *values: sum(values), *sums)

@@ -1,4 +1,4 @@
-"""How far an exported model is from the run that it was written from: by its loss, or by its logits."""
+"""Comparison of an exported model with the run that wrote it, by loss or by logits."""
 
 import dataclasses
 import logging
@@ -23,27 +23,27 @@ from jaxtune.weights.values import of_model, read_parameters
 
 log = logging.getLogger("jaxtune")
 
-PROBE = 64  # random tokens a row, to compare logits
-TRAINING_BATCHES = 4  # whose loss is compared where there are no validation data
+PROBE = 64  # random tokens in a row for the comparison of logits
+TRAINING_BATCHES = 4  # batches whose loss is compared if there is no validation data
 
 
 def loss_difference(model: Model, parameters: Parameters, config: Config, output: Path, kind: str) -> str:
-    """The loss of a run's model, and that of its export, read again from its folder, in words.
+    """Describe the loss of a run's model and the loss of its export, which is read again from its folder.
 
-    Over the run's validation data, or without any over a few batches of its training data; where neither can be had,
-    or what was trained on are preferences or prompts, their logits are compared.
+    The loss is over the run's validation data, or over a few batches of its training data if it has none. If neither is
+    available, or if the run trained on preferences or prompts, the logits are compared instead.
 
-    kind: what the export is quantized in.
+    `kind`: the format the export is quantized in.
     """
     if not _fits(output):
-        return _no_room(output) + f"; afterwards: python -m jaxtune.evaluate --config=... --model={output}"
+        return _no_room(output) + f"; compare afterwards: python -m jaxtune.evaluate --config=... --model={output}"
     where, rows = _rows(model, config)
-    exported_config = dataclasses.replace(of_model(str(output), config), memory=Memory())  # nothing waits on the host
+    exported_config = dataclasses.replace(of_model(str(output), config), memory=Memory())  # without offloading
     mesh = jax.sharding.get_mesh()
     exported = declare_model(read_base(exported_config), exported_config, mesh, train=False, low_precision=False)
     after = read_parameters(exported, exported.parameters)
     if not rows:
-        return _logits_apart(model, parameters, exported, after, output)
+        return _compare_logits(model, parameters, exported, after, output)
     if where == "training":
         config, exported_config = (
             dataclasses.replace(one, eval=dataclasses.replace(one.eval, max_batches=TRAINING_BATCHES))
@@ -52,19 +52,19 @@ def loss_difference(model: Model, parameters: Parameters, config: Config, output
     trained = {name: parameters[name] for name in model.trained}
     frozen = {name: value for name, value in parameters.items() if name not in trained}
     losses = [
-        make_evaluate(one_config, one, rows, mesh)(*of_one, {})["eval_loss"]
-        for one, one_config, of_one in (
+        make_evaluate(one_config, one, rows, mesh)(*values, {})["eval_loss"]
+        for one, one_config, values in (
             (model, config, (trained, frozen)),
             (exported, exported_config, ({}, after)),
         )
     ]
     if not all(map(math.isfinite, losses)):
-        raise UserError(f"{output} is not usable: its loss, or that of the run, is not finite: {losses}")
+        raise UserError(f"{output} is not usable: the run's loss or its own is not finite: {losses}")
     return f"{where} loss {losses[0]:.4f} as trained, {losses[1]:.4f} as written in {kind}"
 
 
 def _rows(model: Model, config: Config) -> tuple[str, dict[str, data.Rows]]:
-    """("validation" or "training", rows by the name of their set); no rows where there are none to take a loss of."""
+    """Return ("validation" or "training", rows by the name of their set), without rows if no loss can be computed."""
     if config.rollout.rewards or config.preference.loss is not None:
         return "", {}
     tokenizer = hf.load_tokenizer(model.folders.tokenizer, config.chat.template, config.data.special_tokens)
@@ -74,64 +74,65 @@ def _rows(model: Model, config: Config) -> tuple[str, dict[str, data.Rows]]:
             where, documents = "training", {"": data.open_documents(config, tokenizer, model.spec.vocabulary)[0]}
         return where, data.rows_to_evaluate(documents, config, task_of(model, config).columns)
     except UserError as error:
-        log.warning("the run's data cannot be read again, so that logits are compared, not losses: %s", error)
+        log.warning("the run's data cannot be read again, so logits are compared instead of losses: %s", error)
         return "", {}
 
 
 def merge_difference(model: Model, parameters: Parameters, config: Config, output: Path) -> str:
-    """How far the logits of a merged export are from those of the quantized base with its adapter, in words."""
+    """Describe how far a merged export's logits are from the logits of the quantized base with its adapter."""
     if not _fits(output):
         return _no_room(output)
     merged = dataclasses.replace(config.model, path=str(output), revision=None, **hf.OF_ONE_MODEL)
     options = Config(model=merged, data=config.data, precision=config.precision)
     exported = declare_model(read_base(options), options, jax.sharding.get_mesh(), train=False, low_precision=False)
     after = read_parameters(exported, exported.parameters)
-    return "merged onto the dequantized base: " + _logits_apart(model, parameters, exported, after, output)
+    return "merged onto the dequantized base: " + _compare_logits(model, parameters, exported, after, output)
 
 
 def _fits(output: Path) -> bool:
-    """Whether the weights of an export fit beside what is on the devices."""
+    """Whether the weights of an export fit in the devices' free memory."""
     memory = jax.local_devices()[0].memory_stats() or {}
     free = memory.get("bytes_limit", math.inf) - memory.get("bytes_in_use", 0)
+    # The export is sharded over all devices.
     return _size(output) / jax.sharding.get_mesh().size <= free
 
 
 def _size(output: Path) -> int:
-    """Bytes of its weights."""
+    """Return the bytes of an export's weights."""
     return sum(file.stat().st_size for file in hf.weight_files(output))
 
 
 def _no_room(output: Path) -> str:
-    return f"not compared: the exported model does not fit beside the run's ({_size(output) / 1e9:.1f} GB)"
+    return f"not compared: the exported model does not fit next to the run's ({_size(output) / 1e9:.1f} GB)"
 
 
-def _logits_apart(model: Model, before: Parameters, exported: Model, after: Parameters, output: Path) -> str:
-    """How far the logits of two models are apart, in words.
+def _compare_logits(model: Model, before: Parameters, exported: Model, after: Parameters, output: Path) -> str:
+    """Describe how far the logits of two models differ.
 
-    Both are computed in float32: what differs is the rounding of what was written, not that of activations.
+    Both are computed in float32, so that they differ by the rounding of the written weights, not of activations.
     """
     tokens = jax.random.randint(
         jax.random.key(0), (data_shards(jax.sharding.get_mesh()), PROBE), 0, model.spec.vocabulary
     )
     ours, theirs = _logits(model, before, tokens), _logits(exported, after, tokens)
     if not (jnp.isfinite(ours).all() and jnp.isfinite(theirs).all()):
-        raise UserError(f"{output} is not usable: its logits, or those of the run it was merged from, are not finite")
+        raise UserError(f"{output} is not usable: its logits or the logits of the run are not finite")
     return (
-        f"over {tokens.size} random tokens the logits, of which the largest is {jnp.abs(ours).max():.3g}, differ by "
+        f"over {tokens.size} random tokens the logits, at most {jnp.abs(ours).max():.3g} in magnitude, differ by "
         f"{jnp.abs(theirs - ours).max():.2g} at most"
     )
 
 
 def _logits(model: Model, parameters: Parameters, tokens: jax.Array) -> jax.Array:
-    """Float32 logits of rows of one document each."""
+    """Return float32 logits of rows of one document each."""
 
     @jax.jit
     def compute(tokens, parameters):
         tokens = jax.reshard(tokens, by_token())
         positions = jax.reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), by_token())
         decoder, call = bind(model.graph, parameters), Call(jnp.dtype("float32"))
-        of_one = {"key_start": jnp.zeros_like(tokens), "segment_ids": jnp.ones_like(tokens)}
-        hidden, _ = hidden_states(decoder, {"tokens": tokens, "positions": positions, **of_one}, call)
+        one_document = {"key_start": jnp.zeros_like(tokens), "segment_ids": jnp.ones_like(tokens)}
+        hidden, _ = hidden_states(decoder, {"tokens": tokens, "positions": positions, **one_document}, call)
         return logits(decoder, hidden, call.dtype)
 
     with jax.default_matmul_precision("highest"):  # no TF32 on a GPU

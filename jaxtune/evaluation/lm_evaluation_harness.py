@@ -1,7 +1,8 @@
 """Benchmark tasks of EleutherAI's lm-evaluation-harness, answered by the decoder of a run or of any model.
 
-The harness makes the requests and the metrics, this file the numbers: what its own class for transformers' models
-(`lm_eval.models.huggingface.HFLM`) would return. It is the optional package lm-eval: import this file when it is used.
+The harness makes the requests and computes the metrics. This file returns the same log-probabilities and texts as the
+harness's own class for transformers' models (`lm_eval.models.huggingface.HFLM`). It needs the optional package lm-eval,
+so import this file only when it is used.
 """
 
 import contextlib
@@ -63,32 +64,34 @@ try:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
 except ImportError as error:
-    raise UserError(f"--tasks needs a package that is not there ({error}): pip install 'jaxtune[lm-eval]'") from error
+    raise UserError(
+        f"--tasks needs a package that is not installed ({error}): pip install 'jaxtune[lm-eval]'"
+    ) from error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger("jaxtune")
 
-# The shortest row that is compiled; others are this times a power of two.
+# Length of the shortest compiled row; longer rows are this times a power of two, so that few lengths are compiled.
 ROW_BUCKET = 64
-# For the standard error of a perplexity, which is 2% off so. The harness draws 100,000, in processes of their own.
+# For the standard error of a perplexity; 1,000 samples put it 2% off. The harness draws 100,000, in extra processes.
 BOOTSTRAP_SAMPLES = 1000
-# Of generation_kwargs: what has an effect here, and what has none where it is this.
+# Keys of generation_kwargs that have an effect here, and values of other keys that change nothing.
 SAMPLING = {"top_k", "top_p", "min_p", "repetition_penalty"}
 NEUTRAL = {"num_beams": 1, "num_return_sequences": 1}
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What of the harness is wanted, as its own command line calls it.
+    """Options of an evaluation, named as on the harness's own command line.
 
     Attributes:
-        tasks: Names of tasks, groups or tags, or patterns of them such as mmlu_*.
-        num_fewshot: Examples before each question; None: as the task says.
-        limit: Only so many questions of each task, or below 1 that share of them.
+        tasks: Names of tasks, groups or tags, or patterns such as mmlu_*.
+        num_fewshot: Examples before each question; None: the task's own number.
+        limit: Maximum number of questions per task; below 1, a fraction of the task's questions.
         include_path: A folder with YAML files of further tasks.
-        apply_chat_template: Whether requests are written by the tokenizer's chat template, examples as turns of it.
+        apply_chat_template: Whether to format requests with the tokenizer's chat template, few-shot examples as turns.
     """
 
     tasks: tuple[str, ...]
@@ -101,7 +104,7 @@ class Asked:
         if self.num_fewshot is not None and self.num_fewshot < 0:
             raise UserError(f"--num_fewshot={self.num_fewshot}: must be at least 0")
         if self.limit is not None and not self.limit > 0:
-            raise UserError(f"--limit={self.limit:g}: must be more than 0: a number of questions, or a share below 1")
+            raise UserError(f"--limit={self.limit:g}: must be more than 0: a number of questions or, below 1, a share")
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise UserError(f"--include_path={self.include_path}: is not a folder")
 
@@ -109,33 +112,34 @@ class Asked:
 def run_tasks(
     asked: Asked, config: Config | None, mesh: jax.sharding.Mesh, run: str | None, step: int | None, name: str | None
 ) -> tuple[dict[str, Any], int | None]:
-    """(the harness's own results, the step of the run): `results` has the metrics of each task by their names.
+    """Run benchmark tasks; return the harness's own results and the run's step.
+
+    `results` in the first holds each task's metrics by name.
 
     Args:
         asked: The tasks.
-        config: How it is computed; None: `name` as `jaxtune.generate` would open it.
+        config: Options of the computation; None: open `name` as `jaxtune.generate` does.
         mesh: The devices, all of one process.
-        run: The folder of the run whose model it is.
-        step: Its checkpoint; None: the newest good one.
-        name: The model, instead of a run's: a Hugging Face folder, hub id or adapter. With neither, it is what
-            the config starts from.
+        run: The folder of the run whose model is evaluated.
+        step: The run's checkpoint; None: the newest good one.
+        name: A model to evaluate instead of a run's: a Hugging Face folder, hub id or adapter. With neither `run` nor
+            `name`, the config's base model is evaluated.
 
     Raises:
-        UserError: No such task, one that cannot be loaded or run, a classifier, or as `validation.evaluate`.
+        UserError: A task does not exist, cannot be loaded or cannot be run; the model is a classifier; or for the
+            reasons of `validation.evaluate`.
     """
     if jax.process_count() > 1:
-        raise UserError(
-            f"--tasks: one process asks for everything, and there are {jax.process_count()}; start it alone"
-        )
+        raise UserError(f"--tasks: runs in one process, and there are {jax.process_count()}; start a single process")
     manager = _Tasks(include_path=asked.include_path)
     names = _names(asked.tasks, manager)
-    manager.load(names)  # before weights are read, which takes longer
-    # Its bootstrap would fork this process, whose threads hold locks.
+    manager.load(names)  # first, so that a task that cannot be loaded fails before the weights are read
+    # The harness's bootstrap would fork this process, whose threads hold locks.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     with out_of_memory_is_answered(config or Config()), _quiet():
-        opened, home = _opened(config, mesh, run, step, name)
-        run_them: Any = simple_evaluate  # its decorator loses its arguments
-        found = run_them(
+        opened, home = _open(config, mesh, run, step, name)
+        run_them: Any = simple_evaluate  # its decorator hides the signature from type checkers
+        results = run_them(
             model=DecoderLM(opened, home, mesh, chat=asked.apply_chat_template),
             tasks=names,
             num_fewshot=asked.num_fewshot,
@@ -146,16 +150,16 @@ def run_tasks(
             fewshot_as_multiturn=asked.apply_chat_template,
             task_manager=manager,
         )
-    of_run = None if run is None else {"run": Path(run).name, "step": opened.step}
-    found["config"] |= {"model": "jaxtune", "model_args": of_run or {"model": name or opened.config.model.path}}
-    return found, opened.step
+    run_args = None if run is None else {"run": Path(run).name, "step": opened.step}
+    results["config"] |= {"model": "jaxtune", "model_args": run_args or {"model": name or opened.config.model.path}}
+    return results, opened.step
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Progress bars are of what takes a second, and git, which the harness asks for a version, is not run.
+    """Show only progress bars that take over a second, and keep the harness from running git for its version.
 
-    Where the working directory is not a repository git says so, as a fatal error.
+    Outside a repository, git would print a fatal error.
     """
     bar, version = tqdm.__init__, evaluator.get_git_commit_hash
     tqdm.__init__ = partialmethod(bar, delay=1)  # type: ignore[method-assign, assignment]
@@ -166,29 +170,29 @@ def _quiet() -> Iterator[None]:
         tqdm.__init__, evaluator.get_git_commit_hash = bar, version
 
 
-def _opened(
+def _open(
     config: Config | None, mesh: jax.sharding.Mesh, run: str | None, step: int | None, name: str | None
 ) -> tuple[Evaluated, Path]:
-    """The model, and the folder of its tokenizer; arguments as of `run_tasks`."""
+    """Return the model and the folder of its tokenizer; the arguments are those `run_tasks` takes."""
     if config is None:
         assert name is not None
         if RunFolder(Path(name)).checkpoints.is_dir():
-            raise UserError(f"--model={name} is a run: --run={name}")
+            raise UserError(f"--model={name} is a run folder; use --run={name}")
         model = open_model(name, mesh, step=step)
         precision = Precision("fp32" if model.config.model.dtype == "float32" else "bf16")
-        # As many tokens at once as a plain config's micro-batch: a model that is not trained has no rows.
+        # A model that is not trained has no row length or batch size, so take those of the default config.
         plain = dataclasses.replace(model.config, data=Data(), precision=precision)
         opened, home = Evaluated(plain, model.model, {}, model.parameters, {}, None), model.home
     else:
         opened = open_evaluated(config, mesh, run, step, name, reference=False)
         home = tokenizer_home(opened.model, opened.config, name)
     if opened.config.model.head != "lm":
-        raise UserError("--tasks: the model is a classifier, and benchmark tasks ask for text and its probability")
+        raise UserError("--tasks: the model is a classifier, and benchmark tasks need text and its probability")
     return opened, home
 
 
 def metrics_of(results: Mapping[str, Any]) -> dict[str, float]:
-    """TASK/METRIC of all tasks and groups, of METRIC,FILTER where it is not the plain one."""
+    """Return all metrics of tasks and groups, named TASK/METRIC, or TASK/METRIC,FILTER for a filter but `none`."""
     rows = {**results["results"], **results.get("groups", {})}
     return {
         f"{task}/{metric.removesuffix(',none')}": float(value)
@@ -199,25 +203,25 @@ def metrics_of(results: Mapping[str, Any]) -> dict[str, float]:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """The table that the harness prints, and that of groups if there are some."""
+    """Return the table of results that the harness prints, then its table of groups if it has any."""
     columns = ["results", *(["groups"] if "groups" in results else [])]
     return "\n".join(str(make_table(results, column)) for column in columns)
 
 
 def write(results: Mapping[str, Any], path: Path) -> None:
-    """The results as JSON, as the harness writes them."""
+    """Write the results as JSON, in the harness's own form."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 
 
 class _Tasks(TaskManager):
-    """The harness's tasks, loaded once; those that cannot be loaded or run here are a UserError."""
+    """The harness's tasks, loaded once. Raises UserError for a task that cannot be loaded or run here."""
 
     _loaded: Any = None
 
     def load(self, task_list: Any) -> Any:
-        """The tasks of these names, as `simple_evaluate` asks for them."""
+        """Load the tasks with these names, or return those loaded before; `simple_evaluate` calls this again."""
         if self._loaded is None:
             self._loaded = self._load(task_list)
         return self._loaded
@@ -225,44 +229,49 @@ class _Tasks(TaskManager):
     def _load(self, task_list: list[str]) -> Any:
         try:
             loaded = super().load(task_list)
-        except Exception as error:  # of a dataset, of the hub, of the task's own code
+        except Exception as error:  # from a dataset, the hub or the task's own code
             raise UserError(
-                f"--tasks={','.join(task_list)}: cannot be loaded: {type(error).__name__}: {error}. A dataset must be "
-                "in the cache, or within reach on the hub"
+                f"--tasks={','.join(task_list)}: cannot be loaded: {type(error).__name__}: {error}. The dataset must "
+                "be in the cache, or the hub reachable"
             ) from error
         for name, task in loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False):
-                raise UserError(f"--tasks: {name} runs code that the model writes, which is not done here")
+                raise UserError(f"--tasks: {name} runs code that the model writes, which is not supported")
             if getattr(task, "MULTIMODAL", False):
-                raise UserError(f"--tasks: {name} has images or sound, and the model is asked for text alone")
+                raise UserError(f"--tasks: {name} has images or sound, and only text tasks are supported")
         return loaded
 
 
 def _names(patterns: Sequence[str], manager: TaskManager) -> list[str]:
-    """The names that match. Raises UserError for a pattern without one."""
-    found: dict[str, None] = {}
+    """Return the task names that match the patterns. Raises UserError for a pattern that matches none."""
+    names: dict[str, None] = {}
     for pattern in patterns:
         matching = manager.match_tasks([pattern])
         if not matching:
             near = difflib.get_close_matches(pattern, manager.all_tasks, n=1)
-            nearest = f"nearest: {near[0]}" if near else "`lm-eval ls tasks` lists those of the harness"
+            nearest = f"nearest: {near[0]}" if near else "`lm-eval ls tasks` lists the harness's tasks"
             raise UserError(f"--tasks: {pattern!r} is not a task of lm-eval, nor of --include_path; {nearest}")
-        found |= dict.fromkeys(matching)
-    return list(found)
+        names |= dict.fromkeys(matching)
+    return list(names)
 
 
 class Scored(NamedTuple):
-    """Of the last tokens of a text: the sum of their log-probabilities, in nats, and whether each is the likeliest."""
+    """The score of a continuation.
+
+    Attributes:
+        log_prob: Sum of its tokens' log-probabilities, in nats.
+        greedy: Whether each of its tokens is the likeliest one.
+    """
 
     log_prob: float
     greedy: bool
 
 
 class DecoderLM(TemplateLM):
-    """A decoder as the harness asks it: log-probabilities of continuations, and texts that follow a prompt.
+    """The harness's model interface for a decoder: scores continuations and generates text after prompts.
 
-    Requests are cut on the left to the model's positions, as `HFLM` does. Of a batch as many tokens as in a micro-batch
-    of the config are computed at once.
+    Requests are cut on the left to the model's positions, as in `HFLM`. A batch holds about as many tokens as the
+    config's micro-batch.
     """
 
     def __init__(self, opened: Evaluated, home: Path, mesh: jax.sharding.Mesh, chat: bool = False) -> None:
@@ -275,27 +284,27 @@ class DecoderLM(TemplateLM):
         template = self.tokenizer.chat_template
         template = template.get("default") if isinstance(template, dict) else template
         self._template = Template(template) if template else None
-        self._left_out_said = False
+        self._warned_left_out = False
         if chat and self._template is None:
             raise UserError("--apply_chat_template: the tokenizer has no chat template: set chat.template")
         self._stop = stop_tokens(home, self.tokenizer)
         if chat and (end := Prompts(self.tokenizer, config.chat).turn_end) is not None:
             self._stop |= {self.tokenizer.added_tokens_encoder[end]}
-        # Of a device's rows together; where devices share rows, of these.
+        # Per device, or per group of devices that share rows.
         rows = config.eval.micro_batch_size or config.train.micro_batch_size
         self._tokens_at_once = rows * config.data.seq_len
         self._recipe = recipe_of(config.precision, opened.model.linears)
         self._step = jax.jit(_make_score(config, opened.model, self._recipe), compiler_options=compiler_options(config))
-        self._generate = cache(self._make_generate)  # compiled once for all tasks that ask alike
+        self._generate = cache(self._make_generate)  # compiled once for all tasks with the same options
 
     @property
     def max_length(self) -> int:
-        """The model's positions."""
+        """The number of the model's positions."""
         return self._opened.model.spec.max_positions
 
     @property
     def max_gen_toks(self) -> int:
-        """Tokens that are added where a task does not say how many; the harness's default."""
+        """Tokens to generate if a task sets no number; the harness's default."""
         return 256
 
     @property
@@ -305,41 +314,44 @@ class DecoderLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that nothing else is before. Raises UserError where the tokenizer has no such."""
+        """The token put before a text without context: bos, else eos. Raises UserError if the tokenizer has neither."""
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        found: Any = eos if bos is None else bos
-        if found is None:
+        prefix: Any = eos if bos is None else bos
+        if prefix is None:
             raise UserError(
                 "--tasks: the tokenizer has neither bos_token nor eos_token, and a text needs one before it"
             )
-        return found
+        return prefix
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness calls it."""
+        """The tokenizer's name in the harness's results."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Its tokens; by default with the special tokens of the tokenizer, but those that are there."""
+        """Tokenise a string; by default add the tokenizer's special tokens unless the string begins with bos."""
         if add_special_tokens is None:
             has_one = has_bos_prefix(string, self.tokenizer.bos_token or self.tokenizer.eos_token)  # type: ignore[arg-type]
             add_special_tokens = not has_one
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text; without a generation prompt the last message is to be continued."""
+        """Format a conversation as text; without a generation prompt, the text ends so that the last message continues.
+
+        System messages are left out, with a warning, if the template refuses them.
+        """
         assert self._template is not None
         variables = {"add_generation_prompt": add_generation_prompt, **self.tokenizer.special_tokens_map}
         try:
             text, _ = self._template.render(messages=chat_history, **variables)
         except UserError:
-            others = [message for message in chat_history if message["role"] != "system"]
-            if len(others) == len(chat_history):
+            without_system = [message for message in chat_history if message["role"] != "system"]
+            if len(without_system) == len(chat_history):
                 raise
-            if not self._left_out_said:
+            if not self._warned_left_out:
                 log.warning("--apply_chat_template: the chat template refuses system messages, which are left out")
-            self._left_out_said = True
-            return self.apply_chat_template(others, add_generation_prompt)
+            self._warned_left_out = True
+            return self.apply_chat_template(without_system, add_generation_prompt)
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].strip()
@@ -356,25 +368,26 @@ class DecoderLM(TemplateLM):
                     f"--tasks: {asked!r}: {len(continuation)} tokens after {len(context)}; both need one, and the "
                     f"model has {self.max_length} positions"
                 )
+        # One token more than the model has positions, because the last token is only a target.
         texts = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
         counts = [len(continuation) for _, _, continuation in requests]
         if cut := sum(len(context) + count > self.max_length + 1 for (_, context, _), count in zip(requests, counts)):
             log.warning("%d of %d requests are cut on the left to %d tokens", cut, len(requests), self.max_length)
-        found: list[Scored] = [Scored(0.0, True)] * len(requests)
+        scores: list[Scored] = [Scored(0.0, True)] * len(requests)
         bar = tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm)
-        # From the longest on, so that memory runs out at once if it does, by the length of their row.
+        # Longest first, so that if memory runs out it does so in the first batch; grouped by row length.
         ordered = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         for length, group in groupby(ordered, key=lambda i: self._row_length(len(texts[i]) - 1)):
             members = list(group)
             scored = self._score([texts[i] for i in members], [counts[i] for i in members], length)
             for i, one in zip(members, scored):
-                found[i] = one
+                scores[i] = one
                 bar.update(1)
         bar.close()
-        return [(one.log_prob, one.greedy) for one in found]
+        return [(one.log_prob, one.greedy) for one in scores]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each text, in nats, in windows of the model's positions that do not overlap."""
+        """Return the log-probability of each text, in nats, over windows of the model's length without overlap."""
         windows = []
         for number, request in enumerate(requests):
             (text,) = _arguments(request)
@@ -388,30 +401,32 @@ class DecoderLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What follows each prompt, up to a string that ends it; the likeliest tokens unless a task samples."""
+        """Generate text after each prompt, up to a stop string; greedily unless a task samples."""
         if self._mesh.shape["stage"] > 1:
-            raise UserError("--tasks: no text is generated with mesh.stage; use mesh.fsdp")
-        found = [""] * len(requests)
+            raise UserError("--tasks: text cannot be generated with mesh.stage; use mesh.fsdp")
+        texts = [""] * len(requests)
         bar = tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm)
         arguments = [_arguments(request) for request in requests]
         keyed = [(json.dumps(options, sort_keys=True), i) for i, (_, options) in enumerate(arguments)]
         for _, group in groupby(sorted(keyed), key=itemgetter(0)):
             numbers = [i for _, i in group]
             contexts = {i: self.tok_encode(arguments[i][0]) for i in numbers}
-            for i, text in self._generated(contexts, arguments[numbers[0]][1]):
-                found[i] = text
+            for i, text in self._generate_texts(contexts, arguments[numbers[0]][1]):
+                texts[i] = text
                 bar.update(1)
         bar.close()
-        return found
+        return texts
 
-    def _generated(self, contexts: Mapping[int, list[int]], asked: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-        """(number, text) of each prompt, by its number."""
-        options: dict[str, Any] = dict(normalize_gen_kwargs(dict(asked), self.max_gen_toks))
+    def _generate_texts(
+        self, contexts: Mapping[int, list[int]], kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[int, str]]:
+        """Yield (number, text) for each prompt. The prompts share the task's `kwargs`, its generation_kwargs."""
+        options: dict[str, Any] = dict(normalize_gen_kwargs(dict(kwargs), self.max_gen_toks))
         eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
         strings = [text for text in handle_stop_sequences(options.pop("until"), eos) if text]  # type: ignore[arg-type]
         new, sampling = options.pop("max_gen_toks"), _sampling(options)
         if (room := self.max_length - new) < 1:
-            raise UserError(f"--tasks: {new} tokens are to be generated, and the model has {self.max_length} positions")
+            raise UserError(f"--tasks: a task generates {new} tokens, and the model has {self.max_length} positions")
         generate = self._generate(new, sampling)
         ended = ending(self._stop, strings, self.tokenizer)
         parameters = {**self._opened.frozen, **self._opened.trained}
@@ -419,7 +434,7 @@ class DecoderLM(TemplateLM):
         while ordered:
             size = self._rows(len(ordered), min(len(contexts[ordered[0]]), room) + new)
             members, ordered = ordered[:size], ordered[size:]
-            # The last of them fill up the batch, so that few sizes are compiled, and are left out again.
+            # The last prompt is repeated to fill the batch, so that few sizes are compiled; repeats are dropped below.
             rows = [members[min(row, len(members) - 1)] for row in range(size)]
             with jax.default_matmul_precision(self._recipe.matmul_precision):
                 tokens = generate(parameters, [contexts[i][-room:] for i in rows], rows)
@@ -434,20 +449,24 @@ class DecoderLM(TemplateLM):
         return make_generate(model.graph, model.spec, **how)
 
     def _row_length(self, tokens: int) -> int:
-        """A bucket of so many tokens, which the mesh divides."""
+        """Return the row length to compile for a text of `tokens` tokens, a multiple that the mesh divides."""
         parts = shards(RULES.value.residual, self._mesh)
         bucket = min(max(ROW_BUCKET, 1 << (tokens - 1).bit_length()), self.max_length)
         return -(-bucket // parts) * parts
 
     def _rows(self, wanted: int, length: int) -> int:
-        """Rows of this length that are computed at once: as many as there is room for, or a power of two above."""
+        """Return the rows in a batch: `wanted`, rounded up to a power of two a data shard, if that many fit."""
         parts = data_shards(self._mesh)
         most = max(1, self._tokens_at_once // length)
         return min(most, 1 << (-(-wanted // parts) - 1).bit_length()) * parts
 
     def _score(self, texts: Sequence[list[int]], counts: Sequence[int], length: int) -> Iterator[Scored]:
-        """The last tokens of texts, `counts` of each, one text in a row of this length; its last token is a target."""
+        """Yield the score of the last `counts` tokens of each text, one text to a row of `length`.
+
+        A text may have one token more than the row: the last token is only a target.
+        """
         weights = [[0] * (len(text) - count) + [1] * count for text, count in zip(texts, counts)]
+        # The same form as tokenised documents: one document per request, weights only on its continuation.
         part = Part(
             name="requests",
             key="",
@@ -463,35 +482,35 @@ class DecoderLM(TemplateLM):
             skipped=0,
             notes=(),
         )
-        # Cut on the right: a text that fills its row has its last token as a target alone.
+        # Cut on the right: the last token of a text that fills its row is only a target, not an input.
         plain = Data(seq_len=length, packing=False, shuffle=False, truncation="right", num_workers=0, prefetch=0)
         rows = data.Rows(Documents.joined([part]), plain, 1, NEXT_TOKEN)
         shape = (1, self._rows(len(texts), length), length)
         sharding = jax.NamedSharding(self._mesh, P(None, *by_token()))
         opened, first = self._opened, 0
         for after, batch in data.batches(rows, shape, sharding, 0, len(texts), plain):
-            found = np.asarray(self._step(opened.trained, opened.frozen, batch).addressable_data(0))
-            for (log_prob, hits), count in zip(found.tolist(), counts[first:after]):
+            sums = np.asarray(self._step(opened.trained, opened.frozen, batch).addressable_data(0))
+            for (log_prob, hits), count in zip(sums.tolist(), counts[first:after]):
                 yield Scored(log_prob, round(hits) == count)
             first = after
 
 
 def _arguments(request: Instance) -> Any:
-    """What a request asks: a tuple, of which its class knows no lengths."""
+    """The arguments of a request, untyped because `Instance` does not declare the tuple's length."""
     return request.args
 
 
 def _sampling(options: Mapping[str, Any]) -> Sampling:
-    """How tokens are chosen. Raises UserError for an option that would have to do something else."""
+    """Return the sampling options. Raises UserError for an option that is not supported here."""
     named = {key: value for key, value in options.items() if key not in ("do_sample", "temperature")}
     for key, value in named.items():
         if key not in SAMPLING and value not in (None, NEUTRAL.get(key)):
             raise UserError(
-                f"--tasks: generation_kwargs of a task have {key}={value!r}; known are do_sample, temperature, "
+                f"--tasks: generation_kwargs of a task have {key}={value!r}; supported are do_sample, temperature, "
                 f"{', '.join(sorted(SAMPLING))}, until and max_gen_toks"
             )
     known = {key: value for key, value in named.items() if key in SAMPLING and value is not None}
-    if known.get("top_k") == 0:  # of transformers: all of them
+    if known.get("top_k") == 0:  # in transformers, 0 means no limit
         del known["top_k"]
     if not options["do_sample"]:
         known = {key: value for key, value in known.items() if key == "repetition_penalty"}
@@ -502,9 +521,9 @@ def _sampling(options: Mapping[str, Any]) -> Sampling:
 def _make_score(
     config: Config, model: Model, recipe: Recipe
 ) -> Callable[[Parameters, Parameters, Batch], Float[Array, "rows 2"]]:
-    """(trained, frozen, batch of a micro-batch) -> the sum of each row's log-probabilities, and how many are likeliest.
+    """Return a function (trained, frozen, batch of one micro-batch) -> log-probability sum and greedy hits of each row.
 
-    On every device. A row has one document.
+    The result is replicated on every device. A row holds one document.
     """
     call = call_of(config, recipe)._replace(remat="none")
 

@@ -1,4 +1,4 @@
-"""What the model card of a run says: its data, options, losses and recipe, without a path of the machine."""
+"""Contents of a run's model card: data, options, losses and recipe, without local paths."""
 
 import math
 import re
@@ -14,16 +14,16 @@ from jaxtune.hf import Evaluation
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.monitor import metrics
 
-# Options that say where a run is kept and watched, and what it uses of a machine: nothing of the model, and the
-# likeliest place of a name or an address that is not for others.
-_OF_THE_PLACE = (
+# Options for storage, logging and machine resources. They do not describe the model, and are the likeliest to hold
+# private names or addresses.
+_LOCAL_OPTIONS = (
     "ckpt", "device", "export", "log", "prof", "rollout.server", "data.cache_dir", "data.cache_only", "data.num_proc",
     "data.num_workers", "data.prefetch", "train.output_dir", "train.run_name", "train.hang_seconds",
 )  # fmt: skip
 
 
 def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dict[str, str]:
-    """Rows of the card's table, for a model as it was after so many steps and tokens."""
+    """Return the rows of the card's table, for a model after `steps` steps and `tokens` tokens."""
     data, optim, lora = config.data, config.optim, config.lora
     rows = {"data": _data_in_words(data.datasets)}
     if counts := folder.read_counts():
@@ -38,25 +38,25 @@ def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dic
     }
     if lora.enabled:
         targets = ", ".join(_several(lora.target_modules))
-        of_rank = {"DoRA" if lora.use_dora else "LoRA": f"rank {lora.rank}, alpha {lora.alpha:g}, {targets}"}
-        rows |= {"(IA)^3": targets} if lora.kind == "ia3" else of_rank
+        low_rank = {"DoRA" if lora.use_dora else "LoRA": f"rank {lora.rank}, alpha {lora.alpha:g}, {targets}"}
+        rows |= {"(IA)^3": targets} if lora.kind == "ia3" else low_rank
     shown = {
         "loss": "training loss, last step",
         "eval_loss": "validation loss",
         "eval_accuracy": "validation accuracy",
     }
-    seen = _seen(folder, steps)
+    history = _metrics_until(folder, steps)
     for name, label in shown.items():
-        if values := [row[name] for row in seen if name in row and math.isfinite(row[name])]:
+        if values := [row[name] for row in history if name in row and math.isfinite(row[name])]:
             rows[label] = f"{values[-1]:.4f}"
     return rows
 
 
 def card_recipe(config: Config) -> str:
-    """The options of the model that are not the defaults, as YAML that a run takes; of paths and URLs the last part."""
+    """Return the model's options that differ from the defaults, as a YAML recipe; paths and URLs by their last part."""
     sections: dict[str, Any] = {}
     for key, value in option_rules.changed(config).items():
-        if "[" in key or any(key == place or key.startswith(f"{place}.") for place in _OF_THE_PLACE):
+        if "[" in key or any(key == local or key.startswith(f"{local}.") for local in _LOCAL_OPTIONS):
             continue
         if keys.has_entries(key):
             value = [_entry(config, f"{key}[{i}].") for i in range(len(value))]
@@ -69,32 +69,32 @@ def card_recipe(config: Config) -> str:
 
 
 def card_datasets(config: Config) -> list[str]:
-    """The hub ids of the data that is trained on."""
+    """Return the hub ids of the training data."""
     return list(dict.fromkeys(name for entry in config.data.datasets if (name := _hub_id(entry)) is not None))
 
 
 def card_evaluation(config: Config, folder: RunFolder, steps: int) -> Evaluation | None:
-    """The last evaluation of a model as it was after so many steps."""
-    rows = [row for row in _seen(folder, steps) if any(name.startswith("eval_") for name in row)]
+    """Return the last evaluation up to step `steps`; None if there is none."""
+    rows = [row for row in _metrics_until(folder, steps) if any(name.startswith("eval_") for name in row)]
     if not rows:
         return None
-    found = {name.removeprefix("eval_"): value for name, value in rows[-1].items() if name.startswith("eval_")}
+    values = {name.removeprefix("eval_"): value for name, value in rows[-1].items() if name.startswith("eval_")}
     entries = config.data.eval_datasets or config.data.datasets
     words = _data_in_words(entries) + ("" if config.data.eval_datasets else ", a part held out")
     return Evaluation(
-        {name: value for name, value in found.items() if math.isfinite(value)},
+        {name: value for name, value in values.items() if math.isfinite(value)},
         words,
         _hub_id(entries[0]) if len(entries) == 1 else None,
     )
 
 
-def _seen(folder: RunFolder, steps: int) -> list[dict[str, Any]]:
-    """The rows of metrics up to a step."""
+def _metrics_until(folder: RunFolder, steps: int) -> list[dict[str, Any]]:
+    """Return the rows of metrics up to a step."""
     return [row for row in metrics.read(folder.metrics) if row["step"] <= steps] if folder.metrics.is_file() else []
 
 
 def _entry(config: Config, prefix: str) -> dict[str, Any]:
-    """The options of an entry that are not the defaults."""
+    """Return the options of an entry that differ from the defaults."""
     return {
         key.removeprefix(prefix): value for key, value in option_rules.changed(config).items() if key.startswith(prefix)
     }
@@ -105,7 +105,10 @@ def _data_in_words(entries: tuple[Dataset, ...]) -> str:
 
 
 def _hub_id(entry: Dataset) -> str | None:
-    """The id of a dataset on the hub; a name without an owner may be that of a folder."""
+    """Return a dataset's hub id, told from a path as in `data.reading.sources`; None for a name without a slash.
+
+    A name without a slash might be a local folder.
+    """
     path = entry.path
     if not isinstance(path, str) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
         return None
@@ -113,19 +116,19 @@ def _hub_id(entry: Dataset) -> str | None:
 
 
 def _public(value: Any) -> Any:
-    """Without what is of a machine: of absolute paths, of paths that are there and of URLs the last part."""
+    """Return an option's value with absolute paths, existing paths and URLs cut to their last part."""
     if isinstance(value, dict):
         return {name: _public(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [_public(one) for one in value]
-    if not isinstance(value, str) or "\n" in value or "{" in value:  # texts, and patterns of them
+    if not isinstance(value, str) or "\n" in value or "{" in value:  # a text or a template
         return value
     is_path = re.match(r"[/~].*/", value) or re.fullmatch(r"\w+://\S+", value)
     return _last_part(value) if is_path or ("/" in value and Path(value).exists()) else value
 
 
 def _last_part(path: str) -> str:
-    """Of a path, or of a URL, whose query may hold a token."""
+    """Return the last part of a path or a URL, without the URL's query, which may hold a token."""
     return Path(path.partition("?")[0] if "://" in path else path).name
 
 

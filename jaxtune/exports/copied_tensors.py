@@ -1,4 +1,7 @@
-"""Tensors of a base that are no part of the model that is trained: copied to an export of it, or lost and named."""
+"""Tensors of layers that predict more than the next token, which are not trained.
+
+An export copies them from the base, or warns that it lacks them.
+"""
 
 import logging
 import re
@@ -12,17 +15,18 @@ log = logging.getLogger("jaxtune")
 
 
 def copied_layers(model: Model, config: Config) -> list[str]:
-    """The tensors of layers that predict more tokens which an export of the whole model copies from the base."""
+    """Return the multi-token-prediction tensors that an export of the whole model copies from the base."""
     return [] if _why_lost(model) else _layers(model, config)
 
 
 def name_lost(model: Model, config: Config) -> None:
-    """Warn of the tensors of the base that an export of the whole model does not hold."""
+    """Warn about the base's tensors that an export of the whole model lacks."""
     why, names = _why_lost(model), _layers(model, config)
     if why and names:
+        # Replace layer numbers by *, so that the warning names each kind of tensor once.
         kinds = dict.fromkeys(re.sub(r"\.\d+\b", ".*", name) for name in names)
         log.warning(
-            "%d tensors of the base predict more than the next token, and no whole model of this run will hold them, "
+            "%d tensors of the base predict more than the next token, and a whole model of this run will lack them, "
             "because %s: %s",
             *(len(names), why, ", ".join(kinds)),
         )
@@ -35,9 +39,9 @@ def _layers(model: Model, config: Config) -> list[str]:
 
 
 def _why_lost(model: Model) -> str | None:
-    """Why tensors of such layers cannot be copied as they are; None: they can."""
+    """Return why these tensors cannot be copied unchanged; None if they can."""
     if model.base.scheme is not None:
-        return "they are quantized in its files and exported weights are not"
+        return "they are quantized in the base's files and exported weights are not"
     if model.spec.vocabulary != model.base.saved_vocabulary:
-        return "its vocabulary grows (data.special_tokens)"
+        return "the vocabulary grows (data.special_tokens)"
     return "a classifier predicts no tokens" if model.spec.labels else None

@@ -42,34 +42,35 @@ UNFINISHED = ".jaxtune-unfinished"  # in a folder from the start of an export un
 def export_full(
     model: Model, parameters: Parameters, config: Config, output: Path, quantize: str | None = None
 ) -> None:
-    """A folder that transformers loads, in model.dtype; adapters among the parameters are merged into their weights.
+    """Write a folder that transformers loads, in model.dtype, with adapters merged into their weights.
 
-    Quantized weights are written dequantized. Unless `quantize`, one of `hf.SCHEMES`, asks for it, they are not
-    quantized again: a small adapter that is merged into 4 bits may mostly be rounded away.
+    Quantized weights are written dequantized. `quantize`, one of `hf.SCHEMES`, quantizes them again; that is not the
+    default because a small adapter that is merged into 4 bits may mostly be rounded away.
 
-    Tensors are gathered and written one at a time. A tied head is not written; padded rows are cut; config.json, the
-    tokenizer's files and the tensors that are no part of the decoder are copied byte for byte.
+    Tensors are gathered and written one at a time. A tied head is not written, and padded rows are cut. config.json,
+    the tokenizer's files and the tensors outside the decoder are copied byte for byte.
     """
     dtype = jnp.dtype(config.model.dtype)
 
-    def merged(name: str, index: tuple[int, ...]) -> jax.Array:
-        """One matrix or vector, with the adapter beside it, rounded once."""
+    def merge(name: str, index: tuple[int, ...]) -> jax.Array:
+        """Return one matrix or vector with its adapter merged, rounded once."""
         parameter, weight = model.parameters[name], gather_element(parameters[name], index)
-        beside = re.sub(r"\.bias$", ".weight", name)  # of a bias, the weight of its layer
-        adapter = model.parameters[beside].treatment.adapter if beside in model.parameters else None
+        owner = re.sub(r"\.bias$", ".weight", name)  # an adapter belongs to a weight, but may change the layer's bias
+        adapter = model.parameters[owner].treatment.adapter if owner in model.parameters else None
         if adapter is not None:
-            parts = model.adapter_of(beside)
+            parts = model.adapter_of(owner)
             values = {
                 part: gather_element(parameters[other], index).astype(jnp.float32) for part, other in parts.items()
             }
-            merged_into = adapter.merged if beside == name else adapter.merged_bias
-            weight = merged_into(weight.astype(jnp.float32), values)
-        return weight.astype(_exported_as(parameter, dtype))
+            merge_into = adapter.merged if owner == name else adapter.merged_bias
+            weight = merge_into(weight.astype(jnp.float32), values)
+        return weight.astype(_export_dtype(parameter, dtype))
 
-    tensors = _tensors(model, model.whole, dtype, merged)
+    tensors = _tensors(model, model.whole, dtype, merge)
     copied = copied_layers(model, config)
     name_lost(model, config)
     if model.spec.untouched is not None or copied:
+        # The other parts of a larger model and the copied layers are read from the base and written unchanged.
         tensors = hf.in_place(model.folder, tensors, partial(families.is_untouched, model.spec))
     changes = _classifier_config(model, config) if model.spec.labels else {}
     if quantize is not None:
@@ -85,7 +86,7 @@ def export_full(
 
 
 def _classifier_config(model: Model, config: Config) -> dict[str, Any]:
-    """What config.json says of a classifier: its class, its labels, and which token is padding, as batches need it."""
+    """Return a classifier's changes to config.json: class, labels, and the padding token, which batches need."""
     names = config.model.id2label
     return {
         "architectures": [f"{families.classifiers()[model.spec.family]}ForSequenceClassification"],
@@ -96,12 +97,15 @@ def _classifier_config(model: Model, config: Config) -> dict[str, Any]:
 
 
 def _classifier_tokenizer(model: Model, config: Config) -> tuple["PreTrainedTokenizerFast", int | None]:
-    """The tokenizer of a classifier, with a padding token that no document ends with, and that token."""
+    """Return a classifier's tokenizer with a padding token that no document ends with, and the id of that token.
+
+    transformers' classifiers read the last token that is not padding, so a text must not end in the padding token.
+    """
     tokenizer = hf.load_tokenizer(model.folders.tokenizer, config.chat.template, config.data.special_tokens)
-    own = None if tokenizer.eos_token is None else tokenizer.get_vocab()[str(tokenizer.eos_token)]
-    ends = {own} if ends_texts(tokenizer) else set()
-    if config.preference.loss is not None:  # its documents are answers
-        ends = {own, _turn_end(model, config)}
+    eos = None if tokenizer.eos_token is None else tokenizer.get_vocab()[str(tokenizer.eos_token)]
+    ends = {eos} if ends_texts(tokenizer) else set()
+    if config.preference.loss is not None:  # the documents are answers, which end as turns do
+        ends = {eos, _turn_end(model, config)}
     described, ends = model.base.described.get("pad_token_id"), {end for end in ends if end is not None}
     return tokenizer, hf.choose_padding(tokenizer, ends, described, model.spec.vocabulary)
 
@@ -112,45 +116,47 @@ def _tensors(
     dtype: jnp.dtype,
     value: Callable[[str, tuple[int, ...]], jax.Array],
 ) -> Iterator[hf.Tensor]:
-    """The Hugging Face tensors of these parameters, made when they are asked for.
+    """Yield the Hugging Face tensors of these parameters; the data of each is computed when it is written.
 
-    `value`: that of a name and an index in its leading axes. Parts of a tensor are put together; rows of padding are
-    cut.
+    `value` returns the array of a parameter's name and an index in its leading axes. A tensor is assembled from its
+    parts, without rows of padding.
     """
+    # Parts of each Hugging Face tensor: (place in the tensor, parameter, index in the parameter's leading axes).
     parts: dict[str, list[tuple[Place, str, tuple[int, ...]]]] = {}
     for name, parameter in parameters.items():
         for index, place in parameter.elements():
             parts.setdefault(place.name, []).append((place, name, index))
 
-    def whole(found: list[tuple[Place, str, tuple[int, ...]]], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    def assemble(pieces: list[tuple[Place, str, tuple[int, ...]]], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         tensor = np.empty(shape, dtype)
-        for place, name, index in found:
+        for place, name, index in pieces:
             rows, part = place.rows_in(tensor), np.asarray(value(name, index))
-            rows[: len(part)] = part[: len(rows)]
+            rows[: len(part)] = part[: len(rows)]  # cuts padded rows of the vocabulary
         return tensor
 
-    for hf_name, found in parts.items():
-        place, name, _ = found[0]
+    for hf_name, pieces in parts.items():
+        place, name, _ = pieces[0]
         rows, *rest = parameters[name].matrix
         shape = place.shape_in_file((model.spec.vocabulary if parameters[name].kind == "table" else rows, *rest))
-        of_these = _exported_as(parameters[name], dtype)
-        yield hf.Tensor(hf_name, shape, of_these, partial(whole, found, shape, of_these))
+        file_dtype = _export_dtype(parameters[name], dtype)
+        yield hf.Tensor(hf_name, shape, file_dtype, partial(assemble, pieces, shape, file_dtype))
 
 
-def _exported_as(parameter: Parameter, dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype in which a parameter of a model in `dtype` is written."""
+def _export_dtype(parameter: Parameter, dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype in which a parameter of a model in `dtype` is written."""
     return jnp.dtype(jnp.float32) if parameter.float32 else dtype
 
 
 def export_adapter(model: Model, parameters: Parameters, config: Config, output: Path) -> None:
-    """A folder that peft loads: adapter_model.safetensors and adapter_config.json."""
+    """Write a folder that peft loads: adapter_model.safetensors and adapter_config.json."""
 
     def value(name: str, index: tuple[int, ...]) -> jax.Array:
-        own, start = gather_element(parameters[name], index), f"{name}_start"
+        part, start = gather_element(parameters[name], index), f"{name}_start"
         if start not in parameters:
-            return own
-        start = gather_element(parameters[start], index)  # which is subtracted (`lora.LoRA`): in twice the rank
-        return jnp.concatenate([own, start]) if name.endswith("lora_a") else jnp.concatenate([own, -start], axis=1)
+            return part
+        # The adapter is B A - B_start A_start (`lora.LoRA`), which peft reads as one product of twice the rank.
+        start = gather_element(parameters[start], index)
+        return jnp.concatenate([part, start]) if name.endswith("lora_a") else jnp.concatenate([part, -start], axis=1)
 
     every = model.trained | model.starts
     written = {name: _with_start(p) for name, p in every.items() if not name.endswith("_start")}
@@ -163,8 +169,8 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
         lora = dataclasses.replace(lora, dropout=0.0)
     if config.model.config or model.base.described != hf.read_config(model.folders.config):
         log.warning(
-            "an adapter has no config.json, and this run has changed that of its base (model.config, "
-            "model.overrides, model.rope_scaling): load the base so, or export a whole model with --merge"
+            "an adapter has no config.json, and this run has changed its base's (model.config, model.overrides, "
+            "model.rope_scaling): load the base with the same changes, or export a whole model with --merge"
         )
     hf.write_adapter(output, tensors, lora, base, config.model.revision, *_targets(model), *_patterns(model, lora))
     if multihost.is_main():
@@ -172,7 +178,7 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
 
 
 def _with_start(parameter: Parameter) -> Parameter:
-    """A or B as it is exported: of twice the rank, if it started as a part of the weight."""
+    """Return the exported form of A or B, which has twice the rank if the adapter started as a part of the weight."""
     adapter = parameter.treatment.adapter
     if parameter.kind != "adapter" or "rank" not in parameter.axes or adapter.exported[0] == adapter.rank:
         return parameter
@@ -183,15 +189,15 @@ def _with_start(parameter: Parameter) -> Parameter:
 
 
 def _patterns(model: Model, lora: Lora) -> tuple[dict[str, int], dict[str, float]]:
-    """Rank and alpha of the modules that have others than `lora`."""
+    """Return peft's rank_pattern and alpha_pattern: the modules whose rank or alpha differs from `lora`."""
     linears = [p for p in model.frozen.values() if isinstance(p.treatment.adapter, LoRA) and not _is_of_experts(p)]
-    found = {place.name.removesuffix(".weight"): p.treatment.adapter.exported for p in linears for place in p.places}
-    ranks = {name: rank for name, (rank, _) in found.items() if rank != lora.rank}
-    return ranks, {name: alpha for name, (_, alpha) in found.items() if alpha != lora.alpha}
+    exported = {place.name.removesuffix(".weight"): p.treatment.adapter.exported for p in linears for place in p.places}
+    ranks = {name: rank for name, (rank, _) in exported.items() if rank != lora.rank}
+    return ranks, {name: alpha for name, (_, alpha) in exported.items() if alpha != lora.alpha}
 
 
 def _write_tokenizer(model: Model, config: Config, output: Path) -> None:
-    """The tokenizer's files as they are, but for special tokens, a chat template that the recipe names, and padding."""
+    """Copy the tokenizer's files, with the recipe's special tokens and chat template, and a classifier's padding."""
     home = model.folders.tokenizer
     hf.copy_tokenizer_files(home, output)
     if model.spec.labels:
@@ -206,9 +212,9 @@ def _write_tokenizer(model: Model, config: Config, output: Path) -> None:
 
 
 def _write_ends(model: Model, config: Config, output: Path) -> list[int]:
-    """Have generation_config.json name the token that ends an answer.
+    """Add the token that ends an answer to generation_config.json.
 
-    Returns the tokens that end an answer if the base's own files do not name all of them, else [].
+    Returns the tokens that end an answer if the base's own files lack one, else [].
     """
     if model.spec.labels:
         return []
@@ -219,49 +225,52 @@ def _write_ends(model: Model, config: Config, output: Path) -> list[int]:
 
 
 def _turn_end(model: Model, config: Config) -> int | None:
-    """The token that ends an answer by the chat template; None: there is no template, or it does not say."""
+    """Return the token that ends an answer in the chat template; None without a template or if it has no such token."""
     try:
         tokenizer = hf.load_tokenizer(model.folders.tokenizer, config.chat.template, config.data.special_tokens)
         end = data.ChatTemplate(tokenizer).turn_end() if tokenizer.chat_template else None
     except UserError as error:
-        log.warning("which token ends an answer is not known, so the export may not stop there: %s", error)
+        log.warning("the token that ends an answer is not known, so the export may not stop there: %s", error)
         return None
     return None if end is None else tokenizer.get_vocab()[end]
 
 
 def _absolute(path: str) -> str:
-    """A local folder by its whole path, so that peft finds it from anywhere; a hub id as it is."""
+    """Return the absolute path of a local folder, so that peft finds it from anywhere; a hub id stays as it is."""
     return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
 def _targets(model: Model) -> tuple[list[str], list[str]]:
-    """Names by which peft finds exactly the adapted modules, and parameters: the experts of a layer in one tensor.
+    """Return peft's target_modules and target_parameters, which match exactly the adapted modules and parameters.
 
-    transformers 5 makes such a parameter of experts that files have apart, and peft then takes every module of their
-    names for one of them. So others of these names are named as parameters: by their weights.
+    A target parameter is one tensor with all experts of a layer. transformers 5 stacks experts that are separate in the
+    files into such a tensor, and peft then takes every module with an expert's name for an expert. Other adapted
+    modules with such a name are therefore listed as target parameters, by their weights.
     """
     loaded, short = loaded_names(model.base.spec), model.spec.untouched is None
     linears = {loaded[place.name]: p for p in model.parameters.values() if p.kind == "linear" for place in p.places}
     modules = {name.removesuffix(".weight"): p for name, p in linears.items() if name.endswith(".weight")}
     stacked = {name: p for name, p in linears.items() if not name.endswith(".weight")}
     experts = {name: p for name, p in modules.items() if _is_of_experts(p)}
-    of_experts = {_ending(name) for name in _adapted(experts)}
-    alike = {f"{name}.weight" for name in _adapted(modules) - experts.keys() if _ending(name) in of_experts}
-    if bare := {_module(name) for name in experts.keys() - _adapted(experts)} & set(map(_module, _adapted(experts))):
+    endings = {_ending(name) for name in _adapted_names(experts)}
+    alike = {f"{name}.weight" for name in _adapted_names(modules) - experts.keys() if _ending(name) in endings}
+    if bare := {_module(name) for name in experts.keys() - _adapted_names(experts)} & set(
+        map(_module, _adapted_names(experts))
+    ):
         log.warning("peft cannot load this adapter: gate, up and down of an expert (%s) must all have one", min(bare))
     return _names(modules, short, 1), [*_names(stacked, short, 2), *sorted(alike)]
 
 
-def _adapted(linears: Mapping[str, Parameter]) -> set[str]:
+def _adapted_names(linears: Mapping[str, Parameter]) -> set[str]:
     return {name for name, parameter in linears.items() if parameter.treatment.adapter}
 
 
 def _names(linears: Mapping[str, Parameter], short: bool, parts: int) -> list[str]:
-    """The endings of those that are adapted (q_proj), where all that end so are; else, or if not `short`, whole names.
+    """Return the last `parts` of the adapted names (q_proj) if all linears that end so are adapted, else whole names.
 
-    Whole names inside a larger model, whose other parts may have a q_proj of their own.
+    Without `short`, always return whole names: inside a larger model, other parts may have a q_proj of their own.
     """
-    adapted = _adapted(linears)
+    adapted = _adapted_names(linears)
     endings = {_ending(name, parts) for name in adapted}
     whole_kinds = {name for name in linears if _ending(name, parts) in endings} == adapted
     return sorted(endings if whole_kinds and short else adapted)
@@ -293,16 +302,30 @@ def export(
     tokens: int,
     hub_id: str | None = None,
 ) -> None:
-    """Write one format, with a model card. `quantize`: as of `export_full`; `hub_id`: where it is to be uploaded to.
+    """Write a run's model to `output` in one format, with a model card.
 
-    Raises UserError where the format does not fit the run, or the output would destroy what it is made from.
+    Args:
+        model: The run's model.
+        parameters: Its parameters.
+        config: The run's config.
+        run: The run's folder.
+        output: The folder to write.
+        kind: "hf" for a whole model, or "peft" for an adapter.
+        merge: Whether the adapter of the run may be merged into a whole model.
+        quantize: The scheme to quantize to, as in `export_full`.
+        steps: Steps that the model was trained for, for the card.
+        tokens: Tokens that it was trained on, for the card.
+        hub_id: The hub repository that the export will be uploaded to, for the card.
+
+    Raises:
+        UserError: The format does not fit the run, or the output would overwrite the base model or the run.
     """
     check_apart(output, model)
     check_kind(config, kind, merge, quantize)
     with locked(output, ".jaxtune-lock", "export to another folder"):
         if multihost.is_main():
             (output / UNFINISHED).touch()
-            (output / CARD).unlink(missing_ok=True)  # an earlier export is not whole any more
+            (output / CARD).unlink(missing_ok=True)  # an earlier export is overwritten from here on
         if kind == "peft":
             export_adapter(model, parameters, config, output)
         else:
@@ -323,13 +346,16 @@ def _write_card(
     tokens: int,
     hub_id: str | None,
 ) -> None:
-    """Write the model card, arguments as of `export`; and say where an adapter's base does not stop."""
+    """Write the model card; also warn if an adapter's base does not stop at the end of an answer.
+
+    The arguments are those `export` takes.
+    """
     written = {} if quantize is None else {"weights": f"linear layers in {quantize}"}
     ends = _write_ends(model, config, output) if kind == "peft" else []
     if ends:
         log.warning(
             "answers end with token %d, at which the base does not stop: with this adapter give generate() "
-            "eos_token_id=%s, or vLLM stop_token_ids=%s; a whole model (--merge) says so itself",
+            "eos_token_id=%s, or vLLM stop_token_ids=%s; a whole model (--merge) has it in generation_config.json",
             ends[-1],
             *(ends, ends[-1:]),
         )
@@ -351,21 +377,21 @@ def _write_card(
 
 
 def _base_options(model: Model, config: Config) -> dict[str, Any]:
-    """What transformers must be told of the base, before peft loads an adapter on it."""
+    """Return the options with which transformers must load the base before peft loads an adapter on it."""
     if not model.spec.labels:
         return {}
     return {"num_labels": model.spec.labels, "pad_token_id": _classifier_tokenizer(model, config)[1]}
 
 
 def _auto_class(model: Model) -> str:
-    """The class of transformers that loads the model, or the one that it is inside of."""
+    """Return the transformers class that loads the model, or the larger model that contains it."""
     if model.spec.labels:
         return "AutoModelForSequenceClassification"
     return "AutoModelForCausalLM" if model.spec.untouched is None else "AutoModelForImageTextToText"
 
 
 def check_kind(config: Config, kind: str, merge: bool, quantize: str | None = None) -> None:
-    """Raise UserError where a run cannot be exported in a format."""
+    """Raise UserError if a run cannot be exported in a format."""
     if kind == "peft" and not config.lora.enabled:
         raise UserError("--format=peft: this run trained the whole model; export it with --format=hf")
     if kind == "peft" and quantize is not None:
@@ -376,13 +402,13 @@ def check_kind(config: Config, kind: str, merge: bool, quantize: str | None = No
         raise UserError("--format=hf: this run trained an adapter; add --merge for a whole model, or use --format=peft")
     if kind == "peft" and config.lora.merge_interval:
         raise UserError(
-            "--format=peft: this run merged adapters into the model (lora.merge_interval), so that the last ones say "
-            "nothing of its base; export the whole model with --merge"
+            "--format=peft: this run merged adapters into the model (lora.merge_interval), so the last adapter "
+            "does not fit the base; export the whole model with --merge"
         )
 
 
 def check_apart(output: Path, model: Model) -> None:
-    """Raise UserError where an export would destroy what it is made from."""
+    """Raise UserError if an export would overwrite the base model or a run's folder."""
     if output.resolve() in {folder.resolve() for folder in model.folders}:
         raise UserError(f"{output} holds the model that the run started from; export to another folder")
     if RunFolder(output).checkpoints.exists():

@@ -1,10 +1,10 @@
-"""One run at a time writes to its folder, and one export to its: a lock that says who holds it.
+"""A lock on a folder, so that only one run or export at a time writes to it. The lock file names its holder.
 
-A killed process does not keep it.
+A killed process does not keep the lock.
 
-The operating system's lock on the file (flock) tells whether a living process of this host holds it. Not every shared
-file system has it, or carries it to other hosts, so the holder also touches the file: where flock cannot tell, it
-counts as alive until its last touch is TAKE_OVER_SECONDS old.
+The operating system's lock on the file (flock) tells whether a living process on this host holds it. Not every shared
+file system supports flock or enforces it across hosts, so the holder also touches the file. If flock cannot tell, the
+holder counts as alive until its last touch is TAKE_OVER_SECONDS old.
 """
 
 import contextlib
@@ -32,31 +32,31 @@ TOUCH_SECONDS = 30
 POLL_SECONDS = 2
 TAKE_OVER_SECONDS = 600
 REFUSED = -1
-SEEN_SECONDS = 60  # NFS may show a new file to other hosts that much later
+SEEN_SECONDS = 60  # NFS may show a new file to other hosts this much later
 
 
 @contextmanager
 def locked(
     folder: Path, name: str = "lock", otherwise: str = "choose another --config.train.run_name"
 ) -> Iterator[None]:
-    """Holds the file `name` in a folder, which is made if need be. The processes of one run share it.
+    """Hold the lock file `name` in a folder, which is created if necessary. The processes of a run share one lock.
 
-    The main process takes it. A process that is killed leaves the file there, without its lock.
+    The main process takes the lock. A killed process leaves the file behind, but without its lock.
 
     Args:
-        folder: what is locked.
-        name: of the file.
-        otherwise: what the user may do instead of waiting.
+        folder: The folder to lock.
+        name: Name of the lock file.
+        otherwise: Alternative to waiting, for the error message.
 
     Raises:
-        UserError: Another process holds it; says which process, where and since when. Or a process of this run does
-            not see it: checkpoints need one folder for all.
+        UserError: Another process holds the lock; the message names the process, its host and since when. Or a process
+            of this run does not see the lock file, because the hosts do not share the folder.
     """
     path = folder / name
     file, refusal = _take(path, otherwise) if multihost.is_main() else (None, None)
     mark = multihost_utils.broadcast_one_to_all(np.int32(REFUSED if file is None else _mark(path)))
     if mark == REFUSED:
-        raise refusal or UserError(f"{folder} is in use: process 0 says by whom")
+        raise refusal or UserError(f"{folder} is in use: see the message of process 0")
     ended = threading.Event()
     touching = threading.Thread(target=_touch, args=(file, ended), daemon=True)
     if file is not None:
@@ -72,28 +72,28 @@ def locked(
     finally:
         ended.set()
         if file is not None:
-            touching.join()  # or it would touch another file of that number
-            path.unlink(missing_ok=True)  # before its lock is released: who waits finds another file
+            touching.join()  # first, because the number of the closed file may be reused for another file
+            path.unlink(missing_ok=True)  # before the lock is released, so that a waiting process sees a new file
             os.close(file)
 
 
 def _take(path: Path, otherwise: str) -> tuple[int | None, UserError | None]:
-    """The open, locked file; or why it cannot be taken. Waits to see whether a holder on another host is alive."""
+    """Return the open, locked file or the error that refuses it. Waits to see if a holder on another host is alive."""
     path.parent.mkdir(parents=True, exist_ok=True)
     seen = None
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        held = _held(file)
+        held = _try_lock(file)
         if not _is(file, path):
-            os.close(file)  # its holder has just ended, and removed the file
+            os.close(file)  # the holder has just ended and removed the file
             continue
         holder, touched = _holder(os.pread(file, 4096, 0)), os.fstat(file).st_mtime
         ended_here = not held and (not holder or (held is False and holder.get("host") == socket.gethostname()))
         if ended_here or (not held and time.time() - touched > TAKE_OVER_SECONDS):
-            own = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T %Z")}
+            this_process = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T %Z")}
             os.ftruncate(file, 0)
-            os.pwrite(file, json.dumps(own).encode(), 0)
-            os.fsync(file)  # for the processes on other hosts, which read it while it is open here
+            os.pwrite(file, json.dumps(this_process).encode(), 0)
+            os.fsync(file)  # because processes on other hosts read the file while it is open here
             return file, None
         os.close(file)
         who = " ".join(f"{name} {value}" for name, value in holder.items()) or "a process that is just starting"
@@ -101,7 +101,7 @@ def _take(path: Path, otherwise: str) -> tuple[int | None, UserError | None]:
             return None, UserError(f"{path.parent} is in use: {who}. Wait for it, stop it, or {otherwise}")
         if seen is None:
             log.warning(
-                "%s was locked by %s; waiting for its next sign of life, or %d minutes after its last",
+                "%s was locked by %s; waiting to see if it is alive, until %d minutes after its last sign of life",
                 *(path.parent, who, TAKE_OVER_SECONDS // 60),
             )
         seen = touched
@@ -109,12 +109,12 @@ def _take(path: Path, otherwise: str) -> tuple[int | None, UserError | None]:
 
 
 def _mark(path: Path) -> int:
-    """What a lock says, as a number that is not negative."""
+    """Return a checksum of a lock file's content, as a non-negative 32-bit integer."""
     return zlib.crc32(path.read_bytes()) >> 1
 
 
 def _sees(path: Path, mark: int) -> bool:
-    """Whether this process sees the lock that the main one holds."""
+    """Whether this process sees the lock file of the main process, within SEEN_SECONDS."""
     deadline = time.monotonic() + SEEN_SECONDS
     while not (path.exists() and _mark(path) == mark):
         if time.monotonic() > deadline:
@@ -124,15 +124,15 @@ def _sees(path: Path, mark: int) -> bool:
 
 
 def _holder(content: bytes) -> dict[str, Any]:
-    """What a lock file says of its holder; empty where it says nothing, or was half written when the power went."""
+    """Parse a lock file's content; {} if it is empty, or incomplete because the power failed during a write."""
     try:
         return dict(json.loads(content or b"{}"))
     except (ValueError, TypeError):
         return {}
 
 
-def _held(file: int) -> bool | None:
-    """Whether a living process of this host holds the file, else it is ours; None: the file system has no flock."""
+def _try_lock(file: int) -> bool | None:
+    """Lock the file and return False, or True if a living process holds it; None if the file system has no flock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -151,5 +151,5 @@ def _is(file: int, path: Path) -> bool:
 
 def _touch(file: int, ended: threading.Event) -> None:
     while not ended.wait(TOUCH_SECONDS):
-        with contextlib.suppress(OSError):  # of a file server that is away for a while: the next touch may succeed
+        with contextlib.suppress(OSError):  # the file server may be unreachable for a while
             os.utime(file)

@@ -1,4 +1,4 @@
-"""Text that a model makes: tokens after prompts, and their text."""
+"""Text generation: tokens after prompts, and their text."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -21,18 +21,24 @@ from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel.layout import RULES, shards
 from jaxtune.weights.model import Model
 
-# Prompts are padded to a multiple of this, or of an eighth of their length and more, so that few lengths are compiled.
+# Prompts are padded to a multiple of this or, if that is more, of an eighth of their length rounded up to a power of
+# two, so that few lengths are compiled.
 PROMPT_BUCKET = 64
 
 SAMPLE = Sampling(temperature=1.0, top_p=0.95)
-"""How a run's sample is made: below 1, a small model falls into repeating what is likeliest, such as spaces."""
+"""Sampling options of a run's sample: at lower temperatures, a small model only repeats likely tokens like spaces."""
 
-# (parameters, prompts, the number of each) -> the next token of each prompt, again and again.
+# (parameters, prompts, number of each prompt) -> an iterator that yields the next token of each prompt.
 Generate = Callable[..., Iterator[Int[np.ndarray, " prompts"]]]
 
 
 class Completion(NamedTuple):
-    """Tokens after a prompt; finished: whether the model ended, its end token being the last, or had no room left."""
+    """A completion of a prompt.
+
+    Attributes:
+        tokens: The generated tokens, including the end token if there is one.
+        finished: Whether the model ended it; False if it has max_new_tokens tokens without an end.
+    """
 
     tokens: list[int]
     finished: bool
@@ -47,19 +53,20 @@ def make_generate(
     sampling: Sampling = Sampling(),
     seed: int = 0,
 ) -> Generate:
-    """(parameters, prompts, numbers) -> the next tokens of prompts that are continued together, max_new_tokens times.
+    """Make a function (parameters, prompts, numbers) -> an iterator over max_new_tokens next tokens of each prompt.
 
-    What comes after the end of a row is the caller's to leave out (`until`, `completed`), who may stop asking. Random
-    numbers are those of the seed, the number of a prompt (its place, unless given) and of the token, whatever other
-    prompts there are. On the current mesh, whose devices have rows of their own, but for axes that divide features.
-    The iterator raises UserError for a prompt without tokens, and where the model has too few positions.
+    The iterator continues all prompts together. It does not stop at the end of an answer: the caller drops later tokens
+    (`until`, `completed`) and may stop iterating. Random numbers depend only on the seed, the prompt's number (its
+    index, unless `numbers` is given) and the token's index, not on the other prompts. Rows are sharded over the axes of
+    the current mesh, except for axes that shard features. The iterator raises UserError for a prompt without tokens
+    and if the model has too few positions.
     """
 
     def keys(numbers: jax.Array, count: jax.Array) -> jax.Array:
-        def of_row(number: jax.Array) -> jax.Array:
+        def row_key(number: jax.Array) -> jax.Array:
             return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), count)
 
-        return jax.vmap(of_row)(numbers)
+        return jax.vmap(row_key)(numbers)
 
     @partial(jax.jit, compiler_options=compiler_options())
     def first(tokens, start, numbers, parameters):
@@ -74,33 +81,38 @@ def make_generate(
     def generate(
         parameters: Parameters, prompts: Sequence[Sequence[int]], numbers: Sequence[int] | None = None
     ) -> Iterator[np.ndarray]:
-        tokens, start = _padded(prompts, max_new_tokens, spec)
+        tokens, start = _pad(prompts, max_new_tokens, spec)
         numbered = np.resize(np.array(range(len(prompts)) if numbers is None else numbers, np.int32), len(tokens))
         with RULES(rules_of_decoding(RULES.value)):
-            chosen, decoding = first(tokens, start, numbered, parameters)
+            upcoming, decoding = first(tokens, start, numbered, parameters)
         for count in range(1, max_new_tokens + 1):
-            found = chosen
-            if count < max_new_tokens:  # before the host waits for the token
+            chosen = upcoming
+            # Dispatch the next step before the host waits for this token, so that the device does not idle.
+            if count < max_new_tokens:
                 with RULES(rules_of_decoding(RULES.value)):
-                    chosen, decoding = following(found, decoding, numbered, np.int32(count), parameters)
-            yield np.asarray(found.addressable_data(0))[: len(prompts)]
+                    upcoming, decoding = following(chosen, decoding, numbered, np.int32(count), parameters)
+            yield np.asarray(chosen.addressable_data(0))[: len(prompts)]
 
     return generate
 
 
-def _padded(prompts: Sequence[Sequence[int]], max_new_tokens: int, spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts as rows that end together, as many as devices divide, and where each starts."""
+def _pad(prompts: Sequence[Sequence[int]], max_new_tokens: int, spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Pad prompts on the left to rows of one length, a number of rows that the mesh divides.
+
+    Returns the rows and the position where each prompt starts.
+    """
     if not all(prompts):
         raise UserError("the prompt has no tokens")
     longest = max(map(len, prompts))
     if longest + max_new_tokens > spec.max_positions:
         raise UserError(
             f"{longest} tokens of prompt and {max_new_tokens} new ones are more than the model's "
-            f"{spec.max_positions} positions; ask for fewer with --max_new_tokens"
+            f"{spec.max_positions} positions; lower --max_new_tokens"
         )
     parts = shards(rules_of_decoding(RULES.value).batch, jax.sharding.get_abstract_mesh())
     bucket = max(PROMPT_BUCKET, 2 ** longest.bit_length() // 8)
     rows, length = -(-len(prompts) // parts) * parts, -(-longest // bucket) * bucket
+    # Unused rows start at their last position, so that they hold one token.
     tokens, start = np.zeros((rows, length), np.int32), np.full(rows, length - 1, np.int32)
     for row, prompt in enumerate(prompts):
         start[row] = length - len(prompt)
@@ -109,27 +121,27 @@ def _padded(prompts: Sequence[Sequence[int]], max_new_tokens: int, spec: ModelSp
 
 
 def until(tokens: Iterable[np.ndarray], stop: frozenset[int]) -> Iterator[int]:
-    """The tokens of a single prompt, up to one of `stop`."""
+    """Return the tokens of a single prompt before the first one in `stop`."""
     return takewhile(lambda token: token not in stop, (int(row[0]) for row in tokens))
 
 
 def completed(tokens: Iterable[np.ndarray], prompts: int, ended: Callable[[Sequence[int]], bool]) -> list[Completion]:
-    """The tokens of each prompt up to the one after which it has ended."""
-    found: list[list[int]] = [[] for _ in range(prompts)]
+    """Collect the tokens of each of `prompts` prompts, up to the token with which `ended` is true."""
+    rows: list[list[int]] = [[] for _ in range(prompts)]
     open_rows = set(range(prompts))
-    for of_rows in tokens:
+    for next_tokens in tokens:
         for row in list(open_rows):
-            found[row].append(int(of_rows[row]))
-            if ended(found[row]):
+            rows[row].append(int(next_tokens[row]))
+            if ended(rows[row]):
                 open_rows.remove(row)
         if not open_rows:
             break
-    return [Completion(of_row, row not in open_rows) for row, of_row in enumerate(found)]
+    return [Completion(row_tokens, row not in open_rows) for row, row_tokens in enumerate(rows)]
 
 
 def ending(stop: frozenset[int], strings: Sequence[str] = (), tokenizer: Any = None) -> Callable[[Sequence[int]], bool]:
-    """Whether tokens end: with one of `stop`, or with one that completes one of the strings."""
-    # A character is four tokens at most, where a token is a byte.
+    """Make a function that tells if tokens have ended: in one of `stop`, or after one that completes a stop string."""
+    # Decode only the tail. A character has at most four bytes, so at most four tokens in a byte-level vocabulary.
     reach = 4 * max(map(len, strings), default=0) + 4
 
     def ended(tokens: Sequence[int]) -> bool:
@@ -142,21 +154,21 @@ def ending(stop: frozenset[int], strings: Sequence[str] = (), tokenizer: Any = N
 
 
 def text_of(completion: Completion, tokenizer, strings: Sequence[str] = (), after: Sequence[int] = ()) -> str:
-    """Its text, without special tokens and the string that ended it; `after`: tokens whose text it continues."""
+    """Return a completion's text without special tokens and its stop string; `after`: tokens that it continues."""
     return before(strings, hf.decode(tokenizer, completion.tokens, after, skip_special_tokens=True))
 
 
 def before(strings: Sequence[str], text: str) -> str:
-    """What of a text is before the first of the strings."""
+    """Return the part of a text before the first stop string."""
     return text[: min((text.index(string) for string in strings if string in text), default=None)]
 
 
 def stream_text(
     tokenizer, tokens: Iterator[int], strings: Sequence[str] = (), after: Sequence[int] = ()
 ) -> Iterator[str]:
-    """Text as it becomes certain, up to one of the strings; `after`: tokens whose text it continues.
+    """Yield text in parts as it becomes certain, up to one of the stop strings; `after`: tokens that it continues.
 
-    Characters whose bytes are not all there yet wait, and what may be the beginning of a string.
+    Characters with missing bytes are held back, and so is text that may be the beginning of a stop string.
     """
     seen: list[int] = []
     shown = text = ""
@@ -167,6 +179,7 @@ def stream_text(
             break
         waiting = max((n for string in strings for n in range(1, len(string)) if text.endswith(string[:n])), default=0)
         certain = text[: len(text) - waiting]
+        # U+FFFD at the end is a character of which the decoder has not seen all bytes.
         if not text.endswith("\ufffd") and len(certain) > len(shown):
             yield certain[len(shown) :]
             shown = certain
@@ -174,16 +187,16 @@ def stream_text(
 
 
 def continue_text(model: Model, parameters: Parameters, tokenizer, prompt: str, tokens: int = 120) -> str:
-    """The prompt and what the model makes of it."""
+    """Return the prompt with the model's continuation."""
     dtype = parameters["embed.weight"].dtype
     generate = make_generate(model.graph, model.spec, max_new_tokens=tokens, dtype=dtype, sampling=SAMPLE)
-    given = tokenizer(prompt)["input_ids"]
-    ids = until(generate(parameters, [given]), stop_tokens(model.folders.tokenizer, tokenizer))
-    return prompt + "".join(stream_text(tokenizer, ids, after=given))
+    prompt_ids = tokenizer(prompt)["input_ids"]
+    ids = until(generate(parameters, [prompt_ids]), stop_tokens(model.folders.tokenizer, tokenizer))
+    return prompt + "".join(stream_text(tokenizer, ids, after=prompt_ids))
 
 
 def stop_tokens(folder: Path, tokenizer) -> frozenset[int]:
-    """End tokens of generation_config.json, which knows the turn terminator, and of the tokenizer."""
+    """Return the end tokens of generation_config.json, which includes the turn's end, and of the tokenizer."""
     listed = hf.read_generation_config(folder).get("eos_token_id")
-    found = {*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id}
-    return frozenset(found - {None})
+    ids = {*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id}
+    return frozenset(ids - {None})

@@ -1,4 +1,4 @@
-"""How answers are made: what the command `generate` and `Run.generate` take. Quick to import."""
+"""Options of text generation, as taken by the command `generate` and by `Run.generate`. Quick to import."""
 
 import math
 from dataclasses import dataclass
@@ -15,24 +15,24 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "seed": (0, 2**31 - 1),
     "batch_size": (1, math.inf),
 }
-"""The lowest and the highest value of each number of Manner; the lowest of a whole number is one."""
+"""The lowest and highest value of each number in Manner; an int as the lowest value marks a whole number."""
 
 
 @dataclass(frozen=True)
 class Manner:
-    """How answers are made.
+    """Options of text generation.
 
     Attributes:
-        max_new_tokens: The most tokens that are added.
-        temperature: 0 takes the likeliest token.
-        top_p: Only the likeliest tokens of this total probability.
-        top_k: Only this number of the likeliest tokens.
-        min_p: Only tokens of this share of the likeliest one's probability.
-        repetition_penalty: Above 1, tokens that were there are less likely.
-        stop: Texts that end what is made.
+        max_new_tokens: Maximum number of generated tokens.
+        temperature: Sampling temperature; 0 takes the likeliest token.
+        top_p: Sample only from the likeliest tokens with this total probability.
+        top_k: Sample only from this number of likeliest tokens.
+        min_p: Sample only from tokens with at least this fraction of the likeliest token's probability.
+        repetition_penalty: Above 1, tokens that have occurred become less likely.
+        stop: Texts that end the generation.
         seed: Seed of the sampling.
-        batch_size: Prompts that are continued together.
-        chat: Whether prompts that are text are put into the tokenizer's chat template.
+        batch_size: Number of prompts that are continued together.
+        chat: Whether to put text prompts into the tokenizer's chat template.
     """
 
     max_new_tokens: int = 256
@@ -59,4 +59,4 @@ class Manner:
         if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
             raise UserError(f"--stop={self.stop!r}: must be a list of texts")
         if "" in self.stop:
-            raise UserError("--stop= is empty, and would end everything at once")
+            raise UserError("--stop= is empty, and would end every text at its first token")

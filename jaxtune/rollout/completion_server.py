@@ -1,8 +1,8 @@
-"""A client of an OpenAI-compatible server that generates, such as vLLM: completions of tokens, adapters in use.
+"""A client of an OpenAI-compatible inference server, such as vLLM, which generates completions and loads adapters.
 
-Tokens go out and come back, never text, so that what is trained on is what was sampled. A key in the environment
-variable OPENAI_API_KEY is sent with every request. The server is not trusted: an answer has limits in bytes and time,
-and its tokens are checked.
+Prompts and completions are sent as tokens, never as text, so that training sees exactly the sampled tokens. The key in
+the environment variable OPENAI_API_KEY is sent with every request. The server is not trusted: answers are limited in
+bytes and time, and their tokens are checked.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ from jaxtune.hf.peft import CONFIG, WEIGHTS
 from jaxtune.inference.generation import Completion
 
 PARALLEL = 256
-"""Requests under way at once: as many sequences as vLLM has in a batch, unless it is told otherwise."""
+"""Number of concurrent requests: the default number of sequences in a batch of vLLM."""
 PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
-"""Seconds before a request is sent again, if the server could not be reached or was too busy."""
+"""Seconds to wait before each retry, if the server could not be reached or was too busy."""
 MAX_BYTES = 2**24
-"""Of an answer; one of 100,000 tokens, with its text and its prompt, is a tenth of that."""
+"""Limit of an answer's size; an answer of 100,000 tokens, with its text and its prompt, takes a tenth of it."""
 _TOO_BUSY = (429, 502, 503, 504)
 
 Wait = Callable[[float], None]
@@ -56,30 +56,31 @@ def complete(
     timeout: float,
     wait: Wait = time.sleep,
 ) -> list[Completion]:
-    """A completion of each prompt, in order; the same prompt with another number gets another.
+    """Request a completion of each prompt; return the completions in order.
 
     Args:
-        url: of the server, as in http://localhost:8000.
-        model: as the server calls it: the base model, or an adapter by the name that send_adapter returns.
-        prompts: their tokens.
-        numbers: of each, which with `seed` says what its random numbers are.
-        vocabulary: of the model; no token may be beyond it.
-        max_tokens: of each completion.
-        temperature: 0 takes the likeliest token.
-        top_p: 1 leaves none out.
-        top_k: 0 leaves none out.
-        min_p: 0 leaves none out.
-        repetition_penalty: 1 is none.
-        stop: tokens that end a completion. vLLM also stops at those of the model's generation_config.json.
-        strings: texts that end a completion, and are the end of it.
-        seed: of them all.
-        timeout: seconds until a completion must be there, its time in the server's queue included.
-        wait: sleeps between attempts.
+        url: Address of the server, such as http://localhost:8000.
+        model: The server's name for the model: the base model, or an adapter by the name that send_adapter returns.
+        prompts: Tokens of each prompt.
+        numbers: A number for each prompt, which determines its random numbers together with `seed`. The same prompt
+            with another number gets another completion.
+        vocabulary: The model's number of tokens; larger token ids are refused.
+        max_tokens: Maximum number of tokens of each completion.
+        temperature: Sampling temperature; 0 takes the likeliest token.
+        top_p: Nucleus sampling; 1 is off.
+        top_k: Number of likeliest tokens to sample from; 0 is off.
+        min_p: Minimum probability relative to the likeliest token's; 0 is off.
+        repetition_penalty: Penalty of repeated tokens; 1 is off.
+        stop: Tokens that end a completion. vLLM also stops at the end tokens in the model's generation_config.json.
+        strings: Texts that end a completion and are kept at its end.
+        seed: Seed shared by all prompts.
+        timeout: Seconds within which a completion must arrive, including its time in the server's queue.
+        wait: Function that sleeps between attempts.
 
     Raises:
-        UserError: the server cannot be reached, refuses, takes too long, or does not return the tokens it should.
+        UserError: The server cannot be reached, refuses, takes too long, or returns invalid tokens.
     """
-    # What is left out here the server takes from the model's generation_config.json.
+    # Name every option, because the server takes missing ones from the model's generation_config.json.
     sampling = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -94,7 +95,7 @@ def complete(
     }
 
     def one(index: int) -> Completion:
-        # The seed is the request's, so prompts that shared one would, where equal, get equal completions.
+        # One prompt a request: a request has one seed, so equal prompts in it would get equal completions.
         body = {
             "model": model,
             "prompt": [list(prompts[index])],
@@ -103,49 +104,52 @@ def complete(
             "return_token_ids": True,
             **sampling,
         }
-        completion = _completion(url, _called(url, "completions", body, timeout, wait))
+        completion = _completion(url, _call(url, "completions", body, timeout, wait))
         if len(completion.tokens) > max_tokens:
-            raise UserError(f"{url} returned {len(completion.tokens)} tokens, of {max_tokens} that were asked for")
-        if strange := [token for token in completion.tokens if not 0 <= token < vocabulary]:
-            text = f"the model has tokens 0 to {vocabulary - 1}; is that the model which the server serves?"
-            raise UserError(f"{url} returned token {clip(str(strange[0]))}: {text}")
+            raise UserError(f"{url} returned {len(completion.tokens)} tokens; at most {max_tokens} were requested")
+        if unknown := [token for token in completion.tokens if not 0 <= token < vocabulary]:
+            text = f"the model has tokens 0 to {vocabulary - 1}; does the server serve this model?"
+            raise UserError(f"{url} returned token {clip(str(unknown[0]))}: {text}")
         return completion
 
     pool = ThreadPoolExecutor(PARALLEL, thread_name_prefix="completion")
     try:
         return list(pool.map(one, range(len(prompts))))
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # after an error, what has not begun never does
+        pool.shutdown(wait=False, cancel_futures=True)  # after an error, drop requests that have not started
 
 
 def send_adapter(url: str, name: str, folder: Path, *, timeout: float = 300.0, wait: Wait = time.sleep) -> str:
-    """Has the server load the PEFT adapter in `folder` in place of the earlier ones of `name`; the model to ask for.
+    """Load the PEFT adapter in `folder` on the server, in place of earlier adapters of `name`.
 
-    The server reads the folder itself, and may read it again later. An adapter is called by its name and a digest of
-    its files, since vLLM finds cached prefixes by an adapter's name, whatever its weights have become.
+    The server reads the folder itself, and may read it again later. The adapter's name on the server ends in a digest
+    of its files, because vLLM caches prefixes by an adapter's name, even if its weights have changed.
 
     Args:
-        url: of the server.
-        name: of the run; two runs of one name would unload each other's adapters.
-        folder: with adapter_config.json and adapter_model.safetensors, at the same path for the server.
-        timeout: seconds until the adapter must be loaded.
-        wait: sleeps between attempts.
+        url: Address of the server.
+        name: Name of the run; two runs with the same name would unload each other's adapters.
+        folder: Folder with adapter_config.json and adapter_model.safetensors; the server must see it at the same path.
+        timeout: Seconds within which the adapter must be loaded.
+        wait: Function that sleeps between attempts.
+
+    Returns:
+        The model name to request completions with.
 
     Raises:
-        UserError: it is not an adapter's folder; the server cannot be reached, or does not load the adapter.
+        UserError: The folder is not an adapter's, or the server cannot be reached or does not load the adapter.
     """
     served = f"{name}-{_digest(folder)}"
-    # Unloaded first, since with --max-loras=1 loading evicts the earlier one, which vLLM then fails to unload. The same
-    # one too, which an earlier run may have loaded from a folder that is gone.
-    for entry in _entries(url, _called(url, "models", None, timeout, wait), "data"):
+    # Unload first: with --max-loras=1 loading evicts the earlier adapter, which vLLM then fails to unload. Unload even
+    # an adapter with the same digest, because an earlier run may have loaded it from a folder that is gone.
+    for entry in _entries(url, _call(url, "models", None, timeout, wait), "data"):
         if re.fullmatch(rf"{re.escape(name)}-[0-9a-f]{{12}}", str(entry.get("id"))):
-            _called(url, "unload_lora_adapter", {"lora_name": entry["id"]}, timeout, wait, fine=(404,))
-    _called(url, "load_lora_adapter", {"lora_name": served, "lora_path": str(folder.resolve())}, timeout, wait)
+            _call(url, "unload_lora_adapter", {"lora_name": entry["id"]}, timeout, wait, fine=(404,))
+    _call(url, "load_lora_adapter", {"lora_name": served, "lora_path": str(folder.resolve())}, timeout, wait)
     return served
 
 
 def _seed(seed: int, number: int) -> int:
-    """Of a prompt's request; another for each number, and nothing like those of the next seed."""
+    """Return the seed of a prompt's request, a hash, so that runs with neighbouring seeds share no random numbers."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:6], "big")
 
 
@@ -174,10 +178,13 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _called(
+def _call(
     url: str, endpoint: str, body: dict[str, Any] | None, timeout: float, wait: Wait, fine: Collection[int] = ()
 ) -> bytes:
-    """What the server answers to POST /v1/endpoint, or to GET without a body, once it has an answer."""
+    """Send POST /v1/endpoint, or GET without a body, with retries, and return the answer.
+
+    `fine`: status codes that count as success.
+    """
     request = _request(url, endpoint, body)
     for pause in (*PAUSES, None):
         try:
@@ -186,7 +193,7 @@ def _called(
             cause = getattr(error, "reason", error)
             if isinstance(cause, TimeoutError):
                 raise UserError(f"{request.full_url} did not answer within {timeout:g} seconds") from error
-            problem = f"cannot be reached: {_shown(str(cause)) or type(cause).__name__}"
+            problem = f"cannot be reached: {_clip(str(cause)) or type(cause).__name__}"
         else:
             if status < 300 or status in fine:
                 return answer
@@ -200,8 +207,8 @@ def _called(
 
 def _request(url: str, endpoint: str, body: dict[str, Any] | None) -> urllib.request.Request:
     if not _is_address(url):
-        shown = url.rpartition("@")[2]  # what stands before may be a password
-        raise UserError(f"{shown!r} is not the address of a server; one is as http://localhost:8000, without a user")
+        shown = url.rpartition("@")[2]  # the part before the @ may be a password
+        raise UserError(f"{shown!r} is not the address of a server; use one like http://localhost:8000, without a user")
     request = urllib.request.Request(f"{url.rstrip('/').removesuffix('/v1')}/v1/{endpoint}")
     if body is not None:
         request.data = json.dumps(body).encode()
@@ -209,7 +216,7 @@ def _request(url: str, endpoint: str, body: dict[str, Any] | None) -> urllib.req
     if key := os.environ.get("OPENAI_API_KEY", "").strip():
         if not key.isascii() or not key.isprintable():
             raise UserError("OPENAI_API_KEY has characters that cannot be sent in a header")
-        request.add_unredirected_header("Authorization", f"Bearer {key}")  # no other server gets the key
+        request.add_unredirected_header("Authorization", f"Bearer {key}")  # never sent to a redirect's target
     return request
 
 
@@ -217,12 +224,12 @@ def _is_address(url: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in url and parts.port != 0
-    except ValueError:  # of a port that is no number
+    except ValueError:  # the port is not a number
         return False
 
 
 class _InTime(io.RawIOBase):
-    """A socket's stream that has to end within the socket's timeout, which otherwise is that of each of its bytes."""
+    """A socket's stream that must end within the socket's timeout, which by itself limits only each single read."""
 
     def __init__(self, stream: io.RawIOBase, connection: socket.socket):
         self._stream, self._connection = stream, connection
@@ -266,7 +273,7 @@ class _Connect(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
 
 
 def _answer(request: urllib.request.Request, timeout: float) -> tuple[int, bytes]:
-    response: Any  # of an error too, which stands for it
+    response: Any  # an HTTPError is a response, too
     try:
         response = urllib.request.build_opener(_Connect).open(request, timeout=timeout)
     except urllib.error.HTTPError as error:
@@ -275,7 +282,7 @@ def _answer(request: urllib.request.Request, timeout: float) -> tuple[int, bytes
         content = response.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise UserError(f"{request.full_url} answers with more than {MAX_BYTES} bytes")
-        if response.length:  # of what Content-Length says; `read` with a size leaves that to the caller
+        if response.length:  # bytes of Content-Length still missing; `read` with a size does not check this itself
             raise http.client.IncompleteRead(content, response.length)
         return response.status, content
 
@@ -292,33 +299,33 @@ def _entries(url: str, body: bytes, key: str) -> list[dict[str, Any]]:
 
 def _not_openai(url: str, body: bytes) -> UserError:
     return UserError(
-        f"{url} does not answer as an OpenAI-compatible server: {_shown(body.decode(errors='replace'), 80)}"
+        f"{url} does not answer as an OpenAI-compatible server: {_clip(body.decode(errors='replace'), 80)}"
     )
 
 
 def _message(body: bytes) -> str:
-    """The server's own words, which stand in one of several places."""
+    """Return the server's error message, which servers put under different keys."""
     text = body.decode(errors="replace").strip()
     try:
-        found = json.loads(text)
+        message = json.loads(text)
     except (ValueError, RecursionError):
-        return _shown(text)
+        return _clip(text)
     for key in ("error", "message", "detail"):
-        if isinstance(found, dict) and key in found:
-            found = found[key]
-    return _shown(str(found))
+        if isinstance(message, dict) and key in message:
+            message = message[key]
+    return _clip(str(message))
 
 
-def _shown(text: str, limit: int = 500) -> str:
+def _clip(text: str, limit: int = 500) -> str:
     return printable(clip(text, limit))
 
 
 def _advice(endpoint: str, status: int) -> str:
     if status in (401, 403):
-        return "; the environment variable OPENAI_API_KEY is sent as its key"
+        return "; the key is taken from the environment variable OPENAI_API_KEY"
     if endpoint in ("load_lora_adapter", "unload_lora_adapter"):
         return (
             "; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, --enable-lora, and a "
-            "--max-lora-rank of no less than the adapter's rank, where it can read the adapter's folder"
+            "--max-lora-rank of at least the adapter's rank, on a machine that can read the adapter's folder"
         )
     return ""

@@ -1,4 +1,4 @@
-"""Evaluations judged by one metric: which is the best, and whether the run should end."""
+"""The best evaluation of a run by one metric, and early stopping."""
 
 import dataclasses
 import math
@@ -11,9 +11,12 @@ from jaxtune.errors import UserError
 
 @dataclass(frozen=True)
 class Standing:
-    """Of the evaluations so far: the best one, and how many since then were no better; part of a checkpoint.
+    """The best evaluation so far and the number of evaluations without improvement; saved in checkpoints.
 
-    `step` is None before the first evaluation.
+    Attributes:
+        step: Step of the best evaluation; None before the first evaluation.
+        value: Value of eval.best_metric at that step.
+        no_better: Number of evaluations in a row that did not improve by more than eval.min_improvement.
     """
 
     step: int | None = None
@@ -21,24 +24,25 @@ class Standing:
     no_better: int = 0
 
     def after(self, step: int, metrics: Mapping[str, float], options: Eval) -> "Standing":
-        """The standing after an evaluation.
+        """Return the updated record after an evaluation.
 
-        What counts as no better is what transformers' EarlyStoppingCallback counts: a value that is not better than the
-        best one by more than the threshold. It may still be the best. NaN is never better.
+        As in transformers' EarlyStoppingCallback, an evaluation counts as no better unless it beats the best value by
+        more than the threshold. It may still become the best one. NaN is never better.
 
         Raises:
-            UserError: There is no such metric.
+            UserError: The evaluation has no eval.best_metric.
         """
         check_metric(options, metrics)
         value = metrics[options.best_metric]
         if self.value is None:
             return Standing(step, value) if not math.isnan(value) else Standing(no_better=self.no_better + 1)
         gain = value - self.value if is_larger_better(options) else self.value - value
+        # A comparison with NaN is false, so NaN is neither an improvement nor the best value.
         no_better = 0 if gain > options.min_improvement else self.no_better + 1
         return Standing(step, value, no_better) if gain > 0 else dataclasses.replace(self, no_better=no_better)
 
     def ending(self, options: Eval) -> str:
-        """Why the run should end; "" if it should not."""
+        """Return why the run should end; "" if it should not."""
         if options.target is not None and self.value is not None:
             gain = self.value - options.target if is_larger_better(options) else options.target - self.value
             if gain >= 0:
@@ -50,18 +54,18 @@ class Standing:
 
 
 def is_judged(config: Config) -> bool:
-    """Whether anything depends on which evaluation is best."""
+    """Whether the run uses the best evaluation: for ckpt.keep_best, eval.patience or eval.target."""
     return config.ckpt.keep_best or config.eval.patience is not None or config.eval.target is not None
 
 
 def check_metric(options: Eval, names: Collection[str]) -> None:
-    """Raises UserError where an evaluation, which has metrics of these names, has no eval.best_metric."""
+    """Raise UserError if eval.best_metric is not among the names of an evaluation's metrics."""
     if options.best_metric not in names:
         raise UserError(f"eval.best_metric={options.best_metric!r}: an evaluation has {', '.join(names)}")
 
 
 def is_larger_better(options: Eval) -> bool:
-    """Whether a larger value of eval.best_metric is the better one."""
+    """Whether a larger value of eval.best_metric is better."""
     if options.larger_is_better is not None:
         return options.larger_is_better
     return not options.best_metric.endswith(("loss", "perplexity"))

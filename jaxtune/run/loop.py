@@ -1,4 +1,4 @@
-"""The loop around the step: batches in, metrics out, tasks between steps, and the reasons to stop."""
+"""The training loop: runs steps on batches, reports metrics, runs tasks between steps, and stops."""
 
 import contextlib
 import dataclasses
@@ -25,28 +25,40 @@ from jaxtune.training.state import State
 
 @dataclass
 class Position:
-    """Where a run is: Python integers, which do not wrap."""
+    """The progress of a run, in Python integers, which do not overflow.
+
+    Attributes:
+        step: Number of finished steps.
+        feed: Position in the data, as JSON; {} at the beginning.
+        tokens: Number of tokens trained on so far, without padding.
+        bad_steps: Number of non-finite steps in a row.
+        put_off: Tasks to run before the next step, because a request to stop came before they could run.
+        standing: The best evaluation so far.
+        ended: Why the run finished before its last step; "" if it did not.
+        plugins: State of each plugin, as JSON.
+        spikes: Number of spikes in a row.
+    """
 
     step: int = 0
-    feed: dict[str, Any] = dataclasses.field(default_factory=dict)  # where its data is; JSON, {} at the beginning
-    tokens: int = 0  # seen so far, without padding
-    bad_steps: int = 0  # non-finite, in a row
-    put_off: tuple[str, ...] = ()  # tasks to run before the next step: those that a request to stop came before
-    standing: Standing = Standing()  # of the evaluations so far
-    ended: str = ""  # why the run is finished before its last step, if it is
-    plugins: dict[str, Any] = dataclasses.field(default_factory=dict)  # what each keeps; JSON
-    spikes: int = 0  # in a row
+    feed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tokens: int = 0
+    bad_steps: int = 0
+    put_off: tuple[str, ...] = ()
+    standing: Standing = Standing()
+    ended: str = ""
+    plugins: dict[str, Any] = dataclasses.field(default_factory=dict)
+    spikes: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """As saved in a checkpoint."""
+        """Return the position as it is saved in a checkpoint."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "Position":
-        """From what a checkpoint holds, which is more than this."""
+        """Read the position from a checkpoint's JSON, which has further entries."""
         numbers = {name: saved[name] for name in ("step", "tokens", "bad_steps")}
-        feed = saved["feed"] if "feed" in saved else {"row": saved["row"]}  # as checkpoints say it before `feed`
-        # Checkpoints before `put_off` knew evaluation alone.
+        feed = saved["feed"] if "feed" in saved else {"row": saved["row"]}  # older checkpoints have only a row
+        # Checkpoints from before `put_off` could only put off an evaluation.
         put_off = saved.get("put_off", ("eval",) if saved.get("evaluation_due") else ())
         standing, plugins = Standing(**saved.get("standing", {})), saved.get("plugins", {})
         numbers["spikes"] = saved.get("spikes", 0)
@@ -54,7 +66,13 @@ class Position:
 
 
 class Moment(NamedTuple):
-    """Between two steps: how many steps there were, and how many passes over the data, also a step earlier."""
+    """A moment between two steps.
+
+    Attributes:
+        step: Number of finished steps.
+        epochs: Passes over the data so far.
+        epochs_before: Passes over the data one step earlier.
+    """
 
     step: int
     epochs: float
@@ -63,12 +81,15 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """What is done between steps.
+    """A task that runs between steps.
 
-    name: what its time is counted as. due: whether it is at a moment. run: with the state and position then. at_end:
-    whether it runs after the last step, which may come before it is expected. at_stop: whether it runs when the run is
-    asked to stop, due or not; others are put off then, to the start of the resumed run, because whoever asks to stop
-    will not wait.
+    Attributes:
+        name: Name under which its time is counted.
+        due: Whether the task is due at a moment.
+        run: Runs the task with the state and position at that moment.
+        at_end: Whether the task also runs after the last step, which early stopping may bring forward.
+        at_stop: Whether the task runs if the run is requested to stop, due or not. Other tasks are then put off to the
+            start of the resumed run, because whoever stops a run will not wait for them.
     """
 
     name: str
@@ -79,11 +100,12 @@ class Task:
 
 
 def each(steps: int = 0, epochs: float | None = None) -> Callable[[Moment], bool]:
-    """Due every so many steps, 0 for none, and every so many passes over the data, None for none."""
+    """Make a `due` function, true every `steps` steps (0: never) and every `epochs` epochs (None: never)."""
 
     def due(at: Moment) -> bool:
-        passed = epochs is not None and math.floor(at.epochs / epochs) > math.floor(at.epochs_before / epochs)
-        return passed or (steps > 0 and at.step % steps == 0)
+        # A multiple of `epochs` was passed in this step.
+        epoch_due = epochs is not None and math.floor(at.epochs / epochs) > math.floor(at.epochs_before / epochs)
+        return epoch_due or (steps > 0 and at.step % steps == 0)
 
     return due
 
@@ -100,17 +122,29 @@ def train(
     watch: Watch,
     roll_back: Callable[[State], State] | None = None,
 ) -> State:
-    """Steps from `position`, which is updated, to the last, until it has ended, or until asked to stop.
+    """Train from `position`, which is updated, to the last step, an early end or a request to stop.
 
-    Returns the last state.
+    Metrics of a step are read after the next step is dispatched, so that the device never waits for the host. They are
+    up to date before a task and at the end. Tasks run in their order; a task may end the run, and the tasks after it
+    see that.
 
-    `batches`: (position of the feed after it, what `train_step` takes), again and again. `rates`: the learning rate of
-    every step of the run, from its first.
-    Metrics of a step are read after the next one has been dispatched, so that the device never waits for the host;
-    before a task, and at the end, they are up to date. Tasks run in their order, and one may end the run before those
-    after it.
-    `roll_back`: the state to go on with once a step is known to have been a spike (`training.guard`).
-    Raises UserError after train.max_bad_steps steps in a row that changed nothing.
+    Args:
+        config: The run's config.
+        train_step: (state, frozen, batch, learning rate) -> (state, metrics).
+        state: The state to start from.
+        frozen: The frozen parameters.
+        batches: Pairs of the feed's position after a batch, and the batch.
+        position: The run's progress.
+        rates: The learning rate of every step of the run, from the first one.
+        tasks: Tasks to run between steps.
+        watch: Progress, metrics, profiler, plugins and requests to stop.
+        roll_back: Returns the state to continue with after a step turned out to be a spike (`training.guard`).
+
+    Returns:
+        The last state.
+
+    Raises:
+        UserError: train.max_bad_steps steps in a row changed nothing.
     """
     pending: tuple[Position, Any] | None = None
     last, total_steps = 0.0, len(rates)
@@ -119,9 +153,9 @@ def train(
         nonlocal pending, last, state
         if pending is not None:
             (at, results), pending = pending, None
-            found = jax.device_get(results)
-            absent = found.pop("absent", {})
-            values = {name: value.item() for name, value in found.items() if not absent.get(name)}
+            metrics = jax.device_get(results)
+            absent = metrics.pop("absent", {})
+            values = {name: value.item() for name, value in metrics.items() if not absent.get(name)}
             values["learning_rate"] = float(rates[at.step - 1]) * values.pop("rate_factor", 1.0)
             now = arrivals.next()
             seconds, last = now - last, now
@@ -148,23 +182,24 @@ def train(
                 with watch.goodput.measure("step"):
                     watch.profiler.before_step()
                     state, results = train_step(state, frozen, batch, rates[position.step])
-            except UserError:  # of the data, or of a reward; the step before it is finished
+            except UserError:  # from the data or a reward; report the step before, which has finished
                 report()
                 raise
             with watch.goodput.measure("step"):
                 arrivals.watch(results)
                 watch.profiler.after_step(results)
                 report()
-                asked_for = watch.stop.agree(bool(watch.plugins.ending))
+                request = watch.stop.agree(bool(watch.plugins.ending))
             moment = Moment(position.step + 1, watch.epoch(after), watch.epoch(position.feed))
             position.step, position.feed, position.put_off = moment.step, after, ()
+            # A copy, because `position` has advanced by the time the results are reported.
             pending = dataclasses.replace(position), results
-            if roll_back is not None:  # before another step is taken from weights that may go back
+            if roll_back is not None:  # before the next step, which must not start from the weights of a spike
                 with watch.goodput.measure("step"):
                     report()
-            if asked_for is Asked.END:
-                position.ended = watch.plugins.ending or "a plugin of another process asked for it"
-            stopping = asked_for is Asked.STOP
+            if request is Asked.END:
+                position.ended = watch.plugins.ending or "a plugin of another process requested it"
+            stopping = request is Asked.STOP
             for task in tasks:
                 ending = position.step == total_steps or position.ended
                 if not (task.due(moment) or (task.at_end and ending) or (task.at_stop and stopping)):
@@ -182,23 +217,24 @@ def train(
 
 
 class _Arrivals:
-    """When the results of each step are there: seen by a thread, as the main one may be in the next dispatch then.
+    """Records the time at which each step's results arrive.
 
-    A dispatch may last as long as a step, as on a CPU.
+    A thread waits for them, because the main thread may be in the next dispatch. On a CPU a dispatch may last as long
+    as a step.
     """
 
     def __init__(self) -> None:
         self._results: SimpleQueue[Any] = SimpleQueue()
         self._times: SimpleQueue[float] = SimpleQueue()
-        # A daemon: where another process has failed, results never come, and this process must still end.
+        # A daemon, because results never arrive if another process has failed, and this process must still end.
         threading.Thread(target=self._watch, name="results of steps", daemon=True).start()
 
     def watch(self, results: Any) -> None:
-        """Call right after a step is dispatched."""
+        """Wait in the thread for these results; call this right after a step is dispatched."""
         self._results.put(results)
 
     def next(self) -> float:
-        """The time of the next step's results, by `time.perf_counter`; waits for them."""
+        """Wait for the next step's results and return their arrival time, by `time.perf_counter`."""
         return self._times.get()
 
     def close(self) -> None:
@@ -207,8 +243,9 @@ class _Arrivals:
 
     def _watch(self) -> None:
         while (results := self._results.get()) is not None:
-            with contextlib.suppress(RuntimeError):  # which whoever reads the results gets too
+            with contextlib.suppress(RuntimeError):  # the reader of the results gets the same error
                 jax.block_until_ready(results)
+            # Do not keep the arrays alive while this thread waits for the next step.
             del results
             self._times.put(time.perf_counter())
 
@@ -216,18 +253,18 @@ class _Arrivals:
 def _report(
     watch: Watch, position: Position, at: Position, values: dict[str, float], seconds: float, max_bad_steps: int
 ) -> None:
-    """Count and show the step that ended `at`. Raises UserError where too many changed nothing."""
+    """Count and show the step that ended `at`. Raises UserError if too many steps in a row changed nothing."""
     tokens = int(values.pop("tokens"))
     position.tokens += tokens
     finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
     if not finite and math.isfinite(values["loss"]) and (scale := values.get("loss_scale", 1.0)) > 1.0:
         watch.progress.message(f"step {at.step} skipped: gradients overflowed float16; loss scale now {scale / 2:g}")
-        finite = True  # with a smaller scale the next one may be
+        finite = True  # not a bad step, because the next one may be finite with the smaller scale
     position.bad_steps = 0 if finite else position.bad_steps + 1
     position.spikes = position.spikes + 1 if values.get("spike") else 0
     if position.spikes:
-        found = f"loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}"
-        watch.progress.message(f"step {at.step} is a spike, and changed nothing: {found}")
+        measured = f"loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}"
+        watch.progress.message(f"step {at.step} is a spike, and changed nothing: {measured}")
     counts = {"tokens": position.tokens, "bad_steps": position.bad_steps}
     watch.step(at.step, at.feed, values | counts, tokens, seconds)
     place = ", ".join(f"{name} {value}" for name, value in at.feed.items())
@@ -241,6 +278,6 @@ def _report(
     if position.spikes >= max_bad_steps:
         raise UserError(
             f"{position.spikes} steps in a row were spikes (train.max_bad_steps), the last step {at.step}, which ended "
-            f"at {place}. They changed no parameter. If this is how the loss is, raise guard.deviations and "
-            "guard.norm_factor; else look at the data there, or lower optim.learning_rate"
+            f"at {place}. They changed no parameter. If the loss is always so noisy, raise guard.deviations and "
+            "guard.norm_factor; else inspect the data there, or lower optim.learning_rate"
         )

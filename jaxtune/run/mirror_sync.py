@@ -1,4 +1,4 @@
-"""The mirror of a run (ckpt.mirror): opened before the model is read, gone on from, up to date at the end."""
+"""The mirror of a run (ckpt.mirror): opened before the model is read, resumed from, and up to date at the end."""
 
 import json
 import logging
@@ -23,9 +23,10 @@ log = logging.getLogger("jaxtune")
 
 @contextmanager
 def mirrored(config: Config, folder: RunFolder) -> Iterator[Mirror | None]:
-    """The mirror, which the main process alone has. At the end of a run it is brought up to date, and a line says so.
+    """Open the run's mirror in the main process; other processes get None.
 
-    Raises UserError where ckpt.mirror cannot be written to.
+    At the end of the run the mirror is brought up to date, and its state is logged. Raises UserError if ckpt.mirror
+    cannot be written to.
     """
     if config.ckpt.mirror is None:
         yield None
@@ -49,33 +50,34 @@ def mirrored(config: Config, folder: RunFolder) -> Iterator[Mirror | None]:
 
 
 def fetch(config: Config, folder: RunFolder, mirror: Mirror | None, checkpoints: CheckpointManager) -> None:
-    """Where the run has no checkpoint here, brings the one to go on from, by ckpt.resume, and the best one.
+    """Fetch the checkpoint to resume from (ckpt.resume) and the best one, if the run has no local checkpoint.
 
-    Raises UserError where the mirror holds another run, or ckpt.resume is 'never' and it holds one.
+    Raises UserError if the mirror holds another run, or if it holds any run and ckpt.resume is 'never'.
     """
 
     def look() -> None:
         assert mirror is not None
-        there, here = _steps(mirror), checkpoints.steps()
-        if there and config.ckpt.resume == "never":
+        remote, local = _steps(mirror), checkpoints.steps()
+        if remote and config.ckpt.resume == "never":
             raise UserError(
                 f"{mirror.remote.url} holds a run and ckpt.resume is 'never'; choose another --config.train.run_name"
             )
-        if not there:
+        if not remote:
             return
         _check_same(config, mirror)
-        if here:
-            if there[-1] > here[-1]:
+        if local:
+            if remote[-1] > local[-1]:
                 log.warning(
-                    "%s has a checkpoint of step %d, but the run goes on from those here, of which the newest is of "
-                    "step %d; to go on from the other, move %s away",
-                    *(mirror.remote.url, there[-1], here[-1], folder.checkpoints),
+                    "%s has a checkpoint of step %d, but the run continues from the local ones, the newest of step %d; "
+                    "to continue from the mirror's, move %s away",
+                    *(mirror.remote.url, remote[-1], local[-1], folder.checkpoints),
                 )
             return
         step = mirror.fetch(None if config.ckpt.resume == "auto" else int(config.ckpt.resume))
         saved = json.loads((folder.checkpoints / str(step) / HOST_FILE).read_text(encoding="utf-8"))
+        # Format 1 of the file has the content of "host" at its top level.
         best = saved.get("host", saved).get("standing", {}).get("step")
-        if best in there and best != step:
+        if best in remote and best != step:
             mirror.fetch(best)
 
     if config.ckpt.mirror is not None and config.ckpt.resume != "overwrite":
@@ -83,7 +85,7 @@ def fetch(config: Config, folder: RunFolder, mirror: Mirror | None, checkpoints:
 
 
 def begin(config: Config, mirror: Mirror | None) -> None:
-    """With ckpt.resume='overwrite' its checkpoints are removed, as those of the run are."""
+    """With ckpt.resume='overwrite', remove the mirror's checkpoints, like the run's local ones."""
 
     def clear() -> None:
         assert mirror is not None
@@ -96,12 +98,12 @@ def begin(config: Config, mirror: Mirror | None) -> None:
 def _steps(mirror: Mirror) -> list[int]:
     try:
         return mirror.steps()
-    except Exception as error:  # each file system raises types of its own
+    except Exception as error:  # each file system raises its own types
         raise UserError(f"ckpt.mirror: {mirror.remote.url} cannot be read: {reason(error)}") from error
 
 
 def _check_same(config: Config, mirror: Mirror) -> None:
-    """Raise UserError where the run there was started with other options: its checkpoints are not to be touched."""
+    """Raise UserError if the mirror's run was started with other options, to leave its checkpoints untouched."""
     try:
         text = mirror.remote.read("config.json").decode()
     except Exception as error:

@@ -1,4 +1,7 @@
-"""What a model made of the documents once, before the first step: arrays in the folder of tokenised documents."""
+"""Cache of arrays that a model computes from the documents once, before the first step.
+
+The files are in the folder of tokenised documents.
+"""
 
 import hashlib
 import logging
@@ -18,16 +21,19 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 def kept(file: Path, write: Callable[[Path], None]) -> np.ndarray:
-    """The array in a .npy file, mapped into memory. After the array the file holds its SHA-256.
+    """Return the memory-mapped array of a .npy file, computed with `write` if the file is missing or damaged.
 
-    write: makes it at the path that it is given. All processes call it where one lacks the file or has a damaged one,
-    as hosts may have folders of their own: what it computes, it computes with the others.
+    The file holds the array and then its SHA-256.
+
+    `write` computes the array and writes it to the path it is given. If the file is missing or damaged in one process,
+    all processes call `write`, because it computes collectively and hosts may have separate folders.
     """
-    whole = file.exists() and _agrees(file)
-    if file.exists() and not whole:
+    intact = file.exists() and _agrees(file)
+    if file.exists() and not intact:
         log.warning("%s is damaged (it does not agree with its checksum), so it is computed again", file)
-    if not multihost_utils.process_allgather(np.int32(whole)).all():
+    if not multihost_utils.process_allgather(np.int32(intact)).all():
         file.parent.mkdir(parents=True, exist_ok=True)
+        # Write to a name of this process and rename, so that no other process reads half a file.
         unfinished = file.with_suffix(f".{socket.gethostname()}.{os.getpid()}.tmp")
         with full_disk_is_named(file.parent):
             write(unfinished)
@@ -41,7 +47,7 @@ def kept(file: Path, write: Callable[[Path], None]) -> np.ndarray:
 
 
 def _agrees(file: Path) -> bool:
-    """Whether a file ends in the checksum of what stands before it."""
+    """Whether a file ends in the checksum of its other content."""
     if file.stat().st_size <= _CHECKSUM_BYTES:
         return False
     content = np.memmap(file, np.uint8, "r")

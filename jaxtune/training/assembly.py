@@ -1,4 +1,4 @@
-"""The program of a run: model, optimizer, state, batch and step, from its base model and its config alone."""
+"""The program of a run: model, optimizer, state, batch and step, from only its base model and its config."""
 
 import itertools
 import logging
@@ -46,28 +46,41 @@ log = logging.getLogger("jaxtune")
 
 
 class Program(NamedTuple):
-    """A run before any value is read: its functions, and the shapes, dtypes and shardings of their arguments."""
+    """A run before any value is read: its functions, and the shapes, dtypes and shardings of their arguments.
+
+    Attributes:
+        model: The declared model.
+        objective: The objective that is minimised.
+        optimizer: The optimizer.
+        gradients: The function that computes gradients over the micro-batches of a step.
+        step: (state, frozen, batch, learning rate) -> (state, metrics).
+        start: Trained parameters -> the state before the first step.
+        state: Abstract arrays of the state.
+        frozen: Abstract arrays of the frozen parameters that no step changes.
+        batch: Abstract arrays of a batch.
+    """
 
     model: Model
     objective: Objective
     optimizer: Optimizer
     gradients: Gradients
-    step: Callable[..., Any]  # (state, frozen, batch, learning rate) -> (state, metrics)
-    start: Callable[[Parameters], State]  # trained parameters -> the state before the first step
+    step: Callable[..., Any]
+    start: Callable[[Parameters], State]
     state: State
     frozen: Parameters
     batch: Parameters
 
     @property
     def arguments(self) -> tuple[State, Parameters, Parameters, jax.ShapeDtypeStruct]:
-        """Of the step, enough to compile it anywhere."""
+        """The step's abstract arguments, which suffice to compile it anywhere."""
         return self.state, self.frozen, self.batch, jax.ShapeDtypeStruct((), jnp.float32)
 
 
 def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Objective | None = None) -> Program:
-    """The program of a config on the current mesh, which may be of compile-only devices; no file is read.
+    """Assemble the program of a config on the current mesh, without reading any file.
 
-    `objective`: the config's, unless given. Raises UserError where the mesh or the device does not fit the model.
+    The mesh may have compile-only devices. `objective` replaces the config's. Raises UserError if the mesh or the
+    device does not fit the model.
     """
     model = declare_model(base, config, mesh)
     optimizer, recipe = _optimizer(model, config), recipe_of(config.precision, model.linears)
@@ -76,8 +89,8 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     places, warmup = places_of(model, RULES.value.gradients), config.train.dropout_warmup_steps
     forward, on_host = (model.graph, objective, recipe, call_of(config, recipe), seed), config.memory.offload_gradients
     if mesh.shape["stage"] == 1:
-        one_by_one = [name for name, p in model.trained.items() if p.lead and (p.on_host or on_host)]
-        by_layer = dict.fromkeys(one_by_one, on_host)
+        offloaded = [name for name, p in model.trained.items() if p.lead and (p.on_host or on_host)]
+        by_layer = dict.fromkeys(offloaded, on_host)
         gradients = accumulated_gradients(*forward, places, by_layer, summed_last(config, recipe, mesh), warmup)
     else:
         gradients = pipelined_gradients(*forward, config.parallel.pipeline, places, warmup)
@@ -91,13 +104,13 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     )
 
     def start(trained: Parameters) -> State:
-        kept = {"reference": cast_like(trained, reference), "average": cast_like(trained, averaged)}
-        kept |= {"guard": first_level()} if config.guard.action is not None else {}
-        return initial_state(optimizer, trained, recipe)._replace(**kept)
+        fields = {"reference": cast_like(trained, reference), "average": cast_like(trained, averaged)}
+        fields |= {"guard": first_level()} if config.guard.action is not None else {}
+        return initial_state(optimizer, trained, recipe)._replace(**fields)
 
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
     batch = data.abstract_batch(shape, jax.NamedSharding(mesh, jax.P(None, *by_token())), objective.columns)
-    # Of a jaxpr, as jax.eval_shape forgets which memory an array is in.
+    # Shapes from a jaxpr, because jax.eval_shape forgets which memory an array is in.
     traced, state = jax.make_jaxpr(start, return_shape=True)(abstract(model.trained))
     avals = jax.tree.unflatten(jax.tree.structure(state), traced.out_avals)
     state = jax.tree.map(lambda aval: _on_mesh(aval, mesh), avals)
@@ -107,34 +120,36 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
 
 
 def summed_last(config: Config, recipe: Recipe, mesh: jax.sharding.Mesh) -> Axes:
-    """Mesh axes over which gradients are summed once a step, after its last micro-batch; () where there are none.
+    """Return the mesh axes over which gradients are summed once a step, after its last micro-batch; () if none.
 
-    They divide the rows of a batch, and neither parameters nor gradients: `data`, and with parallel.zero = 1 `fsdp`.
-    Along others a device has a part of the sum, for which gradients are reduce-scattered in each micro-batch: whole
-    ones would take the memory that sharding them saves.
+    These axes shard the rows of a batch, but neither parameters nor gradients: `data`, and `fsdp` if parallel.zero = 1.
+    Over an axis that shards gradients, they are reduce-scattered in each micro-batch, because unsharded gradients would
+    take the memory that sharding saves.
     """
-    # In low precision an amax is taken, and random bits are drawn, over the tokens of all devices.
+    # In low precision, an amax and random bits depend on the tokens of all devices, so devices cannot compute their
+    # gradients independently.
     if config.train.grad_accum_steps == 1 or recipe.linears is not None:
         return ()
     rules, axes = RULES.value, [axis for axis, size in mesh.shape.items() if size > 1]
     dividing = set(itertools.chain(*astuple(rules.parameters), *astuple(rules.gradients)))
-    found = tuple(axis for axis in rules.batch if axis in axes and axis not in dividing)
-    return () if GATHERS_OTHER_AXES and set(found) != set(axes) else found
+    summed = tuple(axis for axis in rules.batch if axis in axes and axis not in dividing)
+    # Before jax 0.11, axes that are not summed last would be gathered (`parallel.apart`).
+    return () if GATHERS_OTHER_AXES and set(summed) != set(axes) else summed
 
 
 def objective_of(config: Config, model: Model) -> Objective:
-    """What a run minimises."""
-    beside = config.train.z_loss, config.train.label_smoothing
-    if (own := plugins.own_objective(config)) is not None:
-        objective = own
+    """Return the objective that a run minimises."""
+    regularisers = config.train.z_loss, config.train.label_smoothing
+    if (of_plugin := plugins.own_objective(config)) is not None:
+        objective = of_plugin
     elif config.rollout.rewards:
         objective = grpo(config.grpo, config.rollout.max_new_tokens, config.rollout.temperature)
     elif config.distill.teacher is not None:
-        objective = distillation(config.distill, *beside)
+        objective = distillation(config.distill, *regularisers)
     elif config.preference.loss is not None or model.spec.labels:
         objective = task_of(model, config)
     else:
-        objective = cross_entropy(*beside)
+        objective = cross_entropy(*regularisers)
     if not model.spec.has_experts:
         return objective
     experts = config.experts
@@ -149,14 +164,14 @@ def objective_of(config: Config, model: Model) -> Objective:
 
 
 def task_of(model: Model, config: Config) -> Objective:
-    """What a model is evaluated by: preferences, the label of a document, or the next token (a student too)."""
+    """Return the objective to evaluate a model by: preferences, a document's label, or (also distilled) next tokens."""
     if config.preference.loss is not None:
         return preference(config.preference)
     return classification(model.spec.labels) if model.spec.labels else token_accuracy()
 
 
 def call_of(config: Config, recipe: Recipe) -> Call:
-    """How a run computes its forward passes; with memory.remat='auto' as if its step fitted with 'block' alone."""
+    """Return the options of a run's forward passes; memory.remat='auto' counts as 'block' here."""
     return Call(
         recipe.dtype,
         remat="block" if config.memory.remat == "auto" else config.memory.remat,
@@ -174,30 +189,31 @@ def call_of(config: Config, recipe: Recipe) -> Call:
 
 
 def _optimizer(model: Model, config: Config) -> Optimizer:
-    """The optimizer of the trained parameters. Raises UserError where the mesh would split a block of its state."""
+    """Build the optimizer of the trained parameters. Raises UserError if the mesh would split a block of its state."""
     if config.optim.name == "adamw_8bit":
         if complaints := undivided_moments(model.trained, jax.sharding.get_mesh()):
             raise UserError("\n  ".join(["the mesh does not divide the optimizer's state:", *complaints]))
-        if kept := float32_moments(model.trained):
+        if unblocked := float32_moments(model.trained):
             log.warning(
-                "optim.name='adamw_8bit' keeps float32 moments where no block divides a row: %s", ", ".join(kept)
+                "optim.name='adamw_8bit' keeps float32 moments if no block divides a row: %s", ", ".join(unblocked)
             )
-    # Muon's own code multiplies in bfloat16; float16 would lose gradients before they are divided by their norm.
+    # Muon multiplies in bfloat16, as its authors' code does. In float16 gradients would underflow before they are
+    # divided by their norm.
     dtype = jnp.float32 if config.precision.recipe == "fp32" else jnp.bfloat16
     return build(config.optim, trained_of(model, config), len(model.spec.layers), dtype)
 
 
 def trained_of(model: Model, config: Config) -> dict[str, Trained]:
-    """What the optimizer must know of the trained parameters."""
+    """Return the optimizer's view of each trained parameter."""
     places, moved_by_load = places_of(model, RULES.value.optimizer), balancing(config.experts.bias_update_rate)
-    own = plugins.own_rule(config)
+    plugin_rule = plugins.own_rule(config)
     return {
         name: Trained(
             tuple(one.name for one in p.places),
             p.lead,
             p.kind in ("linear", "adapter"),
             places.get(name),
-            moved_by_load if p.kind == "correction" else own,
+            moved_by_load if p.kind == "correction" else plugin_rule,
             config.memory.offload_optimizer,
             config.lora.lr_ratio if p.local.endswith(".lora_b") or len(p.matrix) == 1 else 1.0,
         )
@@ -206,7 +222,7 @@ def trained_of(model: Model, config: Config) -> dict[str, Trained]:
 
 
 def places_of(model: Model, layout: Layout) -> dict[str, P]:
-    """PartitionSpecs of the trained parameters in a layout of the rules; {} where all its layouts are the same."""
+    """Return the trained parameters' PartitionSpecs in one of the rules' layouts; {} if these layouts are all equal."""
     rules = RULES.value
     if rules.parameters == rules.gradients == rules.optimizer:
         return {}
@@ -221,6 +237,6 @@ def _on_mesh(aval: Any, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
 
 
 def compile_step(program: Program, config: Config) -> jax.stages.Compiled:
-    """The step compiled for the current mesh; each call donates the state that it is given."""
+    """Compile the step for the current mesh; each call donates its state."""
     compiled = jax.jit(program.step, donate_argnums=0, compiler_options=compiler_options(config))
     return compiled.lower(*program.arguments).compile()

@@ -1,4 +1,4 @@
-"""Loss spikes: steps whose loss, or gradient norm, is far above that of the steps before them, are not taken."""
+"""Guard against loss spikes: skip steps whose loss or gradient norm is far above the recent mean."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,14 @@ from jaxtune.config.schema import Guard
 
 
 class Level(NamedTuple):
-    """What losses and gradient norms have been, averaged over guard.window steps; float32.
+    """Running means of loss and gradient norm over guard.window steps, in float32.
 
     Attributes:
-        loss, variance: mean of the losses, and of their squared distance from it.
-        norm: mean of the gradient norms.
-        steps: that were counted.
-        rate: what the learning rate is multiplied by.
+        loss: Mean of the losses.
+        variance: Mean of their squared distance from the mean.
+        norm: Mean of the gradient norms.
+        steps: Number of counted steps.
+        rate: Factor of the learning rate.
     """
 
     loss: Float[Array, ""]
@@ -26,15 +27,16 @@ class Level(NamedTuple):
 
 
 def first_level() -> Level:
-    """Before the first step."""
+    """Return the level before the first step."""
     zero = jnp.zeros((), jnp.float32)
     return Level(zero, zero, zero, jnp.zeros((), jnp.int32), jnp.ones((), jnp.float32))
 
 
 def bounds(level: Level, options: Guard) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The largest loss and gradient norm that are no spike; infinite before guard.window steps were counted."""
+    """Return the largest loss and gradient norm that are not a spike; infinite in the first guard.window steps."""
     ready = level.steps >= options.window
     loss = level.loss + options.deviations * jnp.sqrt(level.variance)
+    # A mean norm of 0 gives no bound, because any step would exceed it.
     norm = options.norm_factor * level.norm
     return jnp.where(ready, loss, jnp.inf), jnp.where(ready & (norm > 0), norm, jnp.inf)
 
@@ -42,20 +44,21 @@ def bounds(level: Level, options: Guard) -> tuple[Float[Array, ""], Float[Array,
 def level_after(
     level: Level, loss: Float[Array, ""], norm: Float[Array, ""], finite: Bool[Array, ""], options: Guard
 ) -> Level:
-    """The level after a step; one that is not finite does not count.
+    """Return the level after a step; a step that is not finite does not count.
 
-    Means of all steps at first, then exponential ones (West 1979, of the variance). A spike counts as the bound that
-    it is above, so that the level follows where losses stay. The rate halves at one, if guard.action is lower_rate, and
-    is back guard.window steps later.
+    The means are over all steps at first, then exponential moving averages (West 1979 for the variance). A spike counts
+    as the bound that it exceeds, so that the level rises if losses stay high. If guard.action is lower_rate, a spike
+    halves the rate, which recovers within guard.window steps.
     """
     most = bounds(level, options)
     spike = finite & ((loss > most[0]) | (norm > most[1]))
     loss, norm = jnp.minimum(loss, most[0]), jnp.minimum(norm, most[1])
+    # 1 / steps is the plain mean, up to guard.window steps; then the weight of an exponential average.
     weight = jnp.maximum(1 / (level.steps + 1), 1 / options.window)
-    apart = loss - level.loss
+    deviation = loss - level.loss
     counted = Level(
-        level.loss + weight * apart,
-        (1 - weight) * (level.variance + weight * apart**2),
+        level.loss + weight * deviation,
+        (1 - weight) * (level.variance + weight * deviation**2),
         level.norm + weight * (norm - level.norm),
         level.steps + 1,
         jnp.where(

@@ -1,7 +1,7 @@
-"""Whether a run fits: what it needs, from shapes and the compiled step, against what device and host have.
+"""Check that a run fits: its memory need, from shapes and the compiled step, against the device's and the host's.
 
-A run whose state alone does not fit is refused before its data is read or a weight is allocated; any other that does
-not fit, once its step is compiled. The message says what would help, and what the run would then need.
+A run whose state does not fit is refused before its data is read or a weight is allocated. A run whose step does not
+fit is refused after compilation. The message lists options that would help and the memory that each would need.
 """
 
 import contextlib
@@ -30,46 +30,55 @@ from pallas_kernels.aot import Memory, memory_of
 from pallas_kernels.gpus import current_device
 
 log = logging.getLogger("jaxtune")
-CLOSE = 0.9  # of the limit; a need above that is warned of
-# Each recomputes more than the one before, or moves more, and needs less of the device.
+CLOSE = 0.9  # fraction of the limit above which a need causes a warning
+# In order of falling device memory: each policy recomputes or moves more than the one before it.
 POLICIES: tuple[Remat, ...] = ("none", "dots", "block", "offload")
-# Host memory that a process which has compiled nothing yet will take beside the model: compiler, threads, libraries.
-# Measured with jax 0.10 on a tiny model: where 248 MB were left it ran, where 198 MB were left the kernel killed it.
+# Host memory that compiler, threads and libraries will take in a process that has compiled nothing yet, in bytes.
+# Measured with jax 0.10 on a tiny model: it ran with 248 MB left, and the kernel killed it with 198 MB left.
 PROCESS = 240_000_000
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a process needs of each of its devices, and of the host, in bytes."""
+    """The memory that a process needs on each of its devices and on the host, in bytes.
+
+    Attributes:
+        devices: Number of the process's devices.
+        state: On each device: parameters, optimizer state and a batch.
+        temporaries: On each device: temporaries of the step.
+        saved: On the host: a checkpoint's copy of the trained state of all the process's devices.
+        offloaded: On the host: arrays that memory.offload_* and memory.remat='offload' move there from all devices.
+        process: On the host: the process itself.
+    """
 
     devices: int
-    state: int  # of a device: parameters, optimizer state, a batch
-    temporaries: int  # of a device
-    saved: int  # of the host: a checkpoint's copy of the trained state of all devices of the process
-    offloaded: int  # of the host: what memory.offload_* and memory.remat='offload' put there, of all its devices
-    process: int  # of the host: the process itself
+    state: int
+    temporaries: int
+    saved: int
+    offloaded: int
+    process: int
 
     @property
     def host(self) -> int:
-        """Of the host, without what simulated devices take of it."""
+        """Total need on the host, without the memory of simulated devices."""
         return self.saved + self.offloaded + self.process
 
     @property
     def device(self) -> int:
-        """Of a device, all in all."""
+        """Total need on a device."""
         return self.state + self.temporaries
 
 
 @dataclass(frozen=True, order=True)
 class Limit:
-    """The bytes that there are, and what says so."""
+    """The available bytes, and the name of the device or setting that limits them."""
 
     size: int
     name: str
 
 
 def check_state(config: Config, program: Program, mesh: jax.sharding.Mesh) -> None:
-    """Raises UserError where parameters, optimizer state and a batch are already more than there is."""
+    """Check the memory of parameters, optimizer state and a batch. Raises UserError if it does not fit."""
 
     def need(other: Config) -> Need:
         return need_of(assemble(program.model.base, other, mesh), len(mesh.local_devices))
@@ -78,52 +87,64 @@ def check_state(config: Config, program: Program, mesh: jax.sharding.Mesh) -> No
 
 
 def policies(config: Config, platform: str) -> tuple[Remat, ...]:
-    """The rematerialisation policies that a run may take, of which it takes the first whose step fits."""
+    """Return the rematerialisation policies to try in order; a run takes the first whose step fits."""
     if config.memory.remat != "auto":
         return (config.memory.remat,)
-    # XLA's code for CPUs is faster with 'block' than without: it writes and reads less.
+    # On CPUs XLA's code is faster with 'block' than without rematerialisation, because it reads and writes less memory.
     return POLICIES if platform == "gpu" else ("block",)
 
 
 def with_policy(config: Config, remat: Remat) -> Config:
-    """The config with this rematerialisation policy."""
+    """Return the config with this rematerialisation policy."""
     return dataclasses.replace(config, memory=dataclasses.replace(config.memory, remat=remat))
 
 
 def compile_what_fits(
     config: Config, program: Program, mesh: jax.sharding.Mesh, before: Remat | None
 ) -> tuple[Program, jax.stages.Compiled, Remat]:
-    """The program and its step with the rematerialisation policy that the config says, or the first that fits.
+    """Compile the step with the config's rematerialisation policy or, if 'auto', with the first that fits.
 
-    Where all are close to a limit, it is the one that leaves most room.
-    before: the policy of the run that goes on. Another one would round otherwise, so that none faster is tried.
-    Raises UserError where none fits.
+    If every policy comes close to a limit, take the one that leaves most room.
+
+    Args:
+        config: The run's config.
+        program: The run's program, as assembled from `config`.
+        mesh: The devices.
+        before: The policy of the run that is resumed. Policies round differently, so policies that need more memory are
+            not tried.
+
+    Returns:
+        The program, its compiled step and the policy.
+
+    Raises:
+        UserError: No policy fits.
     """
     allowed = policies(config, current_device().platform)
     allowed = allowed[allowed.index(before) :] if before in allowed else allowed
     tried = []
     for remat in allowed:
-        own = with_policy(config, remat)
-        assembled = program if own == config else assemble(program.model.base, own, mesh)
-        step = compile_step(assembled, own)
+        changed = with_policy(config, remat)
+        assembled = program if changed == config else assemble(program.model.base, changed, mesh)
+        step = compile_step(assembled, changed)
         size, limit = _worst(need_of(assembled, len(mesh.local_devices), memory_of(step)))
+        # All processes must choose the same policy, so compare the largest share of any process.
         share = multihost_utils.process_allgather(np.float32(size / max(1, limit.size))).max().item()
-        tried.append((share, own, assembled, step))
+        tried.append((share, changed, assembled, step))
         if share <= CLOSE:
             break
         if remat != allowed[-1]:
             log.info("memory.remat=%r would need %s of %s (%s)", remat, _gb(size), _gb(limit.size), limit.name)
-    share, own, assembled, step = tried[-1] if share <= CLOSE else min(tried, key=lambda one: one[0])
+    share, chosen, assembled, step = tried[-1] if share <= CLOSE else min(tried, key=lambda one: one[0])
     if config.memory.remat == "auto":
-        log.info("memory.remat='auto' takes %r", own.memory.remat)
-    check_step(own, assembled, step, mesh)
-    return assembled, step, own.memory.remat
+        log.info("memory.remat='auto' takes %r", chosen.memory.remat)
+    check_step(chosen, assembled, step, mesh)
+    return assembled, step, chosen.memory.remat
 
 
 def check_step(config: Config, program: Program, step: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None:
-    """Logs what the compiled step takes. Raises UserError where that is more than there is.
+    """Log the memory of the compiled step. Raises UserError if it does not fit.
 
-    Other options are compiled then, to say what would help.
+    The step is then compiled with other options too, to name those that would help.
     """
 
     def need(other: Config) -> Need:
@@ -131,76 +152,85 @@ def check_step(config: Config, program: Program, step: jax.stages.Compiled, mesh
         compiled = compile_step(smaller, other)
         return need_of(smaller, len(mesh.local_devices), memory_of(compiled))
 
-    own = need_of(program, len(mesh.local_devices), memory_of(step))
-    log.info("memory a device: %s state and batch, %s temporaries", _gb(own.state), _gb(own.temporaries))
-    log.info("  of it %s", ", ".join(f"{_gb(size)} {part}" for part, size in parts_of(program).items() if size))
-    if own.offloaded:
-        log.info("offloaded to the host, of all its devices: %s", _gb(own.offloaded))
-    _judge(config, own, need)
+    measured = need_of(program, len(mesh.local_devices), memory_of(step))
+    log.info("memory a device: %s state and batch, %s temporaries", _gb(measured.state), _gb(measured.temporaries))
+    log.info(
+        "  state and batch: %s", ", ".join(f"{_gb(size)} {part}" for part, size in parts_of(program).items() if size)
+    )
+    if measured.offloaded:
+        log.info("offloaded to the host from all its devices: %s", _gb(measured.offloaded))
+    _judge(config, measured, need)
 
 
 _EXHAUSTED = (
     *("RESOURCE_EXHAUSTED", "Cannot allocate memory", "can't start new thread"),  # XLA, an errno, a thread's stack
-    "failed to map segment",  # of a library that is imported late
+    "failed to map segment",  # a library that is imported late
 )
 
 
 @contextlib.contextmanager
 def out_of_memory_is_answered(config: Config) -> Iterator[None]:
-    """Makes one message of any error by which XLA, Python or the system says that memory ran out."""
+    """Turn any out-of-memory error of XLA, Python or the system into one UserError that names options to change."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError, ImportError) as error:
         if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in _EXHAUSTED):
             raise
-        asked = re.search(r"allocat\w+ [\d.]+ ?\w+", str(error))
+        request = re.search(r"allocat\w+ [\d.]+ ?\w+", str(error))
         options = ", ".join(option for option, _ in _smaller(config))
-        warnings.filterwarnings("ignore", "coroutine .* was never awaited")  # of a checkpoint that could not be begun
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited")  # from a checkpoint that could not start
         raise UserError(
-            f"out of memory{f' ({asked[0]})' if asked else ''}; is something else on this device or host? What needs "
-            f"less: {options}. Checkpoints are whole: --config=RUN/config.json goes on from the last one"
+            f"out of memory{f' ({request[0]})' if request else ''}; is another process on this device or host? Options "
+            f"that need less: {options}. Checkpoints are intact: --config=RUN/config.json resumes from the last one"
         ) from error
 
 
-def _judge(config: Config, own: Need, need: Callable[[Config], Need]) -> None:
-    """Warns where `own` is close to its limit, raises UserError where it is above. `need`: that of other options."""
+def _judge(config: Config, measured: Need, need: Callable[[Config], Need]) -> None:
+    """Warn if `measured` is close to its limit. Raises UserError if it is above.
+
+    `need` returns the need with another config, to name options that would help.
+    """
     if config.memory.check == "off":
         return
-    size, limit = _worst(own)
+    size, limit = _worst(measured)
     refused = size > limit.size and config.memory.check == "error"
+    # If any process is refused, all must stop, or the others would wait for it forever.
     if multihost_utils.process_allgather(np.bool_(refused)).any() and not refused:
-        raise UserError("this run needs more memory than another host has; that process says more")
+        raise UserError("this run needs more memory than another host has; see the message of that host's process")
     text = (
-        f"this run needs {_gb(size)} of {_gb(limit.size)} ({limit.name}): for a device {_gb(own.state)} of parameters, "
-        f"optimizer state and batch and {_gb(own.temporaries)} of temporaries, and for the host a checkpoint's copy of "
-        f"{_gb(own.saved)}{f', offloaded arrays of {_gb(own.offloaded)}' if own.offloaded else ''}"
-        f"{f' and {_gb(own.process)} for the process itself' if own.process else ''}"
+        f"this run needs {_gb(size)} of {_gb(limit.size)} ({limit.name}): for a device {_gb(measured.state)} of "
+        f"parameters, optimizer state and batch and {_gb(measured.temporaries)} of temporaries, and for the host a "
+        f"checkpoint's copy of {_gb(measured.saved)}"
+        f"{f', offloaded arrays of {_gb(measured.offloaded)}' if measured.offloaded else ''}"
+        f"{f' and {_gb(measured.process)} for the process itself' if measured.process else ''}"
     )
     if refused:
-        lines = [f"  {line}" for line in _what_helps(config, own, limit, need)]
-        what_helps = " What would help, and the need then:" if lines else ""
-        raise UserError("\n".join([f"{text}.{what_helps}", *lines, "memory.check='warn' tries it all the same"]))
+        lines = [f"  {line}" for line in _list_remedies(config, measured, limit, need)]
+        heading = " Options that would help, and the need with each:" if lines else ""
+        raise UserError("\n".join([f"{text}.{heading}", *lines, "memory.check='warn' tries it anyway"]))
     if size > CLOSE * limit.size:
         log.warning("%s; it may not fit", text)
 
 
-def _what_helps(config: Config, own: Need, limit: Limit, need: Callable[[Config], Need]) -> list[str]:
-    """Options and the need with each, the smallest first."""
-    size, _ = _worst(own)
-    found = []
+def _list_remedies(config: Config, measured: Need, limit: Limit, need: Callable[[Config], Need]) -> list[str]:
+    """Return options that lower the need, with the need of each, smallest first."""
+    size, _ = _worst(measured)
+    remedies = []
     for option, other in _smaller(config):
         with contextlib.suppress(UserError):  # the option does not fit the model or the mesh
+            # Leave out options that save less than 1%.
             then, _ = _worst(need(other))
-            found += [(then, f"{option}: {_gb(then)}")] if then < 0.99 * size else []
-    if limit.name == jax.devices()[0].device_kind and limit.size > own.temporaries:
-        share = 2 ** math.ceil(math.log2(max(2.0, own.state / (limit.size - own.temporaries))))
-        then = own.state // share + own.temporaries
-        found.append((then, f"mesh.fsdp={share} on {share} times as many devices: about {_gb(then)} each"))
-    return [line for _, line in sorted(found)]
+            remedies += [(then, f"{option}: {_gb(then)}")] if then < 0.99 * size else []
+    if limit.name == jax.devices()[0].device_kind and limit.size > measured.temporaries:
+        # FSDP shards only the state, so take the power of two at which state and temporaries fit.
+        share = 2 ** math.ceil(math.log2(max(2.0, measured.state / (limit.size - measured.temporaries))))
+        then = measured.state // share + measured.temporaries
+        remedies.append((then, f"mesh.fsdp={share} on {share} times as many devices: about {_gb(then)} each"))
+    return [line for _, line in sorted(remedies)]
 
 
 def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
-    """Changes that need less, each alone; only those that are valid with the other options."""
+    """Yield single changes that lower the need, as (text, config); only changes valid with the other options."""
     train, data, lora = config.train, config.data, {"lora": {"enabled": True}}
     nf4 = {} if config.quant.format else {"quant": {"format": "nf4"}}
     gpu = current_device().platform == "gpu"
@@ -232,17 +262,19 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def need_of(program: Program, devices: int, step: Memory | None = None) -> Need:
-    """The need of a process with so many devices; before the step is compiled, without its temporaries."""
+    """Return the need of a process with `devices` devices; before the step is compiled, without its temporaries."""
     saved = sum(map(shard_bytes, jax.tree.leaves(program.state))) * devices
     if step is None:
-        whole, here = (sum(map(of, jax.tree.leaves(program.arguments))) for of in (shard_bytes, device_bytes))
-        return Need(devices, here, 0, saved, (whole - here) * devices, PROCESS)
-    made = step.outputs - step.aliased
-    return Need(devices, step.arguments, step.temporaries + max(0, made), saved, step.host * devices, 0)
+        everything, on_device = (
+            sum(map(measure, jax.tree.leaves(program.arguments))) for measure in (shard_bytes, device_bytes)
+        )
+        return Need(devices, on_device, 0, saved, (everything - on_device) * devices, PROCESS)
+    new_outputs = step.outputs - step.aliased  # outputs that do not reuse a donated argument's memory
+    return Need(devices, step.arguments, step.temporaries + max(0, new_outputs), saved, step.host * devices, 0)
 
 
 def parts_of(program: Program) -> dict[str, int]:
-    """What the arguments of the step take of a device, by what they are, in bytes."""
+    """Return the bytes that each kind of the step's arguments takes on a device."""
     trained, frozen = program.state.trained, {**program.frozen, **program.state.base}
     adapters = {name for name, parameter in program.model.parameters.items() if parameter.kind == "adapter"}
     quantized = program.model.quantized
@@ -260,18 +292,18 @@ def parts_of(program: Program) -> dict[str, int]:
 
 
 def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    """Of an array, the bytes on one device."""
+    """Return the bytes of an array's shard on one device."""
     shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
     return math.prod(shape) * leaf.dtype.itemsize
 
 
 def device_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    """`shard_bytes` of what is not in the host's memory."""
+    """Return the bytes of an array's shard on one device, 0 for an array in the host's memory."""
     return 0 if is_on_host(leaf) else shard_bytes(leaf)
 
 
 def _worst(need: Need) -> tuple[int, Limit]:
-    """Of the needs of this process the one nearest to its limit, and that limit. Simulated devices are on the host."""
+    """Return the need that is closest to its limit, device or host, and that limit. Simulated devices use the host."""
     stats = jax.local_devices()[0].memory_stats() or {}
     host = host_memory()
     if "bytes_limit" not in stats:
@@ -281,27 +313,31 @@ def _worst(need: Need) -> tuple[int, Limit]:
 
 
 def host_memory() -> Limit:
-    """Memory of the host that this process may still take: the least of what is free and what limits leave it."""
-    found = []
+    """Return the host memory this process may still take: the smallest of free memory, cgroup limits and ulimit."""
+    limits = []
     if (meminfo := Path("/proc/meminfo")).exists():
         available = re.search(r"MemAvailable: +(\d+) kB", meminfo.read_text())
-        found += [Limit(int(available[1]) * 1024, "free on this host")] if available else []
-    found += list(_cgroup_limits(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")))
+        limits += [Limit(int(available[1]) * 1024, "free on this host")] if available else []
+    limits += list(_cgroup_limits(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")))
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
         used = re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
         left = max(0, soft - int(used[1]) * 1024) if used else soft
-        found.append(Limit(left, "limit of this process's address space"))
-    return min(found, default=Limit(2**63, "unknown"))
+        limits.append(Limit(left, "limit of this process's address space"))
+    return min(limits, default=Limit(2**63, "unknown"))
 
 
-def _cgroup_limits(root: Path, own: Path) -> Iterator[Limit]:
-    """What each cgroup of this process has left; version 2, and 1."""
-    lines = own.read_text().splitlines() if own.exists() else []
+def _cgroup_limits(root: Path, membership: Path) -> Iterator[Limit]:
+    """Yield the memory left in each cgroup of this process, of version 2 or 1.
+
+    `root`: the mounted cgroup file system; `membership`: the file that lists the process's cgroups.
+    """
+    lines = membership.read_text().splitlines() if membership.exists() else []
     for _, controllers, path in (line.split(":", 2) for line in lines):
         version_2 = not controllers
         if not version_2 and "memory" not in controllers.split(","):
             continue
+        # The two versions name their files differently, and version 1 has a folder for each controller.
         names = ("memory.max", "memory.current") if version_2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         top = root if version_2 else root / "memory"
         group = top / path.lstrip("/")
@@ -310,7 +346,8 @@ def _cgroup_limits(root: Path, own: Path) -> Iterator[Limit]:
             if size.exists() and used.exists() and (text := size.read_text().strip()).isdecimal():
                 stat = folder / "memory.stat"
                 cached = re.search(r"^(?:file|cache) (\d+)", stat.read_text() if stat.exists() else "", re.MULTILINE)
-                left = int(text) - int(used.read_text()) + (int(cached[1]) if cached else 0)  # freed when needed
+                # The page cache counts as used, but the kernel frees it when memory is needed.
+                left = int(text) - int(used.read_text()) + (int(cached[1]) if cached else 0)
                 yield Limit(max(0, left), f"memory limit of the cgroup {folder}")
             if folder == top:
                 break

@@ -1,4 +1,4 @@
-"""What adapters begin as where that depends on the weights beside them: PiSSA, OLoRA, the magnitudes of DoRA."""
+"""Initial values of adapters that are computed from the base's weights: PiSSA, OLoRA and the magnitudes of DoRA."""
 
 import logging
 from collections.abc import Mapping
@@ -22,47 +22,53 @@ log = logging.getLogger("jaxtune")
 def begin_adapters(
     model: Model, config: Config, trained: Parameters, frozen: Parameters
 ) -> tuple[Parameters, Parameters]:
-    """(trained, frozen) with adapters as their methods begin them beside the weights, if they are not from a file.
+    """Return (trained, frozen) with adapters initialised from their weights, unless lora.path loads the adapters.
 
-    A layer at a time, on every device.
+    Computed one layer at a time, replicated on every device.
     """
     if config.lora.path is not None:
         return trained, frozen
     if config.lora.init in FROM_WEIGHT:
-        log.info("lora.init=%r: decomposing the weights beside adapters", config.lora.init)
-    found = {**trained, **frozen}
+        log.info("lora.init=%r: decomposing the weights that have adapters", config.lora.init)
+    values = {**trained, **frozen}
     for names in model.beside_adapters:
         if model.parameters[names[0]].treatment.adapter.from_weight:
-            found |= _of_module(model, names, found)
-    return {name: found[name] for name in trained}, {name: found[name] for name in frozen}
+            values |= _begin_module(model, names, values)
+    return {name: values[name] for name in trained}, {name: values[name] for name in frozen}
 
 
-def _of_module(model: Model, names: list[str], values: Parameters) -> Parameters:
-    """The adapter of one module in all layers of a stack, by the values of its weights and what was drawn."""
+def _begin_module(model: Model, names: list[str], values: Parameters) -> Parameters:
+    """Return the adapter of one Hugging Face module in all layers of a stack, from its weights and drawn values.
+
+    `names`: the module's weights, such as the q, k and v parts of a fused one. Their rows are concatenated, as in the
+    module; parts such as A, which read its input, are shared by all of them.
+    """
     first = model.parameters[names[0]]
-    adapter, of_parts = first.treatment.adapter, [model.adapter_of(name) for name in names]
+    adapter, part_names = first.treatment.adapter, [model.adapter_of(name) for name in names]
     rows, layers = [model.parameters[name].matrix[0] for name in names], []
+    # One layer at a time, so that only one weight is replicated in float32.
     for index, _ in first.elements():
         weight = jnp.concatenate([gather_element(values[name], index).astype(jnp.float32) for name in names])
         drawn = {
-            part: _joined([gather_element(values[of[part]], index) for of in of_parts], part, adapter)
-            for part in of_parts[0]
+            part: _join([gather_element(values[named[part]], index) for named in part_names], part, adapter)
+            for part in part_names[0]
         }
         layers.append(_begin(adapter, weight, drawn))
-    found = {}
-    for number, of_part in enumerate(of_parts):
-        own = slice(sum(rows[:number]), sum(rows[: number + 1]))
-        for part, name in of_part.items():
+    started = {}
+    for number, named in enumerate(part_names):
+        weight_rows = slice(sum(rows[:number]), sum(rows[: number + 1]))
+        for part, name in named.items():
             parameter = model.parameters[name]
-            each = [layer[part] if part in adapter.shared else layer[part][own] for layer in layers]
+            each = [layer[part] if part in adapter.shared else layer[part][weight_rows] for layer in layers]
             value = jnp.stack(each) if parameter.lead else each[0]
             sharded = jax.reshard(value.astype(parameter.dtype), parameter.sharding.spec)
-            found[name] = jax.device_put(sharded, abstract({name: parameter})[name].sharding)
-    return found
+            # device_put moves the adapter of an offloaded stack to the host.
+            started[name] = jax.device_put(sharded, abstract({name: parameter})[name].sharding)
+    return started
 
 
-def _joined(parts: list[Array], part: str, adapter: Any) -> Array:
-    """The rows of all parts; of what they share, that of the first."""
+def _join(parts: list[Array], part: str, adapter: Any) -> Array:
+    """Return the rows of all weights' parts, or the first one if the weights share the part."""
     return parts[0] if part in adapter.shared else jnp.concatenate(parts)
 
 

@@ -1,4 +1,4 @@
-"""The ModelSpec of a config.json, and whether a family reads what a recipe changes in it."""
+"""The ModelSpec of a config.json, and a check that the model's family reads the entries that a recipe overrides."""
 
 import difflib
 import math
@@ -16,16 +16,16 @@ from jaxtune.models.spec import ModelSpec
 
 
 def spec_of(described: Mapping[str, Any], saved: Mapping[str, Any], model: Model) -> ModelSpec:
-    """The model that `described`, a config.json with `model.overrides`, makes of the one that is saved.
+    """Read the spec from `described`, the config.json after model.overrides; `saved` is the one before.
 
-    Raises UserError for an entry that is not in it and that its family does not read, and as `read_spec`.
+    Raises UserError for an override that is not in `saved` and that the family does not read, and as `read_spec`.
     """
-    asked = {*_names(saved), *ROPE_ENTRIES}
-    spec = families.read_spec(Entries(described, asked))
+    known = {*_names(saved), *ROPE_ENTRIES}
+    spec = families.read_spec(Entries(described, known))  # adds to `known` each entry that the family reads
     for names, value in hf.overrides(model):
         for name in (*names, *_names(value)):
-            if name not in asked:
-                near = difflib.get_close_matches(name, sorted(asked), n=1, cutoff=0)
+            if name not in known:
+                near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0)
                 raise UserError(
                     f"model.overrides: {'.'.join(names)}: config.json has no {name}, and {spec.family} reads none; "
                     f"nearest: {near[0]}"
@@ -34,7 +34,7 @@ def spec_of(described: Mapping[str, Any], saved: Mapping[str, Any], model: Model
 
 
 def _names(value: Any) -> Iterator[str]:
-    """The names of all entries of an object, and of the objects in it."""
+    """Yield the names of all entries of an object and of the objects nested in it."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield name

@@ -1,4 +1,4 @@
-"""The labels of a classifier: settled before its model is declared, and recorded in the config of its run."""
+"""The labels of a classifier, determined before its model is declared and recorded in the config of its run."""
 
 import dataclasses
 
@@ -8,9 +8,9 @@ from jaxtune.data.formats.labels import names_in
 
 
 def labelled(config: Config) -> Config:
-    """The config with model.num_labels and model.id2label of a classifier; any other as it is.
+    """Return the config with model.num_labels and model.id2label set if its model is a classifier.
 
-    They are those that it gives, else those of the classifier that it starts from, else those in the training data.
+    The labels come from the config, else from the classifier that it starts from, else from the training data.
 
     Raises UserError as `names_in`.
     """
@@ -28,6 +28,7 @@ def _names(config: Config) -> tuple[str, ...]:
     saved = hf.label_names(hf.describe(model))
     if saved is not None and model.num_labels in (None, len(saved)):
         return saved
+    # One label is regression; transformers calls it LABEL_0 by default.
     if model.num_labels == 1:
         return ("LABEL_0",)
     return names_in(config.data.datasets, model.num_labels, config.data.on_bad_row)

@@ -1,4 +1,4 @@
-"""What a run's model is and where its parameters live, in words for the log."""
+"""Descriptions of a run's model, its sharding and its pipeline for the log."""
 
 import dataclasses
 import math
@@ -13,8 +13,8 @@ from jaxtune.parallel.pipeline_schedule import schedule
 from jaxtune.weights.model import Model
 
 
-def _divided(layout: Layout, axes: Collection[str]) -> str:
-    """Which dimensions these mesh axes divide, in words."""
+def _describe_sharding(layout: Layout, axes: Collection[str]) -> str:
+    """Describe which dimensions these mesh axes shard."""
     dimensions: dict[str, list[str]] = {}
     for field in dataclasses.fields(layout):
         if over := [axis for axis in axes_of(field.name, layout) if axis in axes]:
@@ -24,7 +24,7 @@ def _divided(layout: Layout, axes: Collection[str]) -> str:
 
 
 def describe_pipeline(model: Model, config: Config) -> str:
-    """Which layers its stages compute, and how long a stage waits for others, one line."""
+    """Describe in one line which layers the stages compute and how long a stage waits for others."""
     (stack,) = (one for one in model.spec.stacks if one.stages > 1)
     order, count = config.parallel.pipeline, config.train.grad_accum_steps
     made = schedule(stack.stages, stack.chunks, count, order)
@@ -38,16 +38,16 @@ def describe_pipeline(model: Model, config: Config) -> str:
 
 
 def describe_layout(model: Model, mesh: jax.sharding.Mesh) -> str:
-    """What the model is and where its parameters live, one line."""
-    spread = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    """Describe in one line the model and the sharding of its parameters."""
+    sharding_axes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     rules = RULES.value
     layouts = {"weights": rules.parameters, "gradients": rules.gradients, "optimizer state": rules.optimizer}
     laid_out: dict[str, list[str]] = {}
     for what, layout in layouts.items():
-        laid_out.setdefault(_divided(layout, spread), []).append(what)
-    sizes = " ".join(f"{axis}={size}" for axis, size in spread.items())
+        laid_out.setdefault(_describe_sharding(layout, sharding_axes), []).append(what)
+    sizes = " ".join(f"{axis}={size}" for axis, size in sharding_axes.items())
     divided = "; ".join(f"{', '.join(kinds)}: {text}" for text, kinds in laid_out.items())
-    where = f"{mesh.size} devices, {sizes}; {divided}" if spread else "one device"
+    where = f"{mesh.size} devices, {sizes}; {divided}" if sharding_axes else "one device"
     stored = ""
     if model.quantized:
         arrays = jax.tree.leaves(abstract(model.quantized))

@@ -1,4 +1,4 @@
-"""One element of a parameter's leading axes, one layer or one expert, from wherever its shards are."""
+"""Gathering of one element of a parameter's leading axes, such as one layer or one expert, from its shards."""
 
 from functools import partial
 from typing import Any
@@ -12,27 +12,27 @@ from jaxtune.quant.array import QuantizedArray
 
 
 def gather_element(parameter: Any, index: tuple[int, ...]) -> jax.Array:
-    """One element of a parameter's leading axes, dequantized, whole on every device."""
-    return _of_stack(parameter, index) if index else jax.reshard(parameter, jax.P())
+    """Return one element of a parameter's leading axes, dequantized and replicated on every device."""
+    return _gather(parameter, index) if index else jax.reshard(parameter, jax.P())
 
 
 @jax.jit
-def _of_stack(parameter: Any, index: tuple[int, ...]) -> jax.Array:
-    """Compiled once a shape: the index is an argument of the program."""
+def _gather(parameter: Any, index: tuple[int, ...]) -> jax.Array:
+    """Gather one element; `index` is traced, so that this compiles once a shape and not once a layer."""
     for number in index:
         parameter = to_device(jax.tree.map(partial(_element, number=number), parameter))
     return jax.reshard(parameter.dequantize() if isinstance(parameter, QuantizedArray) else parameter, jax.P())
 
 
 def _element(stack: jax.Array, number: int | jax.Array) -> jax.Array:
-    """An element of the leading axis, from the devices that hold it."""
+    """Return an element of the leading axis, replicated from the devices that hold it."""
     first, *rest = jax.typeof(stack).sharding.spec
 
     def on_device(stack: jax.Array, number: int | jax.Array) -> jax.Array:
         number = number - jax.lax.axis_index(axes_in(first)) * len(stack)
-        found = jax.lax.dynamic_index_in_dim(stack, jnp.clip(number, 0, len(stack) - 1), keepdims=False)
-        # What is added to another device's element must be -0: 0 would make 0 of -0.
-        return jax.lax.psum(jnp.where((number >= 0) & (number < len(stack)), found, -jnp.zeros_like(found)), first)
+        element = jax.lax.dynamic_index_in_dim(stack, jnp.clip(number, 0, len(stack) - 1), keepdims=False)
+        # The other devices must add -0, because adding +0 would turn the element's -0 into +0.
+        return jax.lax.psum(jnp.where((number >= 0) & (number < len(stack)), element, -jnp.zeros_like(element)), first)
 
     if first is None:
         return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)

@@ -1,4 +1,4 @@
-"""The declared model of a run: what the config makes of config.json, on a mesh; no weight is read."""
+"""The declared model of a run: config.json with the config's changes, on a mesh, before any weight is read."""
 
 import dataclasses
 import logging
@@ -39,15 +39,16 @@ LARGE = 2**20  # elements; a smaller parameter may stay whole on every device
 
 @dataclass(frozen=True)
 class Base:
-    """What a run starts from, as its folder describes it: without adapters, nothing frozen.
+    """The base model of a run as its folder describes it, without adapters and with nothing frozen.
 
     Attributes:
-        spec: the model; with embeddings of the tokens of data.special_tokens.
-        folders: of the weights, config.json and the tokenizer; None: there are none.
-        described: config.json with what the recipe changes in it.
-        scheme: how the files quantize the weights; None: they do not, and quant.format quantizes them while reading.
-        saved_vocabulary: number of tokens with embeddings in the files; the spec may have more. 0: there are no files.
-        new_head: whether the files have another head than the model: a classifier starts from a language model.
+        spec: The model, with embeddings for the tokens of data.special_tokens.
+        folders: Folders of the weights, config.json and the tokenizer; None for a model without files.
+        described: config.json with the recipe's changes.
+        scheme: How the files quantize the weights; None: they are not quantized, and quant.format quantizes them while
+            they are read.
+        saved_vocabulary: Number of tokens with embeddings in the files; the spec may have more. 0 without files.
+        new_head: Whether the model needs a head that the files lack: a classifier that starts from a language model.
     """
 
     spec: ModelSpec
@@ -60,23 +61,31 @@ class Base:
 
 @dataclass(frozen=True)
 class Model:
-    """A declared model: no weight has been read."""
+    """A declared model, before any weight is read.
+
+    Attributes:
+        base: The base model.
+        spec: The model with the config's adapters, formats and frozen parameters, and its pipeline.
+        graph: The module graph, which `bind` joins with parameters.
+        parameters: Every parameter by name.
+        linears: The linear layers that are multiplied in low precision while training, if there are any.
+    """
 
     base: Base
     spec: ModelSpec
     graph: nnx.GraphDef
     parameters: Mapping[str, Parameter]
-    linears: Linears | None  # those that are multiplied in low precision while training
+    linears: Linears | None
 
     @property
     def folders(self) -> hf.Folders:
-        """Where its files are."""
-        assert self.base.folders is not None, "a model that was made of a spec alone has no files"
+        """The folders of the base's files."""
+        assert self.base.folders is not None, "a model that was made from a spec only has no files"
         return self.base.folders
 
     @property
     def folder(self) -> Path:
-        """Where its weights are."""
+        """The folder of the base's weights."""
         return self.folders.weights
 
     @property
@@ -96,7 +105,7 @@ class Model:
 
     @property
     def new(self) -> dict[str, Parameter]:
-        """The parameters that no file of the model holds, so that they start random."""
+        """The parameters that are not in the model's files, so they start random."""
         return {
             name: parameter
             for name, parameter in self.parameters.items()
@@ -105,7 +114,7 @@ class Model:
 
     @property
     def starts(self) -> dict[str, Parameter]:
-        """The parts of adapters that are not trained: frozen as the weights are, but in no file but a checkpoint."""
+        """The parts of adapters that are not trained: frozen like the base's weights, but in checkpoints only."""
         return {name: p for name, p in self.parameters.items() if p.kind == "adapter" and not p.trained}
 
     @property
@@ -115,11 +124,11 @@ class Model:
 
     @property
     def grouping(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Local name and stacked layers of each parameter: a checkpoint finds layers by them, whatever the stacks."""
+        """Local name and stacked layers of each parameter, by which a checkpoint finds layers in any stacking."""
         return {name: (parameter.local, parameter.layers) for name, parameter in self.parameters.items()}
 
     def adapter_of(self, name: str) -> dict[str, str]:
-        """The parameter that is each part of the adapter beside a weight; what it shares is beside its owner's."""
+        """Return the parameter name of each part of a weight's adapter; shared parts belong to the adapter's owner."""
         site, local = name.removesuffix(".weight"), self.parameters[name].local.removesuffix(".weight")
         adapter = self.parameters[name].treatment.adapter
         first = site.removesuffix(local) + (adapter.owner or local)
@@ -127,7 +136,7 @@ class Model:
 
     @property
     def beside_adapters(self) -> list[list[str]]:
-        """The frozen linear layers with low-rank adapters: the parts of one Hugging Face module together."""
+        """The frozen linear layers with low-rank adapters, grouped by Hugging Face module."""
         modules: dict[str, list[str]] = {}
         for name, parameter in self.frozen.items():
             if parameter.kind == "linear" and isinstance(parameter.treatment.adapter, LoRA):
@@ -135,26 +144,29 @@ class Model:
         return list(modules.values())
 
     def work(self, seq_len: int) -> Work:
-        """What a token costs: of experts those that it goes to; the head's product, but no lookup of an embedding."""
+        """Return the work of a token: the active experts and the head's product count, embedding lookups do not."""
         matrices = {name: p for name, p in self.parameters.items() if len(p.matrix) == 2}
         if not self.spec.tied:
+            # An untied embedding is only looked up; a tied one is also the head's matrix.
             matrices.pop("embed.weight")
         mixers = [layer.mixer for layer in self.spec.layers if isinstance(layer.mixer, Heads)]
-        # A state is read twice and written once by each token: products of activations, as if it were trained.
+        # Each token reads a recurrent state twice and writes it once. These are products of activations, which have two
+        # gradients as trained weights have.
         states = [layer.mixer for layer in self.spec.layers if isinstance(layer.mixer, DeltaNet)]
         recurrence = sum(3 * net.value_heads * net.key_dim * net.value_dim for net in states)
         windows = {mixer.window for mixer in mixers}
         return Work(
-            trained=recurrence + sum(self._passed(p) for p in matrices.values() if p.trained),
-            frozen=sum(self._passed(p) for p in matrices.values() if not p.trained),
+            trained=recurrence + sum(self._active_elements(p) for p in matrices.values() if p.trained),
+            frozen=sum(self._active_elements(p) for p in matrices.values() if not p.trained),
             layers=len(mixers),
             attention_width=max((mixer.heads * mixer.head_dim for mixer in mixers), default=0),
             seq_len=seq_len,
+            # Layers with different windows count as if they had none, which overestimates their work.
             window=windows.pop() if len(windows) == 1 else None,
         )
 
-    def _passed(self, parameter: Parameter) -> int:
-        """Elements of a parameter that a token is multiplied by."""
+    def _active_elements(self, parameter: Parameter) -> int:
+        """Return the number of a parameter's elements that multiply a token; of experts, only the active ones count."""
         if len(parameter.lead) < 2:
             return math.prod(parameter.shape)
         experts = self.spec.layers[parameter.layers[0]].feed_forward
@@ -163,15 +175,15 @@ class Model:
 
 
 def read_base(config: Config) -> Base:
-    """The model of a config, from its folder, downloaded from the hub; no weight is loaded. Raises UserError."""
-    plugins.load(config)  # one may be the family
+    """Read a config's base model from its folder or the hub, without its weights. Raises UserError."""
+    plugins.load(config)  # first, because a plugin may define the model's family
     folders = hf.folders(config.model)
     folder, saved = folders.weights, hf.read_config(folders.config)
     described = hf.changed(saved, config.model)
     spec, new_head = _with_head(spec_of(described, saved, config.model), described, config)
     if config.model.from_scratch and spec.untouched is not None:
         raise UserError(
-            f"model.from_scratch: {spec.family} is more than the decoder that is trained here, and the rest would stay "
+            f"model.from_scratch: only the text decoder of {spec.family} is trained, so its other parts would stay "
             "random; give a folder whose config.json is the text_config of this one"
         )
     if spec.tied and not config.model.from_scratch and _has_own_head(spec, folder):
@@ -186,25 +198,26 @@ def read_base(config: Config) -> Base:
 def declare_model(
     base: Base, config: Config, mesh: jax.sharding.Mesh, train: bool = True, low_precision: bool = True
 ) -> Model:
-    """The model of a config, checked against the mesh; `train=False` stores every weight as model.dtype says.
+    """Declare a config's model and check it against the mesh, without reading any file.
 
-    Without `low_precision` no linear layer is multiplied in low precision, whatever precision.recipe says. No file is
-    read. Raises UserError.
+    `train=False` stores every weight in model.dtype. `low_precision=False` multiplies no linear layer in low precision,
+    whatever precision.recipe is. Raises UserError.
     """
-    spec = _on_mesh(_treated(base, config, train), mesh, config)
+    spec = _on_mesh(_apply_treatments(base, config, train), mesh, config)
     graph, parameters = declare(spec)
 
-    def chosen(parameter: Parameter) -> Parameter:
+    def choose_storage(parameter: Parameter) -> Parameter:
         dtype = config.precision.master_dtype if train and parameter.trained else config.model.dtype
-        beside = parameter.kind == "adapter" or (config.lora.enabled and parameter.trained)
-        dtype = "float32" if parameter.float32 else config.lora.dtype if beside else dtype
-        # Only the storage changes, not the treatment: the stacks stay those of training, whose checkpoints are read.
+        with_adapters = parameter.kind == "adapter" or (config.lora.enabled and parameter.trained)
+        dtype = "float32" if parameter.float32 else config.lora.dtype if with_adapters else dtype
+        # Change the storage, not the treatment: layers must stack as in training, because checkpoints are read into
+        # these stacks.
         storage = parameter.storage if low_precision or parameter.kind == "adapter" else parameter.treatment.stored
         waits = config.memory.offload_master if parameter.trained else config.memory.offload_quants and storage
         on_host = bool(parameter.lead and waits)
         return dataclasses.replace(parameter, dtype=jnp.dtype(dtype), storage=storage, on_host=on_host)
 
-    parameters = {name: chosen(parameter) for name, parameter in parameters.items()}
+    parameters = {name: choose_storage(parameter) for name, parameter in parameters.items()}
     multiplied = {
         name: p for name, p in parameters.items() if p.kind == "linear" and p.treatment.multiplied is not None
     }
@@ -212,7 +225,7 @@ def declare_model(
     model = Model(base, spec, graph, parameters, linears)
     if (rate := config.experts.bias_update_rate) and not any(p.kind == "correction" for p in model.trained.values()):
         raise UserError(
-            f"experts.bias_update_rate={rate}: of this {spec.family} no correction of a router is trained; "
+            f"experts.bias_update_rate={rate}: this {spec.family} trains no correction of a router; "
             "experts.router_loss balances the experts of any model"
         )
     if config.memory.offload_quants and not any(p.on_host for p in model.frozen.values()):
@@ -220,16 +233,16 @@ def declare_model(
             "memory.offload_quants=True: no weight is quantized; set quant.format, or take a model that is quantized"
         )
     if train:
-        _refuse_what_has_no_effect(model, config, mesh)
+        _refuse_without_effect(model, config, mesh)
     _check_adapters(model, config)
     _check_mesh(model, config, mesh)
     return model
 
 
 def abstract_average(model: Model, config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and shardings of the average of the trained parameters; {} if none is kept.
+    """Return shapes and shardings of the trained parameters' average; {} without optim.ema_decay.
 
-    Raises UserError where they wait on the host.
+    Raises UserError if the trained parameters are offloaded to the host.
     """
     if config.optim.ema_decay is None:
         return {}
@@ -238,8 +251,8 @@ def abstract_average(model: Model, config: Config) -> dict[str, jax.ShapeDtypeSt
     return {name: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding) for name, p in model.trained.items()}
 
 
-def _treated(base: Base, config: Config, train: bool) -> ModelSpec:
-    """The spec with what the config trains, stores, multiplies and adapts in its own way."""
+def _apply_treatments(base: Base, config: Config, train: bool) -> ModelSpec:
+    """Return the spec with the config's quantization, low-precision products, adapters and frozen parameters."""
     spec = base.spec
     if config.data.seq_len > spec.max_positions:
         raise UserError(
@@ -257,11 +270,12 @@ def _treated(base: Base, config: Config, train: bool) -> ModelSpec:
         names, options = base.scheme.modules, base.scheme.options
     elif config.quant.format is not None:
         names = selected(spec, config.quant, "quant")
+    # A format may differ between the linear layers of a block, so group the layers by format.
     known, formats = linears_by_name(spec), {}
     for site in {site for name in names for site in known[name]}:
         formats.setdefault(format_of(options, site.local), []).append(site)
-    for format, of_format in formats.items():
-        spec = treat_sites(spec, of_format, stored=format)
+    for format, sites in formats.items():
+        spec = treat_sites(spec, sites, stored=format)
     spec = multiply(spec, config.precision)
     if config.lora.enabled:
         return inject(spec, config.lora)
@@ -271,20 +285,21 @@ def _treated(base: Base, config: Config, train: bool) -> ModelSpec:
 
 
 def _on_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh, config: Config) -> ModelSpec:
-    """The spec with its pipeline; keys and values whole on each device where more devices than heads would share them.
+    """Return the spec with its pipeline, and keys and values replicated if there are fewer heads than devices.
 
-    Raises UserError where there can be no such pipeline.
+    Raises UserError if the model cannot be split into these pipeline stages.
     """
     parts = shards(axes_of("kv_heads"), mesh)
 
-    def placed(layer: Layer) -> Layer:
+    def replicate_kv(layer: Layer) -> Layer:
         mixer = layer.mixer
+        # Numbers of heads that devices do not divide are refused later (`undivided`).
         if not isinstance(mixer, Heads) or mixer.latent or mixer.kv_heads >= parts or parts % mixer.kv_heads:
             return layer
         return dataclasses.replace(layer, mixer=dataclasses.replace(mixer, kv_whole=True))
 
     stages, chunks = mesh.shape["stage"], config.parallel.virtual_stages
-    spec = dataclasses.replace(spec, layers=tuple(map(placed, spec.layers)), stages=stages, chunks=chunks)
+    spec = dataclasses.replace(spec, layers=tuple(map(replicate_kv, spec.layers)), stages=stages, chunks=chunks)
     name, delta_net = config.optim.name, any(isinstance(layer.mixer, DeltaNet) for layer in spec.layers)
     if stages > 1 and name in ("muon", "normuon") and delta_net and jax.__version_info__ < (0, 11):
         raise UserError(
@@ -295,19 +310,19 @@ def _on_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh, config: Config) -> ModelS
         most = max(stack.repeats for stack in spec.stacks)
         raise UserError(
             f"mesh.stage={stages}, parallel.virtual_stages={chunks}: {stages * chunks} virtual stages need as "
-            f"many equal layers, or periods of layers, in a row, and of the model, a {spec.family}, there are {most}"
+            f"many equal layers, or periods of layers, in a row, and the model, a {spec.family}, has {most}"
         )
     return spec
 
 
-def _refuse_what_has_no_effect(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raises UserError for options of training to which the model or the mesh gives nothing to do."""
+def _refuse_without_effect(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:
+    """Raise UserError for training options that have no effect with this model or mesh."""
     stages, chunks, count = mesh.shape["stage"], config.parallel.virtual_stages, config.train.grad_accum_steps
     if chunks > 1 and (stages == 1 or count % stages):
         raise UserError(
             f"parallel.virtual_stages={chunks}: stages take turns by groups of as many micro-batches as there are "
-            f"stages, so mesh.stage must be more than 1, and train.grad_accum_steps={count} a multiple of it; it is "
-            f"{stages}"
+            f"stages, so mesh.stage={stages} must be more than 1, and train.grad_accum_steps={count} a multiple of "
+            "mesh.stage"
         )
     for option in ("offload_master", "offload_gradients"):
         if getattr(config.memory, option) and not any(p.lead for p in model.trained.values()):
@@ -315,21 +330,21 @@ def _refuse_what_has_no_effect(model: Model, config: Config, mesh: jax.sharding.
 
 
 def _check_adapters(model: Model, config: Config) -> None:
-    """Raises UserError where an adapter needs a weight that it cannot read, or begins as more of it than there is."""
+    """Raise UserError for an adapter that needs a weight it cannot read, or that starts with more than its rank."""
     for names in model.beside_adapters:
         first, rows = model.parameters[names[0]], sum(model.parameters[name].matrix[0] for name in names)
         adapter, name = first.treatment.adapter, first.places[0].name.removesuffix(".weight")
         if adapter.from_weight and isinstance(first.storage, Frozen):
             raise UserError(
-                f"lora.use_dora and lora.init={config.lora.init!r} need the weights as they are, and that of {name} is "
-                f"stored in the format of its products by precision.recipe={config.precision.recipe!r}; take 'bf16'"
+                f"lora.use_dora and lora.init={config.lora.init!r} need the original weights, and {name} is stored in "
+                f"the format of its products by precision.recipe={config.precision.recipe!r}; take 'bf16'"
             )
         if adapter.init in FROM_WEIGHT and adapter.rank > (least := min(rows, first.matrix[1])):
             raise UserError(f"lora.rank={adapter.rank}, lora.init={adapter.init!r}: {name} is of rank {least} at most")
 
 
 def _check_mesh(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raises UserError where blocks do not divide a weight, the mesh does not, or the device cannot run the recipe."""
+    """Raise UserError if blocks or the mesh do not divide a weight, or if the device cannot run the recipe."""
     parameters, quant, precision = model.parameters, config.quant, config.precision
     formats = {name: p.treatment.stored for name, p in model.quantized.items()}
     _refuse_misfits(model, formats, f"quant.format={quant.format!r}", "quant", quant.exclude)
@@ -338,8 +353,8 @@ def _check_mesh(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:
         complaints.append(
             f"mesh.expert={mesh.shape['expert']}: the model, a {model.spec.family}, has no experts; take mesh.fsdp"
         )
-    if found := misfit(mesh, RULES.value.residual, config.data.seq_len, f"data.seq_len={config.data.seq_len}"):
-        complaints.append(found)
+    if complaint := misfit(mesh, RULES.value.residual, config.data.seq_len, f"data.seq_len={config.data.seq_len}"):
+        complaints.append(complaint)
     complaints += undivided_blocks(parameters, formats, mesh, "choose a smaller quant.block_size")
     if model.linears is not None:
         if note := check_device(precision.recipe, current_device()):
@@ -353,26 +368,28 @@ def _check_mesh(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:
 
 
 def _with_head(spec: ModelSpec, described: dict[str, Any], config: Config) -> tuple[ModelSpec, bool]:
-    """With the head that model.head asks for, and whether it is new: not that of the config.json.
+    """Return the spec with the head that model.head names, and whether config.json lacks this head.
 
-    Raises UserError where a classifier would be a language model; where transformers would have no such classifier.
+    Raises UserError if a classifier would be used as a language model, if transformers has no classifier of this
+    family, or if the number of labels is missing or does not fit config.json.
     """
     model, saved = config.model, hf.label_names(described)
     if model.head == "lm":
         if saved is not None and not model.from_scratch:
             raise UserError(
                 f"{model.path} is a classifier, {described['architectures'][0]}, with a head of {len(saved)} labels in "
-                "place of the vocabulary: it is trained and evaluated with model.head='classification', and generates "
-                "nothing"
+                "place of the vocabulary: train and evaluate it with model.head='classification'; it cannot generate "
+                "text"
             )
         return spec, False
     if spec.family not in families.classifiers():
         raise UserError(
-            f"model.head='classification': transformers has no sequence classifier of the decoder alone for "
-            f"model_type={spec.family!r}, so none could load it; it has one for {', '.join(families.classifiers())}"
+            f"model.head='classification': transformers has no sequence classifier of only the decoder for "
+            f"model_type={spec.family!r}, so it could not load the export; it has one for "
+            f"{', '.join(families.classifiers())}"
         )
     if model.num_labels is None:
-        raise UserError("model.num_labels: nothing says how many labels there are; set it, as no data is read here")
+        raise UserError("model.num_labels: the number of labels is not known, as no data is read here; set it")
     task = "regression" if model.num_labels == 1 else "single_label_classification"
     if saved is not None and described.get("problem_type") not in (None, task):
         raise UserError(
@@ -383,11 +400,12 @@ def _with_head(spec: ModelSpec, described: dict[str, Any], config: Config) -> tu
 
 
 def _has_own_head(spec: ModelSpec, folder: Path) -> bool:
-    """Whether the files hold a head that is not the embedding, though config.json says that the two are tied.
+    """Whether the files hold a head that differs from the embedding although config.json ties the two.
 
-    transformers does not tie them then, either; so it is in Mistral Small 3.1, which leaves the default of its class.
+    transformers does not tie them in this case either. Mistral Small 3.1 is an example: its config.json leaves the
+    class's default.
     """
-    if not any(folder.glob("*.safetensors")):  # to plan needs none
+    if not any(folder.glob("*.safetensors")):  # `plan` needs no weights
         return False
     sources, names = hf.open_weights(folder), families.FAMILIES[spec.family].NAMES
     head, embedding = (sources.get(names[name]) for name in ("head.weight", "embed.weight"))
@@ -395,7 +413,7 @@ def _has_own_head(spec: ModelSpec, folder: Path) -> bool:
 
 
 def _with_special_tokens(spec: ModelSpec, folder: Path, config: Config) -> ModelSpec:
-    """With embeddings of the tokens of data.special_tokens, if there are no rows left for them (they are padded)."""
+    """Return the spec with embeddings for data.special_tokens, if the padded rows of the embedding do not suffice."""
     tokens = len(hf.load_tokenizer(folder, None, config.data.special_tokens))
     if tokens > spec.vocabulary and config.lora.enabled:
         raise UserError(
@@ -407,7 +425,7 @@ def _with_special_tokens(spec: ModelSpec, folder: Path, config: Config) -> Model
 
 
 def _refuse_scheme(base: Base, config: Config, train: bool) -> None:
-    """Raise UserError where a checkpoint that is quantized already does not fit the config."""
+    """Raise UserError if an already quantized checkpoint does not fit the config."""
     assert base.scheme is not None and base.folders is not None
     folder, scheme = base.folders.weights, base.scheme
     kind = scheme.options.format
@@ -431,9 +449,9 @@ def _refuse_scheme(base: Base, config: Config, train: bool) -> None:
 
 
 def _refuse_misfits(
-    model: Model, formats: Mapping[str, Format | Numbers], asked: str, section: str, exclude: str | None
+    model: Model, formats: Mapping[str, Format | Numbers], option: str, section: str, exclude: str | None
 ) -> None:
-    """Raise UserError for parameters that their format's blocks do not divide, naming how to leave them out."""
+    """Raise UserError for parameters that their format's blocks do not divide, and say how to exclude them."""
     reasons = {
         model.parameters[name].places[0].name.removesuffix(".weight"): reason
         for name, format in formats.items()
@@ -444,17 +462,17 @@ def _refuse_misfits(
         patterns = "|".join(([exclude] if exclude else []) + kinds)
         listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
         raise UserError(
-            f"{asked}: these cannot be quantized in that format:\n{listed}\n"
+            f"{option}: these cannot be quantized in that format:\n{listed}\n"
             f"choose another {'quant.block_size or quant.format' if section == 'quant' else 'precision.recipe'}, "
             f"or leave them out: --config.{section}.exclude='{patterns}'"
         )
 
 
 def _refuse_unsharded(parameters: Mapping[str, Parameter], mesh: jax.sharding.Mesh) -> None:
-    """Raise UserError for a large parameter that no axis shards though the mesh has axes to shard parameters."""
+    """Raise UserError for a large parameter that is not sharded although the mesh has axes that shard parameters."""
     if shards({axis for axes in dataclasses.astuple(RULES.value.parameters) for axis in axes}, mesh) == 1:
         return
     for parameter in parameters.values():
         whole = parameter.sharding.shard_shape(parameter.shape) == parameter.shape
         if whole and math.prod(parameter.matrix) >= LARGE and parameter.kind != "adapter":
-            raise UserError(f"{parameter.local} {parameter.shape} came out unsharded on {dict(mesh.shape)}")
+            raise UserError(f"{parameter.local} {parameter.shape} is not sharded on the mesh {dict(mesh.shape)}")

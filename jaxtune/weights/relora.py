@@ -1,7 +1,7 @@
-"""ReLoRA (Lialin et al. 2023, arXiv:2307.05695): adapters are merged into their base now and then, and begin anew.
+"""ReLoRA (Lialin et al. 2023, arXiv:2307.05695): periodically merges adapters into their base and reinitialises them.
 
-What they are merged into is part of the state, which the step changes, and so of every checkpoint. The adapters of the
-end say nothing without it, so the whole model is exported.
+The weights that adapters are merged into change in a step, so they are part of the state and of every checkpoint. The
+last adapters are useless without these weights, so the whole model is exported.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,23 +23,23 @@ from jaxtune.weights.model import Model
 
 
 def merged_into(model: Model, config: Config) -> dict[str, Parameter]:
-    """The frozen weights beside adapters that lora.merge_interval changes; {} without it.
+    """Return the frozen weights with adapters that lora.merge_interval changes; {} without it.
 
-    Raises UserError where a weight cannot be changed in a step.
+    Raises UserError if a weight cannot be changed in a step.
     """
     if not config.lora.merge_interval:
         return {}
-    found = {name: p for name, p in model.frozen.items() if p.kind == "linear" and p.treatment.adapter is not None}
+    weights = {name: p for name, p in model.frozen.items() if p.kind == "linear" and p.treatment.adapter is not None}
     why = {
-        "adapters of experts": any(len(p.lead) > 1 for p in found.values()),
+        "adapters of experts": any(len(p.lead) > 1 for p in weights.values()),
         "lora.use_dora": config.lora.use_dora,
         "lora.freeze_a": config.lora.freeze_a,
         f"lora.init={config.lora.init!r}": config.lora.init in FROM_WEIGHT,
-        "memory.offload_quants": any(p.on_host for p in found.values()),
+        "memory.offload_quants": any(p.on_host for p in weights.values()),
         f"precision.recipe={config.precision.recipe!r}": model.linears is not None,
-        "mesh.stage": "stages" in {axis for p in found.values() for axis in p.axes},
+        "mesh.stage": "stages" in {axis for p in weights.values() for axis in p.axes},
         "an average (optim.ema_decay)": config.optim.ema_decay is not None,
-        # Its state holds another point of the weights, which would bring back what was merged.
+        # Schedule-free's state holds another point of the weights, which would bring back the merged adapters.
         "optim.name='schedule_free' (but with lora.reset_on_merge)": config.optim.name == "schedule_free"
         and not config.lora.reset_on_merge,
         "a reference (preference.reference, grpo.beta)": config.preference.loss is not None,
@@ -47,15 +47,16 @@ def merged_into(model: Model, config: Config) -> dict[str, Parameter]:
     }
     if refused := [reason for reason, is_so in why.items() if is_so]:
         raise UserError(
-            f"lora.merge_interval={config.lora.merge_interval}: not with {refused[0]}; leave one of them out"
+            f"lora.merge_interval={config.lora.merge_interval}: not with {refused[0]}; leave out one of the two"
         )
-    return found
+    return weights
 
 
 def make_merge(model: Model, base: Mapping[str, Parameter], seed: int) -> Callable[..., tuple[Parameters, Parameters]]:
-    """(trained, base, step) -> both with the adapters in the base, requantized if it is, and adapters that begin anew.
+    """Make a function (trained, base, step) -> (trained, base) with adapters merged into the base and reinitialised.
 
-    A is drawn by the seed, its name and the step; B is zero, so that the model stays what it is but for rounding.
+    A quantized base is quantized again. A is drawn from the seed, its name and the step. B is zero, so that only
+    rounding changes the model.
     """
     fresh = {part: model.trained[part] for name in base for part in model.adapter_of(name).values()}
 
@@ -63,24 +64,25 @@ def make_merge(model: Model, base: Mapping[str, Parameter], seed: int) -> Callab
         merged = {}
         for name, parameter in base.items():
             parts = {part: trained[of] for part, of in model.adapter_of(name).items()}
-            merged[name] = _merged(parameter, base_values[name], parts)
+            merged[name] = _merge(parameter, base_values[name], parts)
         key = jax.random.fold_in(named_key(jax.random.key(seed), "merge"), step)
-        anew = {
+        reinitialised = {
             name: jax.reshard(drawn(parameter, key), jax.typeof(trained[name]).sharding.spec)
             for name, parameter in fresh.items()
         }
-        return {**trained, **anew}, merged
+        return {**trained, **reinitialised}, merged
 
     return merge
 
 
-def _merged(parameter: Parameter, weight: Any, parts: Mapping[str, Array]) -> Any:
-    """A weight, or the stack of one in several layers, one layer at a time."""
+def _merge(parameter: Parameter, weight: Any, parts: Mapping[str, Array]) -> Any:
+    """Merge an adapter into a weight, or into a stack of layers, one layer at a time to save memory."""
 
-    def one(given: tuple[Any, Mapping[str, Array]]) -> Any:
-        weight, parts = given
+    def one(layer: tuple[Any, Mapping[str, Array]]) -> Any:
+        weight, parts = layer
         plain = weight.dequantize() if isinstance(weight, QuantizedArray) else weight
         rows, columns = jax.typeof(plain).sharding.spec
+        # Shard A like W's columns and B like its rows, so that B A needs no communication.
         places = {"lora_a": P(None, columns), "lora_b": P(rows, None)}
         values = {part: jax.reshard(value.astype(jnp.float32), places[part]) for part, value in parts.items()}
         wide: Float[Array, "o i"] = parameter.treatment.adapter.merged(plain.astype(jnp.float32), values)

@@ -1,7 +1,7 @@
-"""Code that a config names: whose it is decides whether it is run.
+"""Trust in the code that a config names.
 
-What a command line or a recipe names is run. A run's folder may be somebody else's: what only its config.json names is
-not run by commands that read the folder (--run, --model).
+Code that a command line or a recipe names is run. A run's folder may come from somebody else, so commands that read the
+folder (--run, --model) do not run code that only its config.json names.
 """
 
 import dataclasses
@@ -16,17 +16,15 @@ from jaxtune.weights.model import Base, read_base
 
 
 def with_plugins(config: Config, plugins: Sequence[str]) -> Config:
-    """The config with these plugins only."""
+    """Return the config with only these plugins."""
     return dataclasses.replace(config, train=dataclasses.replace(config.train, plugins=tuple(plugins)))
 
 
 def base_of_run(folder: RunFolder, plugins: Sequence[str]) -> tuple[Config, Base]:
-    """The config of a run and the model that it starts from.
-
-    Of plugins, those that the command names are run, no others.
+    """Return the config of a run and its base model, running only the plugins that the command names.
 
     Raises:
-        UserError: as `read_base`; it says so if a plugin of the run may be what is missing.
+        UserError: As `read_base`; the message adds that plugins of the run were not run, if it has any.
     """
     saved = folder.read_config()
     config = with_plugins(saved, plugins)
@@ -41,16 +39,16 @@ def base_of_run(folder: RunFolder, plugins: Sequence[str]) -> tuple[Config, Base
 
 
 def config_to_evaluate(config: Config, run: str, reads_data: bool) -> Config:
-    """The config of a run's config.json without its plugins, except for those that the command line names.
+    """Return a run's config, with its plugins only if the command line names them.
 
     Raises:
-        UserError: the validation data or the rewards need code, and `reads_data`.
+        UserError: `reads_data`, and the validation data or the rewards need code that only config.json names.
     """
     typed = {said.key for said in config.said if said.by == "command line"}
-    found = with_plugins(config, config.train.plugins if "train.plugins" in typed else ())
+    trusted_config = with_plugins(config, config.train.plugins if "train.plugins" in typed else ())
     named = {key: value for key, value in code_to_evaluate(config).items() if key not in typed}
     if reads_data and (needed := list(named)):
         where = f"--run={run}: {needed[0]} = {named[needed[0]]!r}"
         trusted = f"if you trust it, --config={Path(run) / 'config.json'} names it"
         raise UserError(f"{where} is code, and code that only a run's folder names is not run; {trusted}")
-    return found
+    return trusted_config

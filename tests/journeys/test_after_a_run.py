@@ -91,10 +91,10 @@ def test_a_file_of_prompts_is_answered_line_by_line(home, adapter):
     wide = ("--mesh=data=2,fsdp=2,tensor=2", "--prompt=say more")
     assert call("jaxtune.generate", *model, *wide, devices=8) == alone[0]
     for flags, complaint in (
-        (("--prompt=a", "--input=b"), "one of them"),
+        (("--prompt=a", "--input=b"), "give either --prompt=... or --input=FILE"),
         (("--prompt=a", "--mesh=stage=2"), "is not AXIS=DEVICES"),
-        (("--prompt=a", "--mesh=data=1,data=1"), "data is there twice"),
-        (("--prompt=a", "--output=b"), "--output is of --input"),
+        (("--prompt=a", "--mesh=data=1,data=1"), "data is given twice"),
+        (("--prompt=a", "--output=b"), "--output needs --input"),
         (("--prompt=a", "--stop="), "--stop= is empty"),
     ):
         assert complaint in call("jaxtune.generate", *model, *flags, code=2)

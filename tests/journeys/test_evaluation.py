@@ -102,7 +102,7 @@ def test_nothing_is_saved_where_nothing_is_to_be(home):
     # The commands that are printed at the end can be run.
     assert "resume:" not in output and f"generate: python -m jaxtune.generate --model={folder / 'export'}" in output
     assert call("jaxtune.generate", f"--model={folder / 'export'}", "--prompt=say", "--max_new_tokens=2")
-    assert "nothing of the model is kept" in train(home, "gone", **options, **{"export.at_end": False})[1]
+    assert "the model was not saved" in train(home, "gone", **options, **{"export.at_end": False})[1]
 
 
 def test_a_run_goes_on_from_another_one(home):

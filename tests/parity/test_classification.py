@@ -200,5 +200,5 @@ def test_the_families_that_can_classify_are_those_of_transformers(tmp_path):
     assert {kind: known[kind] for kind in decoders if kind in known} == families.classifiers()
     kind, fields = FAMILIES["granite, scaled"]
     getattr(transformers, kind)(**fields).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"no sequence classifier of the decoder alone for model_type='granite'"):
+    with pytest.raises(UserError, match=r"no sequence classifier of only the decoder for model_type='granite'"):
         read_base(Config(model=Model(path=str(tmp_path), from_scratch=True, head="classification", num_labels=2)))

@@ -73,5 +73,5 @@ def test_what_is_in_no_part_is_an_error(saved, one_device, tmp_path):
 
 
 def test_it_cannot_start_from_random_weights(saved):
-    with pytest.raises(UserError, match="from_scratch: mistral3 is more than the decoder .* the text_config of this"):
+    with pytest.raises(UserError, match="from_scratch: only the text decoder of mistral3 .* the text_config of this"):
         read_base(Config(model=Model(path=str(saved[0]), from_scratch=True)))

@@ -29,7 +29,7 @@ def test_a_full_disk_or_quota_is_a_line_that_says_what_is_safe(capsys, number):
     full = OSError(number, os.strerror(number))
     assert guarded(raising(full)) == 2
     printed = capsys.readouterr().err
-    assert printed.startswith(f"jaxtune: error: writing: {os.strerror(number)}. Finished checkpoints are whole")
+    assert printed.startswith(f"jaxtune: error: writing: {os.strerror(number)}. Finished checkpoints are intact")
     assert printed.count("\n") == 1
 
 

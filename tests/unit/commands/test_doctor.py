@@ -29,7 +29,7 @@ def outcome(platform="gpu", devices=1, **more):
         (doctor.check_driver([TITAN], 1), "note", "compute capability 8.0 and newer", None),
         (
             doctor.check_driver([H100, Gpu(H100.name, H100.driver, 81559, 40000, 9.0)], 2),
-            *("note", "others use memory of GPU 1", "nvidia-smi"),
+            *("note", "other processes use memory of GPU 1", "nvidia-smi"),
         ),
         (doctor.check_plugin({}, None, None), "ok", "not needed", None),
         (doctor.check_plugin(CUDA12, None, None), "note", "there is no GPU for it", "export JAX_PLATFORMS=cpu"),
@@ -70,7 +70,7 @@ def outcome(platform="gpu", devices=1, **more):
         (doctor.check_step(outcome(devices=4, sum=0.0), outcome("cpu"), 4), "broken", "0.0, not 6", "NCCL_DEBUG=INFO"),
         (
             doctor.check_step(outcome(norms=[1.7, 1.8, 1.63]), outcome("cpu"), 1),
-            *("broken", "this GPU computes otherwise", "gpu_suite.py --only correctness"),
+            *("broken", "this GPU computes differently", "gpu_suite.py --only correctness"),
         ),
     ],
 )
@@ -105,7 +105,7 @@ def test_a_disk_that_is_full_or_not_writable_is_found(tmp_path, monkeypatch):
 
 
 def test_a_cache_larger_than_what_is_free_is_named(tmp_path, monkeypatch):
-    assert "not there yet" in doctor.check_cache(tmp_path / "cache").found
+    assert "does not exist yet" in doctor.check_cache(tmp_path / "cache").found
     (tmp_path / "xla").write_bytes(bytes(2000))
     assert doctor.check_cache(tmp_path).state == "ok"
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))

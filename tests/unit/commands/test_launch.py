@@ -108,7 +108,9 @@ if len(sys.argv) < 3:
     expected = "".join(f"{again * times}\n" for times in range(3))
     assert [(tmp_path / f"process-{index}.log").read_text() for index in range(2)] == [expected] * 2
     assert expected in out, "output of every start"
-    assert error.count("process 1 was ended by SIGKILL") == 2 and "starting all again, 1 more times at most" in error
+    assert (
+        error.count("process 1 was ended by SIGKILL") == 2 and "restarting all processes, at most 1 more times" in error
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ print("signals", len(count))
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--", "no-such-program"], "there is no command 'no-such-program'"),
+        (["--", "no-such-program"], "command not found: 'no-such-program'"),
         (["--gpus-per-process=2", "--", sys.executable], "2 x 2 GPUs are not in CUDA_VISIBLE_DEVICES=4"),
     ],
 )

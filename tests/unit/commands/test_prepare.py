@@ -48,13 +48,13 @@ def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
     printed = capsys.readouterr()
     assert "1 documents in the 1 parts of shard 0/2; of all 1 parts 1 are there" in printed.out
     assert "0 documents in the 0 parts of shard 1/2" in printed.out
-    assert "--shard=2/2: I/N" in printed.err and "--shard=a: I/N" in printed.err
+    assert "--shard=2/2: must be I/N" in printed.err and "--shard=a: must be I/N" in printed.err
 
     stream = [*command, "--config.data.streaming=yes", "--config.train.max_steps=1", "--config.data.window_rows=2"]
     assert prepare.main([*stream, "--show=1"]) == 0
     out = capsys.readouterr().out
     assert (
-        "first rows, which are not kept" in out
+        "only the first rows of the training data, which are not cached" in out
         and f"sample 0, {tmp_path}/data.jsonl:1: " in out
         and "H(39|-100|0)" in out
     )

@@ -75,10 +75,10 @@ def damage(folder, line):
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (lambda folder: [], "which runs?"),
+        (lambda folder: [], "no run given"),
         (lambda folder: [str(folder / "none")], "none is not a run folder: it has no config.json"),
         (lambda folder: [str(run(folder / "runs" / "a").parent)], "has some: python -m jaxtune.report "),
-        (lambda folder: [str(run(folder / "a"))] * 2, "a run is named once"),
+        (lambda folder: [str(run(folder / "a"))] * 2, "name each run once"),
         (lambda folder: damage(folder, '{"step": 4, "lo'), "metrics.jsonl, line 4: not a JSON object"),
         (lambda folder: damage(folder, '{"step": 4, "loss": [1]}'), "metrics.jsonl, line 4: loss is [1], not a number"),
         (

@@ -6,7 +6,7 @@ import pytest
 from tiny import spec
 
 from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Precision, Preference
-from jaxtune.evaluation.evaluator import _described, metric_names
+from jaxtune.evaluation.evaluator import _means, metric_names
 from jaxtune.objectives.objective import Sums
 from jaxtune.objectives.preference import preference
 from jaxtune.parallel.mesh import make_mesh
@@ -31,7 +31,7 @@ def test_a_mean_of_nothing_is_not_a_metric(one_device):
     """For example of unwanted answers if all are wanted: it would be shown as 0."""
     options = Preference("kto")
     sums = Sums(jnp.float32(2), jnp.int32(4), {"rewards/chosen": (3.0, 2), "rewards/rejected": (0.0, 0)})  # type: ignore[arg-type]
-    assert _described(sums, preference(options)) == {"loss": 0.5, "rewards/chosen": 1.5}
+    assert _means(sums, preference(options)) == {"loss": 0.5, "rewards/chosen": 1.5}
     program = assemble(Base(spec(2)), Config(**PLAIN, preference=options, lora=Lora(enabled=True)), one_device)
     arguments = program.state, {**program.frozen, **program.state.base}, program.batch, jnp.float32(1)
     _, metrics = jax.eval_shape(program.step, *arguments)

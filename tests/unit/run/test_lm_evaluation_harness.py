@@ -58,7 +58,7 @@ def test_what_the_harness_needs_is_said(monkeypatch, tmp_path):
         harness._sampling({"do_sample": False, "num_beams": 4})
     assert harness._sampling({"do_sample": False, "num_beams": 1, "top_p": 0.5}).top_p == 1
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(UserError, match="one process asks for everything"):
+    with pytest.raises(UserError, match="runs in one process"):
         harness.run_tasks(harness.Asked(("a",)), None, None, None, None, None)
 
 

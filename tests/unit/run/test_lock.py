@@ -63,7 +63,7 @@ def test_in_one_process_too(tmp_path):
 @pytest.mark.parametrize("flock", [True, False])
 def test_a_run_of_another_host_is_waited_for_until_it_is_known_to_live_or_not(tmp_path, flock, monkeypatch):
     if not flock:
-        monkeypatch.setattr(lock, "_held", lambda file: None)
+        monkeypatch.setattr(lock, "_try_lock", lambda file: None)
     of_another_host(tmp_path, age=lock.TAKE_OVER_SECONDS - 60)
     monkeypatch.setattr(lock.time, "sleep", lambda _: os.utime(tmp_path / "lock"))  # the holder's next sign of life
     with pytest.raises(UserError, match="in use: process 7 host elsewhere since 2026"), lock.locked(tmp_path):
@@ -85,7 +85,7 @@ def test_a_lock_that_a_power_cut_left_half_written_is_taken(tmp_path):
 
 
 def test_a_file_system_without_flock_waits_for_the_last_touch(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "_held", lambda file: None)
+    monkeypatch.setattr(lock, "_try_lock", lambda file: None)
     monkeypatch.setattr(lock, "TOUCH_SECONDS", 0.05)
     monkeypatch.setattr(lock, "POLL_SECONDS", 0.2)
     with lock.locked(tmp_path), pytest.raises(UserError, match="is in use"), lock.locked(tmp_path):

@@ -118,7 +118,7 @@ def test_what_is_close_is_a_warning(train, monkeypatch):
 )
 def test_running_out_all_the_same_is_one_answer(error):
     config = Config(model=Model(path="model"), data=Data(datasets=(Dataset(path="data"),)))
-    refused = pytest.raises(UserError, match="out of memory.*optim.name='adamw_8bit'.*RUN/config.json goes on")
+    refused = pytest.raises(UserError, match="out of memory.*optim.name='adamw_8bit'.*RUN/config.json resumes")
     with refused, out_of_memory_is_answered(config):
         raise error
 

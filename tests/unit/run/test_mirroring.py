@@ -74,7 +74,7 @@ def test_what_is_here_comes_first_and_that_there_is_more_there_is_said(config, l
         (folder.path / "2").rename(folder.checkpoints / "2")
         mirror_sync.fetch(config, folder, mirror, CheckpointManager(folder.checkpoints))
         (folder.path / "4").rename(folder.checkpoints / "4")
-    assert "has a checkpoint of step 4, but the run goes on from those here" in "\n".join(lines)
+    assert "has a checkpoint of step 4, but the run continues from the local ones" in "\n".join(lines)
 
 
 def test_another_run_there_is_left_alone(config):
