@@ -88,7 +88,7 @@ class Source:
     def rows(
         self, first: int, count: int, rest: tuple[slice, ...], place: Place = Place("")
     ) -> Shaped[np.ndarray, "..."]:
-        """Read rows [first, first + count) and a part of the other dimensions, of the tensor or of its part at `place`.
+        """Read rows [first, first + count) and a part of the other dimensions, of the tensor or its part at `place`.
 
         Rows beyond the last one are zeros.
         """

@@ -136,8 +136,8 @@ def choose_padding(
 ) -> int | None:
     """Choose the padding token of a classifier, set it in the tokenizer, and return it.
 
-    It must not be one of `ends`: transformers classifies a document at its last token that is not padding, so a document
-    that ends with the padding token would be classified one token too early.
+    It must not be one of `ends`: transformers classifies a document at its last token that is not padding, so one that
+    ends with the padding token would be classified one token too early.
 
     Args:
         tokenizer: changed if its padding token is missing or one of `ends`.

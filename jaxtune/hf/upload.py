@@ -69,7 +69,7 @@ def check_upload(repo_id: str, private: bool, said: str) -> None:
 def upload(folder: Path, repo_id: str, private: bool = False) -> str:
     """Upload a folder, and create its repository if necessary; return its URL.
 
-    Weight files of an earlier upload that the folder does not replace are removed from the repository; other files stay.
+    Weight files of an earlier upload that the folder does not replace are removed from the repository. Others stay.
 
     Raises UserError, with the command for another attempt, if the upload fails. The local folder stays unchanged.
     """
