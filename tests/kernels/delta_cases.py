@@ -24,7 +24,7 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """Largest error relative to the tensor's amax. A decay's gradient is a difference of sums over a chunk."""
+        """Largest error relative to the tensor's amax. Decays are less exact, as differences of sums over a chunk."""
         return 2e-2 if self.dtype == "bfloat16" else 1e-5 + 64 * self.decay * 2**-24
 
 
