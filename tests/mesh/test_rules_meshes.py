@@ -46,7 +46,7 @@ def test_an_option_equals_one_device(parallel, mesh, optimizer):
     ],
 )
 def test_gradients_are_summed_once_a_step_over_devices_that_divide_rows_alone(zero, shards, group):
-    """All gradients are summed in float32 over these devices after four micro-batches, and not during one of the four."""
+    """All gradients are summed in float32 over these devices after four micro-batches, and not during any of them."""
     parallel, mesh = Parallel(zero=zero), Mesh(data=2, fsdp=2)
     made = make_mesh(mesh, jax.devices()[:4], parallel)
     config = config_of(Case(""), mesh, Train(micro_batch_size=1, grad_accum_steps=4), False)
