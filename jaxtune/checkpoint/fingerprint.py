@@ -49,7 +49,7 @@ def _sampled_sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        prefix = file.read(8)
+        prefix = file.read(8)  # a safetensors file begins with the length of its header
         data_start = min(size, 8 + int.from_bytes(prefix, "little"))
         digest.update(prefix)
         digest.update(file.read(data_start - len(prefix)))

@@ -184,14 +184,18 @@ class CheckpointManager:
         if not (grouping and saved_grouping):
             grouping = saved_grouping = {}
         wanted, saved = structure.leaves_by_name(abstract_state), ocp.metadata(str(path)).metadata
-        here, there = regroup.pieces(wanted, grouping), regroup.pieces(saved, saved_grouping)
-        structure.check(path, {name: piece for name, piece in there.items() if name in here or not part}, here)
+        wanted_pieces, saved_pieces = regroup.pieces(wanted, grouping), regroup.pieces(saved, saved_grouping)
+        structure.check(
+            path,
+            {name: piece for name, piece in saved_pieces.items() if name in wanted_pieces or not part},
+            wanted_pieces,
+        )
 
         def read(leaves: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
             arrays = ocp.load(str(path), dict.fromkeys(saved, ...) | leaves)  # Orbax skips leaves that are ...
             return {name: arrays[name] for name in leaves}
 
-        arrays = regroup.load(read, saved, wanted, there, here)
+        arrays = regroup.load(read, saved, wanted, saved_pieces, wanted_pieces)
         return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted]), host
 
     def host(self, step: int | None = None) -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ def write(folder: Path) -> None:
     files = dict(zip(names, _in_threads(lambda name: _measure(folder / name, sync=True), names)))
     for path in (*filter(Path.is_dir, folder.rglob("*")), folder):
         _sync_folder(path)
+    # Files and folders are on disk by now, so that a manifest which survives a crash implies complete files.
     partial = folder / f"{MANIFEST}.partial"
     with partial.open("w", encoding="utf-8") as file:
         json.dump({"files": files}, file, indent=1)

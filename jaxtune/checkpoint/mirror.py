@@ -139,26 +139,26 @@ class Mirror:
 
     def _copy(self, step: int, whole: bool) -> None:
         """Copy a checkpoint unless the remote one is the same. `whole`: whether there is a complete remote one."""
-        here, there = self._checkpoints / str(step), f"{CHECKPOINTS}/{step}"
+        local, remote = self._checkpoints / str(step), f"{CHECKPOINTS}/{step}"
         self.copying = step
         try:
-            content = (here / MANIFEST).read_bytes()
+            content = (local / MANIFEST).read_bytes()
             if whole and step not in self._same:
-                self._same[step] = self.remote.read(f"{there}/{MANIFEST}")
+                self._same[step] = self.remote.read(f"{remote}/{MANIFEST}")
             if whole and self._same[step] == content:
                 return
-            if problems := manifest.verify(here):
+            if problems := manifest.verify(local):
                 raise ValueError(f"it is damaged: {problems[0]}")
             self._remove(step)
             sizes = {name: entry.size for name, entry in manifest.entries(content).items()}
             for name in sizes:
-                self.remote.put(here / name, f"{there}/{name}")
-            arrived = self.remote.sizes(there)
+                self.remote.put(local / name, f"{remote}/{name}")
+            arrived = self.remote.sizes(remote)
             for name, size in sizes.items():
-                if arrived.get(f"{there}/{name}") != size:
-                    raise ValueError(f"of {name}, {arrived.get(f'{there}/{name}', 0)} of {size} bytes have arrived")
+                if arrived.get(f"{remote}/{name}") != size:
+                    raise ValueError(f"of {name}, {arrived.get(f'{remote}/{name}', 0)} of {size} bytes have arrived")
             self._check_owner()  # otherwise files of two runs might be mixed
-            self.remote.write(f"{there}/{MANIFEST}", content)
+            self.remote.write(f"{remote}/{MANIFEST}", content)
             self._same[step] = content
         finally:
             self.copying = None
@@ -183,20 +183,20 @@ class Mirror:
 
     def _fetch(self, step: int) -> list[str]:
         """Copy a checkpoint to the run's folder, its manifest last, and return what is wrong with it."""
-        here, there = self._checkpoints / str(step), f"{CHECKPOINTS}/{step}"
-        content = self.remote.read(f"{there}/{MANIFEST}")
+        local, remote = self._checkpoints / str(step), f"{CHECKPOINTS}/{step}"
+        content = self.remote.read(f"{remote}/{MANIFEST}")
         try:
             names = list(manifest.entries(content))
         except ValueError as error:
             return [f"{MANIFEST}: cannot be read ({error})"]
-        shutil.rmtree(here, ignore_errors=True)  # left by an interrupted fetch
-        arrived = self.remote.sizes(there)
-        if missing := [name for name in names if f"{there}/{name}" not in arrived]:
+        shutil.rmtree(local, ignore_errors=True)  # left by an interrupted fetch
+        arrived = self.remote.sizes(remote)
+        if missing := [name for name in names if f"{remote}/{name}" not in arrived]:
             return [f"{missing[0]}: missing"]
         for name in names:
-            self.remote.get(f"{there}/{name}", here / name)
-        (here / MANIFEST).write_bytes(content)
-        return manifest.verify(here)
+            self.remote.get(f"{remote}/{name}", local / name)
+        (local / MANIFEST).write_bytes(content)
+        return manifest.verify(local)
 
     def _fetch_record(self, name: str) -> None:
         try:

@@ -65,7 +65,11 @@ def pieces(leaves: Leaves, grouping: Grouping) -> dict[str, Piece]:
 
 
 def load(
-    read: Callable[[Leaves], Leaves], saved: Leaves, wanted: Leaves, there: dict[str, Piece], here: dict[str, Piece]
+    read: Callable[[Leaves], Leaves],
+    saved: Leaves,
+    wanted: Leaves,
+    saved_pieces: dict[str, Piece],
+    wanted_pieces: dict[str, Piece],
 ) -> Leaves:
     """Load the leaves of `wanted`, regrouping layers where the saved stacks differ.
 
@@ -76,21 +80,21 @@ def load(
         read: reads saved leaves, given their shapes, dtypes and shardings by path.
         saved: shapes and dtypes of the saved leaves.
         wanted: shapes, dtypes and shardings of the leaves to load.
-        there: the pieces of `saved`, which must include all of `here`.
-        here: the pieces of `wanted`.
+        saved_pieces: the pieces of `saved`, which must include all of `wanted_pieces`.
+        wanted_pieces: the pieces of `wanted`.
 
     Raises UserError if stacks that are joined into one differ in a scalar that their layers then share.
     """
     # Leaves that need regrouping: some layer was at another index, or in a leaf of another shape.
     moved = {
         piece.leaf
-        for name, piece in here.items()
-        if there[name] != piece or saved[piece.leaf].shape != wanted[piece.leaf].shape
+        for name, piece in wanted_pieces.items()
+        if saved_pieces[name] != piece or saved[piece.leaf].shape != wanted[piece.leaf].shape
     }
     made_of: dict[str, dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
-    for name, piece in here.items():
+    for name, piece in wanted_pieces.items():
         if piece.leaf in moved:
-            made_of[piece.family][piece.leaf].append(there[name])
+            made_of[piece.family][piece.leaf].append(saved_pieces[name])
     as_saved = {leaf: abstract for leaf, abstract in wanted.items() if leaf not in moved}
     arrays = read(as_saved) if as_saved else {}
     for leaves in made_of.values():

@@ -164,8 +164,8 @@ def upload(folder: Path, remote: RemoteFolder, last: str, mark: str) -> None:
 def check_unused(remote: RemoteFolder, mark: str) -> None:
     """Raise UserError if a living process writes to a folder with `upload`."""
     holder = _holder(remote, mark)
-    here = holder.get("host") == socket.gethostname()
-    if time.time() - holder.get("time", 0) < _TAKE_OVER_SECONDS and not (here and not _runs(holder["process"])):
+    same_host = holder.get("host") == socket.gethostname()
+    if time.time() - holder.get("time", 0) < _TAKE_OVER_SECONDS and not (same_host and not _runs(holder["process"])):
         raise _in_use(remote, holder)
 
 

@@ -24,9 +24,9 @@ def check(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
     differences = [f"{name} is not in it" for name in wanted.keys() - saved.keys()]
     differences += [f"{name} is not in this run" for name in saved.keys() - wanted.keys()]
     for name in wanted.keys() & saved.keys():
-        here, there = (f"{np.dtype(leaf.dtype)}{list(leaf.shape)}" for leaf in (wanted[name], saved[name]))
-        if here != there:
-            differences.append(f"{name} is {there} in it and {here} in this run")
+        of_wanted, of_saved = (f"{np.dtype(leaf.dtype)}{list(leaf.shape)}" for leaf in (wanted[name], saved[name]))
+        if of_wanted != of_saved:
+            differences.append(f"{name} is {of_saved} in it and {of_wanted} in this run")
     if differences:
         more = f" (and {len(differences) - 1} more differences)" if len(differences) > 1 else ""
         raise UserError(f"{path} is a checkpoint of another model or optimizer: {min(differences)}{more}")

@@ -63,7 +63,7 @@ def write_card(
     """
     local = base_model is not None and (Path(base_model).expanduser().exists() or not is_hub_id(base_model))
     base = Path(base_model).name if base_model and local else base_model
-    if adapter and local and base == name:
+    if adapter and local and base == name:  # equal folder names: write more of both paths
         base, name = _distinct_names(Path(base_model or ""), folder)
     classifier = auto_class.endswith("SequenceClassification")
     task = "text-classification" if classifier else "text-generation"

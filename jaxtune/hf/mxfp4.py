@@ -43,6 +43,7 @@ class Mxfp4(Source):
     ) -> Shaped[np.ndarray, "..."]:
         """Rows of a matrix (out, in), float32. Raises UserError for a scale that is NaN."""
         (columns,) = (slice(*part.indices(self.shape[1])) for part in rest)
+        # Read whole blocks; then drop the columns before the first one and after the last one that are wanted.
         blocks = slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
         codes = self.codes(first, count, slice(blocks.start * BLOCK // 2, blocks.stop * BLOCK // 2), place)
         exponents = self.exponents(first, count, blocks, place)

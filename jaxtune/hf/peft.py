@@ -166,12 +166,14 @@ def write_adapter(
     tensors = list(tensors)
     adapted = adapted_modules(tensor.name for tensor in tensors)
     classifier = any(tensor.name == HEAD for tensor in tensors)
+    # Factors that scale the input of a module are (1, in); peft lists such modules as feedforward_modules.
     of_input = tuple(tensor.name.removesuffix(".ia3_l") for tensor in tensors if tensor.shape[0] == 1)
     whole = [tensor.name.removesuffix(".weight") for tensor in tensors if _is_of_model(tensor.name)]
     whole = sorted(name for name in whole if not name.endswith(".bias"))
     tensors = [tensor._replace(name=_PREFIX + _peft_name(tensor.name, adapted)) for tensor in tensors]
     wrapped = (target.rpartition(".")[0] for target in target_parameters)
     ends = tuple(f".{target}" for target in (*target_modules, *wrapped))
+    # peft wraps a module once for each of its target parameters; an inner wrapper is called base_layer.
     strays = [name for name in adapted if not f".{name}".removesuffix(".base_layer").endswith(ends)]
     if strays:
         raise ValueError(f"{list(target_modules)} and {list(target_parameters)} do not match {strays}")
@@ -233,6 +235,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
     tensors, ranks, alphas = {}, {}, {}
     default = config["r"] if kind == "lora" else Lora.rank
     for key, source in open_sources([file]).items():
+        # Modules that were trained whole, and trained biases, keep the model's own names.
         name = key.removeprefix(_PREFIX).rpartition(".")[0]
         if any(name.endswith(module) for module in config.get("modules_to_save") or ()) and key.startswith(_PREFIX):
             tensors[current_name(key.removeprefix(_PREFIX))] = source
@@ -252,6 +255,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
         ranks |= {module: rank} if rank != default else {}
         alphas |= {module: float(alpha)} if alpha is not None else {}
         shape, axis = source.shape, "AB".index(match["half"])
+        # With target_parameters, the experts of a tensor are stacked along the rank.
         fits = len(shape) == 2 and (shape[axis] == rank or (parameters and shape[axis] and shape[axis] % rank == 0))
         if not fits or source.dtype not in DTYPES:
             raise UserError(
@@ -261,6 +265,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
         tensors[current_name(key.removeprefix(_PREFIX))] = source
     pairs = adapted_modules(tensors) if kind == "lora" else frozenset()
     lone = [module for module in pairs if not {f"{module}.lora_{half}.weight" for half in "AB"} <= tensors.keys()]
+    # peft lists both names of _CLASSIFIER for every classifier, so these may lack a tensor.
     bare = [
         name
         for name in config.get("modules_to_save") or ()

@@ -152,6 +152,7 @@ def choose_padding(
     special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     free = sorted(special.keys() - set(ends))
 
+    # False sorts first: a token named pad, then the end token, the unknown token, a reserved token.
     def preference(token: int) -> tuple[bool, ...]:
         name = special[token].lower()
         return "pad" not in name, token != end, token != unknown, "reserved" not in name

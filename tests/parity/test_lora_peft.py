@@ -365,7 +365,7 @@ def test_learned_factors_are_those_of_peft(family, targets, one_device, tmp_path
 
 
 def equals_peft(reference, model, parameters, config, home, mesh):
-    """Check logits, gradients, conversion to peft and back, and merging; return peft's model. home/base has the base."""
+    """Check logits, gradients, conversion to peft and back, and merging; return peft's model. home/base is the base."""
     import torch
 
     peft = pytest.importorskip("peft")
