@@ -1,10 +1,10 @@
-"""The same steps by jaxtune and by transformers + peft on a CPU, interleaved: ratio of times, and both peak RSS.
+"""Compare jaxtune with transformers + peft on a CPU: ratio of step times, and peak RSS of both.
 
     python benchmarks/cpu_vs_hf.py [--model moe] [--steps 7]
 
-Every system has a process of its own, so that its peak memory is its own; steps alternate between the two, so that
-whatever else the machine does hits both. Both read one random Qwen3, dense or with experts, and train on the same
-tokens with AdamW and gradient clipping in float32.
+Each system runs in its own process, so that peak memory is measured separately. Steps alternate between the two, so
+that other load on the machine affects both. Both read the same random Qwen3, dense or with experts, and train on the
+same tokens with AdamW and gradient clipping in float32.
 """
 
 import argparse
@@ -31,13 +31,13 @@ MODEL = {
 }
 EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}
 ROWS, SEQUENCE, RANK, RATE = 4, 512, 16, 1e-4
-# What has adapters: linear layers that transformers, too, keeps apart, as it does not keep experts.
+# Modules with adapters: linear layers that are separate modules in transformers too, which excludes experts.
 ADAPTED = {"dense": "all-linear", "moe": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 RESULTS = Path(__file__).parent / "results"
 
 
 def hf_step(folder: str, model_kind: str, lora: bool, remat: bool):
-    """A function that makes one step of transformers (+ peft) and returns the loss."""
+    """Return a function that runs one step of transformers (+ peft) and returns the loss."""
     import numpy as np
     import torch
     import transformers
@@ -70,7 +70,7 @@ def hf_step(folder: str, model_kind: str, lora: bool, remat: bool):
 
 
 def jaxtune_step(folder: str, model_kind: str, lora: bool, remat: bool):
-    """A function that makes one step of jaxtune and returns the loss."""
+    """Return a function that runs one step of jaxtune and returns the loss."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -117,7 +117,7 @@ def jaxtune_step(folder: str, model_kind: str, lora: bool, remat: bool):
 
 
 def serve(system: str, *what: Any) -> None:
-    """Make a step for each line on standard input; answer with seconds, loss and peak RSS in MB."""
+    """Run a step for each line on standard input; answer with seconds, loss and peak RSS in MB."""
     step = (jaxtune_step if system == "jaxtune" else hf_step)(*what)
     for _ in sys.stdin:
         begin = time.perf_counter()
@@ -128,7 +128,7 @@ def serve(system: str, *what: Any) -> None:
 
 
 def compare(folder: str, model: str, lora: bool, remat: bool, steps: int) -> dict:
-    """Steps of both systems in turn; the first of each compiles or warms up, and is not counted."""
+    """Run steps of both systems in turn. The first step of each, which compiles or warms up, is not counted."""
     systems = {}
     for system in ("jaxtune", "hf"):
         command = [sys.executable, __file__, "--serve", system, "--folder", folder, "--model", model]
@@ -146,9 +146,9 @@ def compare(folder: str, model: str, lora: bool, remat: bool, steps: int) -> dic
     for process in systems.values():
         process.stdin.close()
         process.wait()
-    best = {system: min(answer["seconds"] for answer in found[1:]) for system, found in answers.items()}
-    peak = {system: found[-1]["peak_rss_mb"] for system, found in answers.items()}
-    first_losses = [found[0]["loss"] for found in answers.values()]
+    best = {system: min(step["seconds"] for step in measured[1:]) for system, measured in answers.items()}
+    peak = {system: measured[-1]["peak_rss_mb"] for system, measured in answers.items()}
+    first_losses = [measured[0]["loss"] for measured in answers.values()]
     assert abs(first_losses[0] - first_losses[1]) < 1e-4, f"not the same work: {first_losses}"
     return {
         "step": "LoRA" if lora else "full",
@@ -161,7 +161,7 @@ def compare(folder: str, model: str, lora: bool, remat: bool, steps: int) -> dic
 
 
 def main() -> None:
-    """Print a row for each step and rematerialisation policy, and write them all as JSON."""
+    """Print a row for each kind of step and rematerialisation policy, and write all rows as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=["dense", "moe"], default="dense")
     parser.add_argument("--steps", type=int, default=7)
@@ -197,9 +197,9 @@ def main() -> None:
                 sizes = f"{peak['jaxtune']:>11.0f}{peak['hf']:>11.0f}{row['rss_ratio']:>11.2f}"
                 print(f"{row['step']:>11}{row['remat']!s:>11}{times}{sizes}", flush=True)
     if not options.only:
-        found = {"model": shape, "rows": ROWS, "sequence": SEQUENCE, "results": results}
+        report = {"model": shape, "rows": ROWS, "sequence": SEQUENCE, "results": results}
         name = "cpu_vs_hf.json" if options.model == "dense" else "cpu_vs_hf_moe.json"
-        (RESULTS / name).write_text(json.dumps(found, indent=1) + "\n")
+        (RESULTS / name).write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

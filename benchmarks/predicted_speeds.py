@@ -1,8 +1,8 @@
-"""The README's table of predicted speeds: what `jaxtune plan` says of common models and recipes; no step is run.
+"""The README's table of predicted speeds: predictions of `jaxtune plan` for common models and recipes; no step is run.
 
     JAX_PLATFORMS=cpu python benchmarks/predicted_speeds.py --out=benchmarks/results/predicted_speeds.json [--only=fp8]
 
-A row that is in the file already, and was not asked for by --only, stays as it is. Each takes a minute or two.
+Rows that are already in the file are kept unless --only selects them. Each row takes a minute or two.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from jaxtune.plan.prediction import Where, predict
 
 QWEN = ("0.6B", "1.7B", "4B", "8B")
 NONE = {"memory.remat": "none"}
-# Name of a row: recipe, model, GPU, GPUs of a host, options.
+# Name of a row: recipe, model, GPU, number of GPUs, options.
 ROWS = {
     **{f"LoRA, bf16 {size}": ("qwen_lora", f"Qwen/Qwen3-{size}", "h100", 1, NONE) for size in QWEN},
     **{f"LoRA on NF4 {size}": ("qwen_qlora_nf4", f"Qwen/Qwen3-{size}", "h100", 1, NONE) for size in QWEN},
@@ -34,7 +34,7 @@ ROWS = {
 
 
 def predicted(recipe: str, model: str, gpu: str, gpus: int, options: dict[str, str]) -> dict:
-    """What the plan of a row says, as the JSON file has it."""
+    """Return the plan of a row in the form of the JSON file."""
     config = resolve(load_recipe(recipe, model), recipe, list(options.items()))
     plan = predict(config, Where(gpu, gpus), calibration.find(gpu))
     return {
@@ -53,17 +53,17 @@ def predicted(recipe: str, model: str, gpu: str, gpus: int, options: dict[str, s
 
 
 def line(name: str, row: dict) -> str:
-    """A row of a Markdown table: thousands of tokens a second of a GPU, their range, MFU, GB of a GPU."""
+    """Format a row of the Markdown table: thousands of tokens a second and GPU, their range, MFU, GB per GPU."""
     speed, mfu = row["tokens_per_second"], row["mfu"]["central"]
     spread = f"{speed['pessimistic'] / 1e3:.1f} - {speed['optimistic'] / 1e3:.1f}"
     return f"| {name} | {speed['central'] / 1e3:.1f} | {spread} | {mfu:.0%} | {row['memory_gb']:.1f} |"
 
 
 def main() -> None:
-    """Predicts what is missing or asked for, and prints the table."""
+    """Predict the missing or selected rows, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", help="predict the rows anew whose name has this text")
+    parser.add_argument("--only", help="repeat the prediction of rows whose name contains this text")
     options = parser.parse_args()
     rows = json.loads(options.out.read_text()) if options.out.exists() else {}
     for name, row in ROWS.items():

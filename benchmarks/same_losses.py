@@ -1,10 +1,10 @@
-"""Whether two versions of jaxtune compute the same, bit for bit: every number of short runs of each, side by side.
+"""Check that two versions of jaxtune compute the same bit for bit: compare every number of short runs of each.
 
     git clone . /tmp/before && git -C /tmp/before checkout fd87697
     python benchmarks/same_losses.py --before=/tmp/before --after=. --work=/tmp/same_losses
 
-Each case is a run of the command line in a process of its own, on CPU. All but the first start from what the quickstart
-exports. The last one resumes, with each version, a checkpoint that the earlier one wrote.
+Each case is a run of the command line in its own process, on a CPU. All but the first start from the model that the
+quickstart exports. In the last case each version resumes a checkpoint written by the earlier version.
 """
 
 import argparse
@@ -30,7 +30,7 @@ SMALL = {
     "eval.steps": 4,
 }
 OPTIMIZERS = ("adamw", "adamw_8bit", "sgd", "adafactor", "lion", "schedule_free", "muon", "normuon")
-# case: (recipe, options beside SMALL, simulated devices, processes)
+# case: (recipe, options in addition to SMALL, simulated devices, processes)
 CASES = {
     "quickstart, 50 steps": ("quickstart.py", {"train.max_steps": 50, "eval.steps": 25, "log.every": 1}, 1, 1),
     "LoRA": ("qwen_lora.py", {"lora.dropout": 0.1}, 1, 1),
@@ -56,20 +56,20 @@ CASES = {
 
 
 def command(checkout: Path, name: str, recipe: str, options: dict, processes: int, devices: int) -> list[str]:
-    """One training run; `name` is the run's folder."""
+    """Return the command of one training run; `name` is the run's folder."""
     base = "" if recipe == "quickstart.py" else f":{BASE}"
     settings = {**({} if recipe == "quickstart.py" else SMALL), "train.run_name": name, **options}
     train = [sys.executable, "-m", "jaxtune.train", f"--config={checkout / 'configs' / recipe}{base}"]
     train += [f"--config.{key}={value}" for key, value in settings.items()]
     if processes == 1:
         return train
-    script = checkout / "launch" / "local.py"  # where older checkouts have it
+    script = checkout / "launch" / "local.py"  # its place in older checkouts
     launch = [str(script)] if script.exists() else ["-m", "jaxtune.launch"]
     return [sys.executable, *launch, "--processes", str(processes), "--devices-per-process", str(devices), "--", *train]
 
 
 def run(checkout: Path, home: Path, name: str, recipe: str, options: dict, devices: int, processes: int) -> list[tuple]:
-    """Trains in `home`, unless that was done before; returns every number of the run."""
+    """Train in `home`, unless an earlier call has done so; return every number of the run."""
     metrics = home / "runs" / name / "metrics.jsonl"
     done = metrics.with_name("done")
     if not done.exists():
@@ -86,22 +86,22 @@ def run(checkout: Path, home: Path, name: str, recipe: str, options: dict, devic
 
 
 def resumed(checkouts: dict[str, Path], work: Path) -> dict[str, list[tuple]]:
-    """Four steps with the earlier version, then four with each."""
+    """Train four steps with the earlier version, then resume with each version for four more."""
     options = {"train.max_steps": 4, "lora.dropout": 0.1, "optim.schedule": "constant", "eval.steps": 0}
     run(checkouts["before"], work / "before", "half", "qwen_lora.py", options, 1, 1)
-    found = {}
+    numbers = {}
     for side, checkout in checkouts.items():
         folder = work / side / "runs" / "resumed"
         if not folder.exists():
             shutil.copytree(work / "before" / "runs" / "half", folder)
             (folder / "done").unlink()
-        found[side] = run(checkout, work / side, "resumed", "qwen_lora.py", options | {"train.max_steps": 8}, 1, 1)
+        numbers[side] = run(checkout, work / side, "resumed", "qwen_lora.py", options | {"train.max_steps": 8}, 1, 1)
         assert "resumed from step 4" in (work / side / "resumed.log").read_text()
-    return found
+    return numbers
 
 
 def main() -> int:
-    """Prints a line a case; returns 1 where two runs differ."""
+    """Print a line for each case; return 1 if any two runs differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, meaning in (("before", "a checkout"), ("after", "another"), ("work", "folder of all runs")):
         parser.add_argument(f"--{flag}", required=True, type=lambda path: Path(path).resolve(), help=meaning)
@@ -114,14 +114,14 @@ def main() -> int:
     for case, (recipe, settings, devices, processes) in [*CASES.items(), ("resumed", (None, {}, 1, 1))]:
         name = case.split(",")[0] if recipe == "quickstart.py" else case.replace(" ", "").replace(",", "-")
         if recipe is None:
-            found = resumed(checkouts, options.work)
+            numbers = resumed(checkouts, options.work)
         else:
-            found = {
+            numbers = {
                 side: run(checkout, options.work / side, name, recipe, settings, devices, processes)
                 for side, checkout in checkouts.items()
             }
-        losses = [float(row[1]) for row in found["before"] if row[1] != "None"]
-        same = all(rows == found["before"] for rows in found.values())
+        losses = [float(row[1]) for row in numbers["before"] if row[1] != "None"]
+        same = all(rows == numbers["before"] for rows in numbers.values())
         different += not same
         print(f"{case:26} {len(losses):3} steps  loss {losses[0]:.6f} -> {losses[-1]:.6f}  ", end="")
         print("equal in every bit" if same else "DIFFERENT", flush=True)

@@ -1,10 +1,10 @@
-"""Speed and memory of tokenising plain text: tokens a second of a core, and the peak RSS beside the size of the text.
+"""Speed and memory of tokenising plain text: tokens a second and core, and peak RSS for two sizes of text.
 
     python benchmarks/tokenising.py [--megabytes=64]
 
 The tokenizer is a byte-level BPE of 32 768 tokens, with the pattern of GPT-2, trained on the standard library of
-Python; the text is that library, cut and numbered, as JSON lines. Each run is a process of its own, with one thread:
-tokens a second are those of the time that it computes, which others on the machine do not take from it.
+Python; the text is the same library, cut and numbered, as JSON lines. Each run is a process of its own, with one
+thread. Tokens a second are per CPU second, so other load on the machine does not count.
 """
 
 import argparse
@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parent / "results" / "tokenising.json"
 
 
 def main() -> None:
-    """Runs all, prints a table and writes the results."""
+    """Run all sizes, print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=64, help="of the larger text; the other has a quarter")
     parser.add_argument("--run", nargs=2, metavar=("FOLDER", "NAME"), help=argparse.SUPPRESS)
@@ -43,33 +43,33 @@ def main() -> None:
         for megabytes in (options.megabytes // 4, options.megabytes):
             command = [sys.executable, __file__, "--run", folder, str(megabytes)]
             environment = os.environ | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-            found = json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
-            rows.append({"megabytes": megabytes, **found})
-            rate = found["tokens"] / found["cpu_seconds"]
+            measured = json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
+            rows.append({"megabytes": megabytes, **measured})
+            rate = measured["tokens"] / measured["cpu_seconds"]
             rows[-1]["tokens_per_second"] = round(rate)
-            line = f"{megabytes:>16}{found['cpu_seconds']:>16.1f}{found['seconds']:>16.1f}"
-            line += f"{found['tokens']:>16,}{rate:>16,.0f}{found['rss_at_start_mb']:>16}{found['rss_mb']:>16}"
+            line = f"{megabytes:>16}{measured['cpu_seconds']:>16.1f}{measured['seconds']:>16.1f}"
+            line += f"{measured['tokens']:>16,}{rate:>16,.0f}{measured['rss_at_start_mb']:>16}{measured['rss_mb']:>16}"
             print(line, flush=True)
     result = {"date": str(date.today()), "cpu": cpu(), "cores": os.cpu_count(), "vocabulary": VOCABULARY, "rows": rows}
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def cpu() -> str:
-    """The name of the processor."""
+    """Return the name of the processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
 
 
 def library() -> list[str]:
-    """The modules of Python's standard library, as text."""
+    """Return the modules of Python's standard library, as text."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
-    own = [file for file in files if "site-packages" not in file.parts]
-    texts = [file.read_text(encoding="utf-8", errors="ignore") for file in own]
+    modules = [file for file in files if "site-packages" not in file.parts]
+    texts = [file.read_text(encoding="utf-8", errors="ignore") for file in modules]
     return [text for text in texts if len(text) > 1000]
 
 
 def train_tokenizer(texts: list[str], folder: Path) -> None:
-    """A byte-level BPE tokenizer of these texts."""
+    """Train a byte-level BPE tokenizer on texts, and save it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -85,7 +85,7 @@ def train_tokenizer(texts: list[str], folder: Path) -> None:
 
 
 def write(texts: list[str], file: Path, size: int) -> None:
-    """JSON lines of the texts, cut to some 4000 characters, until they have this size; no two are the same."""
+    """Write the texts as JSON lines of up to 4000 characters until the file has `size` bytes. All lines differ."""
     number = 0
     with file.open("w", encoding="utf-8") as lines:
         while lines.tell() < size:
@@ -98,13 +98,13 @@ def write(texts: list[str], file: Path, size: int) -> None:
 
 
 def peak_mb() -> int:
-    """The peak RSS of this process; Linux alone tells it (ru_maxrss begins with that of the process before)."""
+    """Return the peak RSS of this process, only on Linux (ru_maxrss starts at the parent process's value)."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) // 1000
 
 
 def run(folder: Path, name: str) -> dict:
-    """Tokenises a file into a new cache; seconds, tokens, and the peak memory of this process before and after."""
+    """Tokenise a file into a new cache; return seconds, tokens, and this process's peak memory before and after."""
     import transformers
 
     from jaxtune.config.schema import Dataset
@@ -114,13 +114,13 @@ def run(folder: Path, name: str) -> dict:
     at_start = peak_mb()
     entry = Dataset(path=str(folder / f"{name}.jsonl"))
     start, cpu_start = time.perf_counter(), time.process_time()
-    found = tokenize((entry,), tokenizer, folder / "cache")
+    documents = tokenize((entry,), tokenizer, folder / "cache")
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     peak = peak_mb()
     return {
         "seconds": round(seconds, 2),
         "cpu_seconds": round(cpu_seconds, 2),
-        "tokens": int(found.lengths.sum()),
+        "tokens": int(documents.lengths.sum()),
         "rss_at_start_mb": at_start,
         "rss_mb": peak,
     }

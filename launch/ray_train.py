@@ -1,11 +1,11 @@
-"""Train on a Ray cluster, which starts the workers, and starts all of them again after a failure.
+"""Train on a Ray cluster, which starts the workers, and restarts all workers after a failure.
 
     pip install 'jaxtune[ray]'
     python launch/ray_train.py --workers=4 --gpus_per_worker=8 --config=qwen_full --config.train.hang_seconds=1800
 
-The cluster is that of RAY_ADDRESS, or one on this machine alone. A worker is one process, best with all GPUs of a host.
-Paths are taken from the folder that this is started in; it and train.output_dir are on storage that every host sees.
-Started again, the workers go on from the last checkpoint; Ray keeps no copy of it.
+RAY_ADDRESS names the cluster; without it, a cluster is started on this machine. A worker is one process, best with all
+GPUs of a host. Paths are relative to the current folder, which must be on storage that every host sees, like
+train.output_dir. After a restart the workers continue from the last checkpoint; Ray keeps no copy of it.
 """
 
 import os
@@ -27,7 +27,7 @@ from jaxtune.train import train
 
 
 def work(job: dict[str, Any]) -> None:
-    """What each worker does: joins the others as jaxtune does everywhere, and trains."""
+    """Run a worker: connect to the others through jaxtune's usual environment variables, and train."""
     os.chdir(job["folder"])
     with socket.socket() as probe:  # a free port; process 0 binds it a moment later
         probe.bind(("", 0))
@@ -41,20 +41,21 @@ def work(job: dict[str, Any]) -> None:
 def _define_flags(values: flags.FlagValues) -> None:
     number = partial(flags.DEFINE_integer, flag_values=values)
     number("workers", None, "workers", lower_bound=1, required=True)
-    number("gpus_per_worker", 0, "GPUs of each worker; 0: it computes on a CPU", lower_bound=0)
-    number("restarts", 3, "after a failure, start all again at most so many times", lower_bound=0)
+    number("gpus_per_worker", 0, "GPUs of each worker; 0: train on the CPU", lower_bound=0)
+    number("restarts", 3, "maximum number of restarts of all workers after failures", lower_bound=0)
 
 
 def _main(values: flags.FlagValues, config: Config) -> None:
     if values.restarts and config.ckpt.resume != "auto":
         raise UserError(
-            f"ckpt.resume={config.ckpt.resume!r}: to go on after a restart it is 'auto'; or set --restarts=0"
+            f"ckpt.resume={config.ckpt.resume!r}: restarts need 'auto' to continue the run; set it, or set --restarts=0"
         )
     gpus = values.gpus_per_worker
     JaxTrainer(
         work,
         train_loop_config={"config": config, "folder": os.getcwd()},
-        # Ray would join them itself, and number the GPUs of each worker from 0 even where a host has several workers.
+        # With use_gpu, Ray would initialise jax.distributed itself, and would number the GPUs of each worker from 0
+        # even if a host has several workers.
         jax_config=JaxConfig(use_gpu=False),
         scaling_config=ScalingConfig(
             num_workers=values.workers,

@@ -1,13 +1,13 @@
-"""What the time model of `jaxtune plan` assumes, measured: a program for each rate, and a whole training step.
+"""Measure the rates that the time model of `jaxtune plan` assumes: a program for each rate, and a whole training step.
 
-Each program is compiled, read and timed by the model as a step is. The value of its rate is the one with which the
-model says what was measured. A rate that is seen only beside others (in L2, launches outside of graphs) is found after
-those, from programs that take turns with its own. What is concluded is a calibration: `jaxtune plan --calibration`
+Each program is compiled, read and timed like a step. The value of its rate is the one with which the model predicts the
+measured time. Some rates (L2, launches outside of graphs) show only together with others; these others are solved
+first, from programs that take turns with the rate's own. The result is a calibration: `jaxtune plan --calibration`
 reads it from the result file, and the whole step is predicted with it too.
 
-Programs repeat an operation, on different arrays where it reads much, so that neither the start of a program nor what
-L2 still holds counts. Not measured, as it takes more than one GPU or no program shows it alone: `link`, `latency` and
-`hidden` of jaxtune/plan/rates.py.
+Programs repeat an operation, on different arrays if it reads much, so that neither the start of a program nor data left
+in L2 counts. `link`, `latency` and `hidden` of jaxtune/plan/rates.py are not measured, because they need more than one
+GPU or cannot be isolated in a program.
 """
 
 import statistics
@@ -38,13 +38,20 @@ from pallas_kernels.fp8_matmul import block_scales, fp8_matmul, quantize
 from pallas_kernels.gpus import GPUS
 
 ZERO_INIT = "xla_gpu_enable_dus_accumulator_zero_init_elimination"
-POISONED = 2**30  # bytes, several times what the small model takes
+POISONED = 2**30  # bytes; several times the memory of the small model
 STEPS = 3
 
 
 @dataclass(frozen=True)
 class Made:
-    """A program, and compiler options. Of a `chain` the argument is donated, and the next run is given the result."""
+    """A program to measure.
+
+    Attributes:
+        function: the function to compile.
+        arguments: its arguments.
+        options: compiler options.
+        chain: whether the argument is donated and each run gets the previous run's result.
+    """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -53,13 +60,13 @@ class Made:
 
 
 def _normal(*shapes: tuple[int, ...]) -> list[jax.Array]:
-    """bfloat16 arrays; the last axis is summed over, and its length scales the product."""
+    """bfloat16 arrays, scaled so that a product summed over the last axis has unit variance."""
     keys = jax.random.split(jax.random.key(0), len(shapes))
     return [jax.random.normal(key, shape, jnp.bfloat16) * shape[-1] ** -0.25 for key, shape in zip(keys, shapes)]
 
 
 def _pairs(case: str, smoke: bool, count: int) -> tuple[list[jax.Array], list[jax.Array]]:
-    """(m, k) and (n, k) arrays of a case MxNxK."""
+    """(m, k) and (n, k) arrays for a case MxNxK."""
     m, n, k = (max(16, int(size) // 64) if smoke else int(size) for size in case.split("x"))
     return _normal(*[(m, k)] * count), _normal(*[(n, k)] * count)
 
@@ -82,21 +89,21 @@ def _fp8_products(case: str, smoke: bool) -> Made:
 
 
 def _passes(case: str, smoke: bool) -> Made:
-    """Each reads what the one before wrote; all results are kept, so that they are written to memory in the end."""
+    """Passes over an array, each reading the previous result. All results are kept, so that they reach memory."""
     count, megabytes = map(int, case.removesuffix("MB").split("x"))
 
     def passes(x):
-        found = []
+        results = []
         for _ in range(count):
             x = jax.lax.optimization_barrier(x * jnp.bfloat16(1.5))
-            found.append(x)
-        return found
+            results.append(x)
+        return results
 
     return Made(passes, (jnp.ones(megabytes * (2 if smoke else 500_000), jnp.bfloat16),))
 
 
 def _sines(x: jax.Array, count: int) -> jax.Array:
-    """As many kernels that take next to no time, each on the result of the last."""
+    """Run `count` kernels that take almost no time, each on the previous result."""
     for _ in range(count):
         x = jax.lax.optimization_barrier(jnp.sin(x))
     return x
@@ -112,7 +119,7 @@ def _launches_outside(case: str, smoke: bool) -> Made:
 
 
 def _graphs(case: str, smoke: bool) -> Made:
-    """A loop is launched iteration by iteration, each a graph of five kernels with the counter's, the fewest of one."""
+    """A loop, launched as one graph an iteration, of five kernels with the counter's: the minimum for a graph."""
 
     def loop(x):
         return jax.lax.scan(lambda x, _: (_sines(x, 4), None), x, None, _count(case, smoke))[0]
@@ -121,7 +128,7 @@ def _graphs(case: str, smoke: bool) -> Made:
 
 
 def _waits(case: str, smoke: bool) -> Made:
-    """A loop that ends by a value: the host waits for it in every iteration."""
+    """A loop with a data-dependent end: the host waits for the value in every iteration."""
     count = _count(case, smoke)
 
     def loop(x):
@@ -136,7 +143,7 @@ def _count(case: str, smoke: bool) -> int:
 
 
 def _attention(kernel: str) -> Callable[[str, bool], Made]:
-    """Of causal rows; a case is rows x length x heads x K/V heads, of 128 dimensions."""
+    """Attention over causal rows; a case is rows x length x heads x K/V heads, with head dimension 128."""
 
     def make(case: str, smoke: bool) -> Made:
         rows, length, heads, kv_heads = (1, 64, 2, 1) if smoke else map(int, case.split("x"))
@@ -153,7 +160,7 @@ def _attention(kernel: str) -> Callable[[str, bool], Made]:
 
         def backward(*arrays):
             dq, dk, dv = triton.backward(*arrays, variant=variant, interpret=smoke)
-            return dq if kernel == "flash_attention_dq" else (dk, dv)  # the kernel of the other is left out
+            return dq if kernel == "flash_attention_dq" else (dk, dv)  # XLA removes the unused kernel
 
         return Made(backward, (q, k, v, *seen, lse, delta, d_out))
 
@@ -161,8 +168,8 @@ def _attention(kernel: str) -> Callable[[str, bool], Made]:
 
 
 ROWS_OF_ATTENTION = ("2x2048x32x8", "1x8192x32x8")
-# By rate, most telling first: how its programs are made, and their cases. Products are m x n x k, of 4096 tokens and
-# the layers of Qwen3-8B.
+# For each rate, the most important first: the function that makes its programs, and their cases. Products are
+# m x n x k, with 4096 tokens and the layers of Qwen3-8B.
 PROGRAMS: dict[str, tuple[Callable[[str, bool], Made], tuple[str, ...]]] = {
     "sustained": (_products, ("4096x4096x4096", "4096x12288x4096", "4096x4096x12288", "4096x1024x4096")),
     "narrow": (_products, ("4096x16x4096", "4096x4096x16", "16x4096x4096")),
@@ -178,7 +185,7 @@ PROGRAMS: dict[str, tuple[Callable[[str, bool], Made], tuple[str, ...]]] = {
     "graph": (_graphs, ("64",)),
     "sync": (_waits, ("64",)),
 }
-# Rates that are found before one: by the same case, where they have it, else by their first.
+# Rates that must be solved before another one, by the same case if they have it, otherwise by their first case.
 BEFORE = {
     "fp8": ("sustained",),
     "l2": ("launch", "bandwidth"),
@@ -189,7 +196,7 @@ BEFORE = {
 
 
 def piece(smoke: bool) -> Piece:
-    """Rates by their programs; the step, which is given what was found before; the flag."""
+    """The jobs: rates by their programs; the step, which gets the rates measured before it; the flag."""
     jobs = [
         Job(rate, case, __name__, {"contender": rate, "case": case, "smoke": smoke})
         for rate, (_, cases) in PROGRAMS.items()
@@ -208,22 +215,22 @@ def piece(smoke: bool) -> Piece:
         ("error %", "calibrated_error_percent", "+.1f"),
         ("same bits", "same_bits", ""),
     )
-    title = "what the time model of jaxtune plan assumes, bfloat16; error: prediction over measurement"
+    title = "assumptions of jaxtune plan's time model, bfloat16; error: prediction over measurement"
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
     return Piece("assumptions", title, jobs, columns, 0.50, 120, environment, conclude=calibration)
 
 
 def calibration(rows: dict[str, Row]) -> dict[str, float]:
-    """The median of each rate over its cases."""
-    found: dict[str, list[float]] = {}
+    """Return the median of each rate over its cases."""
+    by_rate: dict[str, list[float]] = {}
     for name, row in rows.items():
         if "value" in row:
-            found.setdefault(name.split("/")[0], []).append(row["value"])
-    return {rate: statistics.median(values) for rate, values in found.items()}
+            by_rate.setdefault(name.split("/")[0], []).append(row["value"])
+    return {rate: statistics.median(values) for rate, values in by_rate.items()}
 
 
 def measure(contender: str, case: str, smoke: bool, rows: dict[str, Row] | None = None) -> Row:
-    """A rate and what the model says of its program; the check of the flag; or the step."""
+    """Measure a rate and compare the model's prediction of its program; or check the flag; or measure the step."""
     gpu = known_gpu()
     if gpu is None:
         return {"refused": f"the time model has no {jax.devices()[0].device_kind}; there are {', '.join(GPUS)}"}
@@ -240,7 +247,7 @@ def measure(contender: str, case: str, smoke: bool, rows: dict[str, Row] | None 
         donated = {"donate_argnums": 0} if made.chain else {}
         compiled, reads[rate] = compile_and_read(made.function, *made.arguments, options=made.options, **donated)
         calls[rate] = Call(_runs(compiled, made), jax.block_until_ready)
-    # Clocks fall after a while of products.
+    # GPU clocks drop after some time of matrix products, so blocks are long enough to see that.
     seconds = seconds_per_call(calls, *((2, 0.0) if smoke else (7, 0.15)))
     row: Row = {
         "microseconds": 1e6 * seconds[contender],
@@ -253,9 +260,9 @@ def measure(contender: str, case: str, smoke: bool, rows: dict[str, Row] | None 
     }
     rates, value = SCENARIOS["central"], None
     for rate in calls:
-        value, said = solve(rate, seconds[rate], rates, reads[rate].seconds)
+        value, problem = solve(rate, seconds[rate], rates, reads[rate].seconds)
         if value is None:
-            return row | ({"implausible": said} if smoke else {"error": f"wrong: {said}"})
+            return row | ({"implausible": problem} if smoke else {"error": f"wrong: {problem}"})
         rates = with_value(rates, rate, value)
     return row | {"value": value}
 
@@ -266,7 +273,7 @@ def _runs(compiled: jax.stages.Compiled, made: Made) -> Callable[[], Any]:
     held = made.arguments[0]
 
     def run() -> jax.Array:
-        # In place: a graph whose arrays move is updated before each launch.
+        # In place, because a graph must be updated before a launch if its arrays have moved.
         nonlocal held
         held = compiled(held)
         return held
@@ -275,7 +282,7 @@ def _runs(compiled: jax.stages.Compiled, made: Made) -> Callable[[], Any]:
 
 
 def solve(rate: str, seconds: float, rates: Rates, predicted: Callable[[Rates], float]) -> tuple[float | None, str]:
-    """The plausible value of a rate with which the model predicts what was measured; None, and why there is none."""
+    """Return the plausible value of a rate with which the model predicts the measured time, or None and the reason."""
     low, high = PLAUSIBLE[rate]
     at = [predicted(with_value(rates, rate, value)) for value in (low, high)]
     if not min(at) <= seconds <= max(at) or at[0] == at[1]:
@@ -287,9 +294,9 @@ def solve(rate: str, seconds: float, rates: Rates, predicted: Callable[[Rates], 
 
 
 def _same_without_zeros(smoke: bool) -> Row:
-    """Whether steps of a small model are the same, bit for bit, where a scan's stacks are not filled with zeros first.
+    """Check that steps of a small model do not change by a bit if a scan's stacks are not filled with zeros first.
 
-    Memory is filled with NaN before each, so that a part of a stack that is read and was never written is seen.
+    Memory is filled with NaN before each step, to expose parts of a stack that are read without having been written.
     """
     jax.set_mesh(models.one_device_mesh(jax.devices()[0]))
     config = CONFIGS["tiny" if smoke else "small"]
@@ -306,7 +313,7 @@ def _same_without_zeros(smoke: bool) -> Row:
     def results(step: jax.stages.Compiled) -> list[np.ndarray]:
         after, losses = state, []
         for _ in range(STEPS):
-            # XLA takes the memory of its temporaries from where this was; of every dtype of floats it is NaN.
+            # XLA reuses this memory for its temporaries; the bytes are NaN in every float dtype.
             jnp.full(2**20 if smoke else POISONED, 255, jnp.uint8).block_until_ready().delete()
             after, metrics = step(after, frozen, data, rate)
             losses.append(metrics["loss"])
@@ -330,7 +337,7 @@ def _differing(first: list[np.ndarray], second: list[np.ndarray]) -> int:
 
 
 def _step(case: str, smoke: bool, rows: dict[str, Row]) -> Row:
-    """A LoRA step as `train_step` measures it."""
+    """Measure a LoRA step with `train_step`'s method, and predict it with the rates in `rows`."""
     measured = calibration(rows)
     row = train_step.measure_step(CONFIGS[case], train_step.shape(smoke), 2 if smoke else 7, measured=measured)
     return row | {"microseconds": 1e6 * row["seconds"], "calibrated_with": measured}

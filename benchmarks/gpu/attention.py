@@ -1,13 +1,13 @@
-"""Attention at head dimension 128 in bfloat16: TFLOP/s of every backend, beside torch's SDPA in the same process.
+"""Attention at head dimension 128 in bfloat16: TFLOP/s of every backend, and of torch's SDPA in the same process.
 
-Only operations that are needed count: with p = sum over documents of length * w - w^2 / 2 visible pairs of a query and
-a key (w = the length, or the window where that is less; length^2 / 2 without one),
+Only necessary operations count: p is the number of visible pairs of a query and a key, the sum over documents of
+length * w - w^2 / 2, where w = min(length, window) (so length^2 / 2 without a window), and
 
-    forward 4 * p * heads * head_dim, backward 2.5 times that.
+    forward 4 * p * heads * head_dim, backward 2.5 times as many.
 
-Torch has no packed or windowed kernel that can be asked for, so its part is always dense and causal: for packed rows,
-rows of the length that makes it the same work; for a window, the same rows without one. Compare TFLOP/s, or their
-ratio.
+Torch has no packed or windowed kernel that can be selected, so its rows are always dense and causal: for packed rows,
+their length is chosen to give the same work; for a window, they are the same rows without one. Compare TFLOP/s, or
+their ratio.
 """
 
 import functools
@@ -33,7 +33,7 @@ def _case(rows: int, length: int, *, heads: int = 16, kv_heads: int = 16, head_d
     return {"rows": rows, "length": length, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, **features}
 
 
-# 16384 tokens each. Most telling first: time may run out.
+# 16384 tokens each, the most important first, because time may run out.
 CASES = {
     "causal-8k": _case(2, 8192),
     "packed-8k": _case(2, 8192, documents=DOCUMENTS, peer_length=2048),
@@ -50,15 +50,15 @@ SMOKE_CASES = {
     "window": _case(1, 64, window=16, **TINY),
 }
 NAMES = tuple(backend.name for backend in BACKENDS)
-PEERS = {"tokamax": "tokamax", "torch-flash": "torch"}  # and the package that each needs
+PEERS = {"tokamax": "tokamax", "torch-flash": "torch"}  # contender: the package that it needs
 XLA_CASES = ("causal-8k", "packed-8k", *SMOKE_CASES)  # the others would take minutes to compile
-# Forward TFLOP/s; forward and backward against cuDNN on dense rows of the same work.
+# Targets: TFLOP/s of the forward pass; ratio to cuDNN of forward and backward, on dense rows of the same work.
 FORWARD_TARGETS = {"mosaic/causal-8k": 480, "triton/causal-8k": 350}
 RATIO_TARGETS = {f"{backend}/packed-8k": 0.85 for backend in ("mosaic", "triton")}
 
 
 def piece(smoke: bool) -> Piece:
-    """Contenders by cases; refusals that a kernel makes itself are found when it is asked."""
+    """The jobs: contenders by cases. Cases that a kernel refuses are found when they run."""
     jobs = []
     for name in SMOKE_CASES if smoke else CASES:
         for contender in (*NAMES, *PEERS):
@@ -77,12 +77,12 @@ def piece(smoke: bool) -> Piece:
         ("ratio", "both_ratio", ".2f"),
         ("target", "both_ratio_target", ""),
     )
-    title = "attention, bfloat16, TFLOP/s of the work that is needed; torch: dense rows of the same work"
+    title = "attention, bfloat16, TFLOP/s of necessary work; torch: dense rows of the same work"
     return Piece("attention", title, jobs, columns, 0.15, 40, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
 
 
 def measure(contender: str, name: str, smoke: bool) -> Row:
-    """Times of one contender on one case, in turn with torch's cuDNN attention where torch is installed."""
+    """Time one contender on one case, in turn with torch's cuDNN attention if torch is installed."""
     case = (SMOKE_CASES if smoke else CASES)[name]
     work = flops(_peer(case) if contender == "torch-flash" else case)
     row: Row = {"flops_forward": work}
@@ -107,11 +107,11 @@ def measure(contender: str, name: str, smoke: bool) -> Row:
             row[f"{part}_peer_tflops"] = factor * flops(_peer(case)) / seconds["peer"] / 1e12
             row[f"{part}_ratio"] = row[f"{part}_tflops"] / row[f"{part}_peer_tflops"]
     targets = (("forward_target", FORWARD_TARGETS), ("both_ratio_target", RATIO_TARGETS))
-    return row | {key: found[f"{contender}/{name}"] for key, found in targets if f"{contender}/{name}" in found}
+    return row | {key: target[f"{contender}/{name}"] for key, target in targets if f"{contender}/{name}" in target}
 
 
 def flops(case: dict) -> float:
-    """Floating-point operations that the forward pass of a case needs."""
+    """Return the floating-point operations that the forward pass of a case needs."""
     pairs = 0.0
     for length in case.get("documents", (case["length"],)):
         window = min(case.get("window", length), length)
@@ -120,7 +120,7 @@ def flops(case: dict) -> float:
 
 
 def refusal(attend: Callable, *arguments: Any) -> str | None:
-    """Why no kernel can run this here, found by tracing; any other error is raised."""
+    """Return the reason if no kernel can run this here, found by tracing; other errors are raised."""
     try:
         jax.eval_shape(attend, *arguments)
     except ValueError as error:
@@ -131,7 +131,7 @@ def refusal(attend: Callable, *arguments: Any) -> str | None:
 
 
 def run_by(backend: str, smoke: bool) -> tuple[Callable[..., Any], str]:
-    """The op by one backend, and how it runs: on a CPU the Triton kernels are interpreted."""
+    """Return the op with one backend, and how it runs: on a CPU the Triton kernels are interpreted."""
     if not (smoke and backend == "triton"):
         return functools.partial(flash_attention, backend=backend), "compiled"
     passes = (functools.partial(function, interpret=True) for function in (triton.forward, triton.backward))
@@ -200,20 +200,20 @@ def _jax_calls(attend: Callable, arrays: list[jax.Array], d_out: jax.Array) -> d
 
 
 def _peer(case: dict) -> dict:
-    """Dense causal rows of as many tokens."""
+    """The case for torch: dense causal rows with the same number of tokens."""
     length = case.get("peer_length", case["length"])
     same = {key: case[key] for key in ("heads", "kv_heads", "head_dim")}
     return {"rows": case["rows"] * case["length"] // length, "length": length, **same}
 
 
 def _torch_calls(case: dict, wanted: str) -> tuple[dict[str, Call], list[str]]:
-    """Torch's attention by one of its backends, and the kernels that ran. It is given K and V expanded to all heads."""
+    """Torch's attention with one of its backends, on K and V expanded to all heads; and the kernels that ran."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from gpu.torch_kernels import attention_kernels, device, synchronize
 
-    # On a CPU, where only the smoke run is, flash is the one kernel there is.
+    # On a CPU, which only the smoke run uses, flash is the only kernel.
     chosen = getattr(SDPBackend, wanted if device() == "cuda" else "FLASH_ATTENTION")
     dense = _peer(case)
     shape = (dense["rows"], dense["length"], dense["heads"], dense["head_dim"])

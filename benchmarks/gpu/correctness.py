@@ -1,7 +1,7 @@
-"""Every kernel backend that runs on the GPU, all features, forward and gradients, against float64 on the CPU.
+"""Check every kernel backend that runs on the GPU: all features, forward and gradients, against float64 on the CPU.
 
-An error is norm(found - reference) / norm(reference) of an output or a gradient, over the whole array; the reference
-is made of the same inputs, widened. NaN where the reference has none, or a wrong infinity, is an infinite error.
+An error is norm(result - reference) / norm(reference) of an output or a gradient, over the whole array; the reference
+is computed from the same inputs in float64. An unexpected NaN or infinity is an infinite error.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 
-# Lengths are not multiples of a block. `documents`: lengths, the rest of a row is padding that holds NaN.
+# Lengths are not multiples of a block. `documents`: their lengths; the rest of a row is padding, filled with NaN.
 DEFAULTS = {"queries": 300, "keys": 300, "heads": 4, "kv_heads": 2, "head_dim": 128, "dtype": "bfloat16"}
 PACKED = (130, 1, 70, 90)
 CASES: dict[str, dict[str, Any]] = {
@@ -48,7 +48,7 @@ LOSSES = ("frozen-head", "trained-head")
 
 
 def piece(smoke: bool) -> Piece:
-    """Backends by features, and the fused loss."""
+    """The jobs: backends by features, and the fused loss."""
     cases = SMOKE_CASES if smoke else CASES
     jobs = [
         Job(name, case, __name__, {"contender": name, "name": case, "smoke": smoke}) for name in NAMES for case in cases
@@ -67,7 +67,7 @@ def piece(smoke: bool) -> Piece:
 
 
 def measure(contender: str, name: str, smoke: bool) -> Row:
-    """Errors of one backend on one case; one that is not within tolerance is an error."""
+    """Return the errors of one backend on one case; the job fails if one exceeds the tolerance."""
     if contender == "loss-xla":
         errors, dtype = _loss_errors(name, smoke)
     else:
@@ -81,7 +81,7 @@ def measure(contender: str, name: str, smoke: bool) -> Row:
 
 
 def verdict(errors: dict[str, float], tolerance: float) -> Row:
-    """A row of errors, and of the worst."""
+    """Return a row with all errors and the worst one."""
     worst = max(errors, key=errors.__getitem__)
     row: Row = {"errors": errors, "worst": errors[worst], "worst_of": worst, "tolerance": tolerance}
     if not errors[worst] <= tolerance:
@@ -90,7 +90,7 @@ def verdict(errors: dict[str, float], tolerance: float) -> Row:
 
 
 def relative_error(found: Any, wanted: Any) -> float:
-    """norm(found - wanted) / norm(wanted); infinite where one is not finite and the other is not the same."""
+    """Return norm(found - wanted) / norm(wanted); infinite if their infinities and NaN do not match."""
     found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
     finite = np.isfinite(wanted)
     if not np.array_equal(found[~finite], wanted[~finite]) or not np.isfinite(found[finite]).all():

@@ -1,7 +1,7 @@
 """Dequantization of the weights of Qwen3-8B to bfloat16: GB/s of every backend, and of bitsandbytes on the same codes.
 
-Bytes are those of codes and scales, read once, and of the weight, written once. A call makes several weights, so that
-they come from memory and not from the cache, and so that starting it costs nothing.
+The bytes count codes and scales, read once, and the weight, written once. A call dequantizes several weights, so that
+they come from memory and not from the cache, and so that the cost of starting the call is negligible.
 """
 
 import functools
@@ -27,13 +27,13 @@ from pallas_kernels.quant_matmul.layout import layout_of
 FORMATS = ("nf4", "fp8", "nvfp4", "int8")
 SHAPES = ((12_288, 4096), (4096, 12_288), (4096, 4096))
 SMOKE_SHAPES = ((128, 256),)
-TOTAL = 2**28  # elements of the weights of a call: 0.5 GB are written
+TOTAL = 2**28  # elements of all weights in a call: 0.5 GB are written
 CONTENDERS = (*(backend.name for backend in quant_matmul.DEQUANTIZE_BACKENDS), "bitsandbytes")
-TOLERANCE = 2.0**-8  # of bfloat16: rounded once
+TOLERANCE = 2.0**-8  # one rounding to bfloat16
 
 
 def piece(smoke: bool) -> Piece:
-    """Backends and bitsandbytes by formats and shapes."""
+    """The jobs: backends and bitsandbytes by formats and shapes."""
     missing = [package for package in ("torch", "bitsandbytes") if not importlib.util.find_spec(package)]
     absent = f"{' and '.join(missing)} not installed" if missing else None
     jobs = []
@@ -54,7 +54,7 @@ def piece(smoke: bool) -> Piece:
 
 
 def measure(contender: str, format: str, shape: tuple[int, int], smoke: bool) -> Row:
-    """GB/s of one contender, after its first weight was found correct."""
+    """Return GB/s of one contender, after checking its first weight."""
     count = 2 if smoke else TOTAL // math.prod(shape)
     elements, stored = format_named(format).elements, weights(format, shape, count)
     if contender == "bitsandbytes":
@@ -76,14 +76,14 @@ def measure(contender: str, format: str, shape: tuple[int, int], smoke: bool) ->
     seconds = seconds_per_call({"own": call}, *((2, 0.0) if smoke else (7, 0.02)))["own"] / count
     row["bytes"] = sum(array.nbytes for array in jax.tree.leaves(stored[0])) + 2 * math.prod(shape)
     row |= {"microseconds": seconds * 1e6, "gb_per_second": row["bytes"] / seconds / 1e9}
-    card = next((gpu for gpu in GPUS.values() if gpu.kind == jax.devices()[0].device_kind), None)
-    if card is not None:
-        row["bandwidth_percent"] = 100 * row["bytes"] / seconds / card.memory_bandwidth
+    gpu = next((gpu for gpu in GPUS.values() if gpu.kind == jax.devices()[0].device_kind), None)
+    if gpu is not None:
+        row["bandwidth_percent"] = 100 * row["bytes"] / seconds / gpu.memory_bandwidth
     return row
 
 
 def _backend(name: str, elements: str, smoke: bool) -> Callable[..., Any]:
-    """(codes, scales, tensor_scale) -> the weight; on a CPU the Triton kernel is interpreted."""
+    """A function (codes, scales, tensor_scale) -> weight; on a CPU the Triton kernel is interpreted."""
     if smoke and name == "triton":
 
         def interpreted(codes, scales, tensor_scale):
@@ -95,7 +95,7 @@ def _backend(name: str, elements: str, smoke: bool) -> Callable[..., Any]:
 
 
 def _bitsandbytes(stored: list[Weight], shape: tuple[int, int], format: str) -> tuple[Call, np.ndarray]:
-    """The same codes by bitsandbytes' dequantize_4bit, and the first weight that it makes of them."""
+    """A call of bitsandbytes' dequantize_4bit on the same codes, and the first weight that it returns."""
     import torch
     from bitsandbytes.functional import QuantState, dequantize_4bit
 

@@ -1,7 +1,8 @@
-"""FP8 activations by an FP8 weight of Qwen3-8B (12288 x 4096): every backend by the rows of x, beside bfloat16.
+"""FP8 activations times an FP8 weight of Qwen3-8B (12288 x 4096): every backend by number of rows, and bfloat16.
 
-Scales are one per tensor for cuBLASLt, and 1 x 128 by 128 x 128 for Mosaic. The product of FP8 arrays is timed, and
-the same with the quantization of x before it, as a layer needs it. The plain product takes turns with both.
+cuBLASLt has one scale per tensor, Mosaic one per 1 x 128 block of x and per 128 x 128 block of the weight. The product
+of FP8 arrays is timed, and also the quantization of x followed by the product, which is what a layer needs. The
+bfloat16 product takes turns with both.
 """
 
 import functools
@@ -21,20 +22,21 @@ from pallas_kernels.fp8_matmul import block_scales, fp8_matmul, quantize
 ROWS = (4096, 8192, 16_384, 32_768)
 SHAPE = (12_288, 4096)
 SMOKE_ROWS, SMOKE_SHAPE = (24,), (128, 256)
-TENSOR, BLOCKS = ((None, None), (None, None)), ((1, 128), (128, 128))  # of x, of the weight
-# Scales and options of fp8_matmul, and the largest error of an element over the root mean square: the result is rounded
-# to bfloat16, by cuBLASLt twice, and tensor cores add in fewer bits than float32. A wrong element is off by about 1.
+TENSOR, BLOCKS = ((None, None), (None, None)), ((1, 128), (128, 128))  # blocks of x, of the weight
+# Scales and options of fp8_matmul, and the largest allowed error of an element over the root mean square: the result is
+# rounded to bfloat16, by cuBLASLt twice, and tensor cores accumulate in fewer bits than float32. A wrong element is off
+# by about 1.
 CONTENDERS: dict[str, tuple[Any, dict[str, Any], float]] = {
     "cublaslt": (TENSOR, {"backend": "cublaslt"}, 0.1),
     "cublaslt-fast": (TENSOR, {"backend": "cublaslt", "fast_accumulation": True}, 0.25),
     "mosaic": (BLOCKS, {"backend": "mosaic"}, 0.1),
 }
-# It multiplies in float32: not worth timing on a GPU, and the only one on a CPU.
+# This backend multiplies in float32: it is not worth timing on a GPU, but the only one that runs on a CPU.
 SMOKE_CONTENDERS = {"xla": (BLOCKS, {"backend": "xla"}, 0.1)}
 
 
 def piece(smoke: bool) -> Piece:
-    """Backends by rows."""
+    """The jobs: backends by rows."""
     contenders = CONTENDERS | (SMOKE_CONTENDERS if smoke else {})
     jobs = [
         Job(name, str(rows), __name__, {"contender": name, "rows": rows, "smoke": smoke})
@@ -54,7 +56,7 @@ def piece(smoke: bool) -> Piece:
 
 
 def measure(contender: str, rows: int, smoke: bool) -> Row:
-    """Times of one backend; none where its result is wrong."""
+    """Time one backend, after checking its result."""
     (x_block, weight_block), options, tolerance = (CONTENDERS | SMOKE_CONTENDERS)[contender]
     shape = SMOKE_SHAPE if smoke else SHAPE
     compiled = functools.partial(jax.jit, compiler_options=compiler_options())
@@ -92,7 +94,7 @@ def measure(contender: str, rows: int, smoke: bool) -> Row:
         "peer": Call(lambda: plain(x, weight), jax.block_until_ready),
     }
     seconds = seconds_per_call(calls, *((2, 0.0) if smoke else (7, 0.02)))
-    row |= {f"{name}_microseconds": found * 1e6 for name, found in seconds.items()}
+    row |= {f"{name}_microseconds": time * 1e6 for name, time in seconds.items()}
     row["product_tflops"] = 2 * rows * math.prod(shape) / seconds["product"] / 1e12
     row["speedup"] = seconds["peer"] / seconds["product"]
     row["quantized_speedup"] = seconds["peer"] / seconds["quantized"]

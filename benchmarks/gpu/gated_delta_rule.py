@@ -1,6 +1,6 @@
-"""The gated delta rule of Qwen3.5-9B's layers, forward and with its gradients, beside transformers' in torch.
+"""The gated delta rule of Qwen3.5-9B's layers, forward and with gradients, compared with transformers in torch.
 
-FLOPs are those of the recurrence: the products of a state with keys, values and queries, thrice that with gradients.
+FLOPs count the recurrence: the products of a state with keys, values and queries; three times as many with gradients.
 """
 
 import functools
@@ -21,15 +21,15 @@ from jaxtune.host.process import compiler_options
 from pallas_kernels.gated_delta_rule import BACKENDS, gated_delta_rule, triton
 
 KEY_HEADS, VALUE_HEADS, SIZE = 16, 32, 128
-# Rows, positions, and documents in a row.
+# (rows, positions, documents in a row).
 CASES = {"1x4096": (1, 4096, 1), "4x4096": (4, 4096, 1), "4x4096-packed": (4, 4096, 4)}
 SMOKE_CASES = {"tiny": (1, 128, 1)}
 CONTENDERS = (*(backend.name for backend in BACKENDS), "transformers")
-TOLERANCE = 0.1  # of an element, over the root mean square: every product is of bfloat16
+TOLERANCE = 0.1  # error of an element over the root mean square; every product has bfloat16 operands
 
 
 def piece(smoke: bool) -> Piece:
-    """Backends and transformers by cases."""
+    """The jobs: backends and transformers by cases."""
     missing = [package for package in ("torch", "transformers") if not importlib.util.find_spec(package)]
     absent = f"{' and '.join(missing)} not installed" if missing else None
     jobs = []
@@ -49,7 +49,7 @@ def piece(smoke: bool) -> Piece:
 
 
 def measure(contender: str, case: str, smoke: bool) -> Row:
-    """Times of one contender; none where its output is wrong."""
+    """Time one contender, after checking its output."""
     rows, length, documents = (CASES | SMOKE_CASES)[case]
     heads = (1, 2) if smoke else (KEY_HEADS, VALUE_HEADS)
     given = _arguments(rows, length, documents, *heads)
@@ -74,8 +74,8 @@ def measure(contender: str, case: str, smoke: bool) -> Row:
     wide = [array.astype(jnp.float32) for array in given[:5]]
     wanted = jax.jit(functools.partial(gated_delta_rule, backend="xla"))(*wide, given[5])[0]
     row: Row = {"largest_error": largest_error(jnp.asarray(out), wanted).item()}
-    if told := wrong("an element", row["largest_error"], TOLERANCE):
-        return row | told
+    if failure := wrong("an element", row["largest_error"], TOLERANCE):
+        return row | failure
     flops = 6 * rows * length * heads[1] * SIZE * SIZE
     for part, seconds in seconds_per_call(calls, *((2, 0.0) if smoke else (7, 0.02))).items():
         row[f"{part}_milliseconds"] = seconds * 1e3
@@ -84,7 +84,7 @@ def measure(contender: str, case: str, smoke: bool) -> Row:
 
 
 def _arguments(rows: int, length: int, documents: int, key_heads: int, value_heads: int) -> tuple[jax.Array, ...]:
-    """q, k, v, log_decay, beta, and where documents start."""
+    """q, k, v, log_decay, beta, and a mask of the positions at which documents start."""
     keys = jax.random.split(jax.random.key(0), 5)
     q, k = (jax.random.normal(key, (rows, length, key_heads, SIZE), jnp.bfloat16) for key in keys[:2])
     q, k = (each / jnp.linalg.norm(each.astype(jnp.float32), axis=-1, keepdims=True) for each in (q, k))
@@ -96,7 +96,7 @@ def _arguments(rows: int, length: int, documents: int, key_heads: int, value_hea
 
 
 def _backend(name: str, smoke: bool) -> Callable[..., Any]:
-    """The outputs by one backend; on a CPU the Triton kernels are interpreted."""
+    """A function that computes the outputs with one backend; on a CPU the Triton kernels are interpreted."""
     if smoke and name == "triton":
 
         def interpreted(q, k, v, log_decay, beta, starts):
@@ -108,7 +108,7 @@ def _backend(name: str, smoke: bool) -> Callable[..., Any]:
 
 
 def _by_transformers(given: tuple[jax.Array, ...]) -> tuple[dict[str, Call], Any]:
-    """Its chunked rule in torch, not that of a package which it would take instead, and its outputs."""
+    """transformers' chunked rule in torch, and its outputs; `unwrap` avoids the kernel package it may prefer."""
     import torch
     from transformers.models.qwen3_next import modeling_qwen3_next
 

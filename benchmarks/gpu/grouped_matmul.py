@@ -1,6 +1,6 @@
 """Products of rows with the weights of their experts: our kernels, torch's grouped product, and a loop; bfloat16.
 
-FLOPs are those of the rows that tokens have, not of what fills the kernels' blocks.
+FLOPs count only rows of tokens, not the padding of the kernels' blocks.
 """
 
 import importlib.util
@@ -18,17 +18,17 @@ from gpu.workers import Job, Piece, Row
 from pallas_kernels.gpus import current_device
 from pallas_kernels.grouped_matmul import Arrangement, arrange, triton, xla
 
-# Experts, their rows and columns, and how many of them a token goes to: gates of Qwen3-30B-A3B and of gpt-oss-20b.
+# (experts, their rows, their columns, experts per token): gate projections of Qwen3-30B-A3B and gpt-oss-20b.
 MODELS = {"qwen3-30b-a3b": (128, 768, 2048, 8), "gpt-oss-20b": (32, 2880, 2880, 4)}
 TOKENS = (2048, 16_384)
 SMOKE_MODELS, SMOKE_TOKENS = {"tiny": (4, 64, 128, 2)}, (24,)
 CONTENDERS = ("triton", "torch", "torch-loop")
 PARTS = ("forward", "dx", "dw")
-TOLERANCE = 6e-2  # of an element, over the root mean square: rounding of the largest to bfloat16
+TOLERANCE = 6e-2  # error of an element over the root mean square: the largest element's rounding to bfloat16
 
 
 def piece(smoke: bool) -> Piece:
-    """Contenders by models and tokens."""
+    """The jobs: contenders by models and tokens."""
     absent = None if importlib.util.find_spec("torch") else "torch is not installed"
     jobs = [
         Job(
@@ -52,7 +52,7 @@ def piece(smoke: bool) -> Piece:
 
 
 def measure(contender: str, model: str, tokens: int, smoke: bool) -> Row:
-    """Times of one contender; none where a result is wrong."""
+    """Time one contender, after checking its results."""
     experts, out, into, active = (MODELS | SMOKE_MODELS)[model]
     keys = jax.random.split(jax.random.key(0), 3)
     everyone = np.tile(np.arange(experts), (tokens, 1))
@@ -72,15 +72,15 @@ def measure(contender: str, model: str, tokens: int, smoke: bool) -> Row:
         calls = _by_torch(x, dy, weight, np.bincount(items, minlength=experts), contender == "torch")
     row: Row = {"items": len(items), "weight": weight.shape}
     for part, wanted in _expected(x, dy, weight, arrangement).items():
-        found = calls[part].run()
-        calls[part].wait(found)
+        result = calls[part].run()
+        calls[part].wait(result)
         if contender != "triton":
-            found = jnp.from_dlpack(found.contiguous())
-        elif part != "dw":  # its rows are those of blocks
-            found = found[arrangement.row_of]
-        row[f"{part}_error"] = largest_error(found, wanted).item()
-        if told := wrong(part, row[f"{part}_error"], TOLERANCE):
-            return row | told
+            result = jnp.from_dlpack(result.contiguous())
+        elif part != "dw":  # the kernel's rows are padded to blocks
+            result = result[arrangement.row_of]
+        row[f"{part}_error"] = largest_error(result, wanted).item()
+        if failure := wrong(part, row[f"{part}_error"], TOLERANCE):
+            return row | failure
     for part, seconds in seconds_per_call(calls, *((2, 0.0) if smoke else (7, 0.02))).items():
         row[f"{part}_microseconds"] = seconds * 1e6
         row[f"{part}_tflops"] = 2 * len(items) * out * into / seconds / 1e12
@@ -92,7 +92,7 @@ def _in_rows(x: jax.Array, arrangement: Arrangement) -> jax.Array:
 
 
 def _kernels(x: jax.Array, dy: jax.Array, weight: jax.Array, arrangement: Arrangement, smoke: bool) -> dict[str, Call]:
-    """Of rows that are in their blocks; on a CPU the kernels are interpreted."""
+    """Calls of our kernels on rows that are already arranged in blocks; on a CPU the kernels are interpreted."""
     x, dy = (_in_rows(each, arrangement) for each in (x, dy))
     functions: dict[str, tuple[Callable[..., jax.Array], Any]] = {
         "forward": (partial(triton.multiply, transposed=False, interpret=smoke), (x, weight)),
@@ -106,7 +106,7 @@ def _kernels(x: jax.Array, dy: jax.Array, weight: jax.Array, arrangement: Arrang
 
 
 def _by_torch(x: jax.Array, dy: jax.Array, weight: jax.Array, counts: np.ndarray, grouped: bool) -> dict[str, Call]:
-    """By torch._grouped_mm, or expert after expert by torch.mm."""
+    """Calls of torch._grouped_mm, or of torch.mm for one expert after the other."""
     import torch
 
     from gpu.torch_kernels import synchronize
@@ -130,7 +130,7 @@ def _by_torch(x: jax.Array, dy: jax.Array, weight: jax.Array, counts: np.ndarray
 
 
 def _expected(x: jax.Array, dy: jax.Array, weight: jax.Array, arrangement: Arrangement) -> dict[str, jax.Array]:
-    """Of items, by XLA in float32."""
+    """The expected results, one row for each item, by XLA in float32."""
     x, dy = (_in_rows(each.astype(jnp.float32), arrangement) for each in (x, dy))
     weight, groups = weight.astype(jnp.float32), arrangement.groups
     by_row = {

@@ -1,7 +1,7 @@
-"""The fused linear cross-entropy at the size of a real head: time and memory beside torch with all logits in memory.
+"""The fused linear cross-entropy at the size of a real head: time and memory, against torch with all logits in memory.
 
-Operations needed, for M tokens, width H and vocabulary V: forward and the gradient of the hidden states 4 M H V; with
-the gradient of the head 6 M H V. A pass that computes logits again does more than it is credited for.
+Necessary operations for M tokens, width H and vocabulary V: 4 M H V for the forward pass and the gradient of the hidden
+states; 6 M H V with the gradient of the head. A pass that recomputes logits does more work than is counted.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ SMOKE_CASES = {"frozen": (300, False), "trained": (300, True)}
 
 
 def piece(smoke: bool) -> Piece:
-    """The op and torch, each alone on the GPU: torch's logits do not fit beside another."""
+    """The jobs: the op and torch, not at the same time, because torch's logits would not fit next to the other."""
     absent = None if importlib.util.find_spec("torch") else "torch is not installed"
     jobs = [
         Job(contender, case, __name__, {"contender": contender, "name": case, "smoke": smoke}, refused)
@@ -42,7 +42,7 @@ def piece(smoke: bool) -> Piece:
 
 
 def measure(contender: str, name: str, smoke: bool) -> Row:
-    """Time of the mean loss with its gradients, and the memory beyond inputs and gradients."""
+    """Measure the time of the mean loss with its gradients, and the memory beyond inputs and gradients."""
     vocabulary, trained = (SMOKE_CASES if smoke else CASES)[name]
     tokens, width = (24, 16) if smoke else (TOKENS, WIDTH)
     make = _jax_call if contender == "xla" else _torch_call
@@ -83,7 +83,7 @@ def _torch_call(tokens: int, width: int, vocabulary: int, trained: bool):
         return loss, torch.autograd.grad(loss, leaves)
 
     def temporary() -> int:
-        """Peak of a step, less inputs and gradients; 0 on a CPU, where torch does not count."""
+        """Peak memory of a step minus inputs and gradients; 0 on a CPU, for which torch does not count."""
         if device() == "cpu":
             return 0
         before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""The training step of a Qwen model with random weights: the program of a run, without data or files."""
+"""The training step of a Qwen model with random weights: a run's program, without data or files."""
 
 import logging
 from typing import Any
@@ -22,7 +22,7 @@ RATE = 1e-4
 
 
 def one_device_mesh(device: jax.Device) -> jax.sharding.Mesh:
-    """One device under all axes."""
+    """A mesh of one device, with all axes."""
     return jax.make_mesh((1,) * len(AXES), AXES, devices=[device])
 
 
@@ -35,9 +35,14 @@ def training(
     precision: Precision = Precision(),
     optim: Optim = Optim(learning_rate=RATE),
 ) -> Program:
-    """The program of a config.json with adapters on every linear layer, or trained whole, on the current mesh.
+    """Assemble the program for a config.json on the current mesh.
 
-    `quant`: the format of frozen linear layers. `precision` and `optim`: sections of the config, as in a recipe.
+    Args:
+        config: config.json of the model.
+        remat: rematerialisation policy.
+        lora: train adapters on every linear layer; otherwise the whole model.
+        quant: format of the frozen linear layers.
+        precision, optim: sections of the config, as in a recipe.
     """
     options = Config(
         model=Model(dtype=RECIPES[precision.recipe].dtype.name),
@@ -52,15 +57,15 @@ def training(
 
 
 def values(program: Program) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Random parameters, (trained, frozen)."""
+    """Return random parameters, (trained, frozen)."""
     declared = program.model.parameters
     made = randomize({name: p for name, p in declared.items() if p.storage is None}, 0)
-    made |= {name: _stored(p) for name, p in declared.items() if p.storage is not None}
+    made |= {name: _draw_quantized(p) for name, p in declared.items() if p.storage is not None}
     return {name: made.pop(name) for name in program.model.trained}, made
 
 
-def _stored(parameter: Parameter) -> Any:
-    """The values of `randomize`, quantized, so that at most one matrix at a time exists unquantized."""
+def _draw_quantized(parameter: Parameter) -> Any:
+    """Draw the values of `randomize`, quantized; at most one matrix at a time exists unquantized."""
     storage = parameter.storage
     assert storage is not None
 
@@ -74,9 +79,10 @@ def _stored(parameter: Parameter) -> Any:
 
 
 def batch(tokens: np.ndarray, documents: list[tuple[int, ...]] | None = None) -> Batch:
-    """Micro-batches of rows, (accumulation, rows, positions), on the mesh.
+    """Return micro-batches of rows, (accumulation, rows, positions), on the mesh.
 
-    `documents`: lengths of the documents in each row of every micro-batch, the rest is padding; one a row unless told.
+    `documents`: lengths of the documents in each row of every micro-batch; the rest of a row is padding. None: one
+    document fills each row.
     """
     length = tokens.shape[-1]
     segments, starts = (np.zeros(tokens.shape, np.int32) for _ in range(2))
@@ -104,11 +110,11 @@ def batch(tokens: np.ndarray, documents: list[tuple[int, ...]] | None = None) ->
 
 
 def log_choices() -> list[str]:
-    """A list that fills with what the kernels' registry logs of its choices."""
-    said: list[str] = []
+    """Return a list to which every kernel choice that the registry logs will be appended."""
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("pallas_kernels")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    return said
+    return messages

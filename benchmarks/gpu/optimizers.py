@@ -1,9 +1,9 @@
 """One update of all parameters of Qwen3 by each optimizer, in turns with optax's AdamW; no model runs.
 
-What an update must move are the gradients once, and parameters and state twice (read, written): for `adamw_8bit` two
-codes a weight and a float32 for each 256 of a moment. Reached bandwidth is those bytes over the time. State has the
-dtype of the weights where it is not in 8 bits, also optax's; jaxtune rounds bfloat16 stochastically, optax to nearest.
-Muon and NorMuon multiply matrices besides, which the bytes do not count.
+An update must read the gradients, and read and write parameters and state; the state of `adamw_8bit` is two codes a
+weight and a float32 for each 256 elements of a moment. The bandwidth is these bytes over the time. Other states have
+the dtype of the weights, also in optax; jaxtune rounds bfloat16 stochastically, optax to nearest. Muon and NorMuon also
+multiply matrices, which the bytes do not count.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ NAMES = ("adamw_8bit", "adamw", "normuon", "muon")
 SIZES = ("0.6B", "1.7B")
 DTYPES = ("bfloat16", "float32")
 SMOKE_CASES = (("adamw_8bit", "tiny", "float32"),)
-ROOM = 0.75  # of the GPU's memory, for gradients and twice the rest: that of the contender, and of optax
+ROOM = 0.75  # of the GPU's memory, for the gradients and two sets of parameters and state: the contender's and optax's
 
-# Parameters and state, which an update gives back changed.
+# Parameters and state, which an update returns changed.
 Held = tuple[Any, Any]
 
 
 def piece(smoke: bool) -> Piece:
-    """Optimizers by models and dtypes of weights."""
+    """The jobs: optimizers by models and weight dtypes."""
     cases = SMOKE_CASES if smoke else [(name, size, dtype) for size in SIZES for dtype in DTYPES for name in NAMES]
     jobs = [
         Job(name, f"{size}-{dtype}", __name__, {"name": name, "size": size, "dtype": dtype, "smoke": smoke})
@@ -53,7 +53,7 @@ def piece(smoke: bool) -> Piece:
 
 
 def measure(name: str, size: str, dtype: str, smoke: bool) -> Row:
-    """Time of an update with as many layers as fit, and of optax's."""
+    """Time an update and optax's, with as many layers as fit."""
     device = jax.devices()[0]
     jax.set_mesh(models.one_device_mesh(device))
     room = (device.memory_stats() or {}).get("bytes_limit", float("inf")) * ROOM
@@ -109,20 +109,20 @@ def measure(name: str, size: str, dtype: str, smoke: bool) -> Row:
 
 
 def size_of(tree: Any) -> int:
-    """Bytes of its arrays, which may be abstract."""
+    """Return the bytes of a tree's arrays, which may be abstract."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 @jax.jit
 def random_gradients(parameters: Any) -> Any:
-    """Normal ones of the shapes and dtypes of the parameters."""
+    """Return normally distributed gradients with the parameters' shapes and dtypes."""
     leaves, tree = jax.tree.flatten(parameters)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     return tree.unflatten([1e-3 * jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves)])
 
 
 def in_place(update: Callable[[Any, Held], Held], gradients: Any, parameters: Any, init: Callable) -> Call:
-    """An update that takes the memory of what it changes, one after the other."""
+    """Return a call that updates parameters and state in place (donated), each time from the previous result."""
     compiled = jax.jit(update, donate_argnums=1, compiler_options=compiler_options())
     held: Held = (parameters, jax.jit(init)(parameters))
 

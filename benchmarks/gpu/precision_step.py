@@ -1,12 +1,13 @@
-"""Training steps in low precision: LoRA in FP8, whole models with 8-bit AdamW, and NorMuon beside AdamW.
+"""Training steps in low precision: LoRA in FP8, whole models with 8-bit AdamW, and NorMuon against AdamW.
 
-Three loads. LoRA is that of `train_step`, at bf16 and fp8_hybrid; frozen weights are FP8 operands from the start.
-Whole models take rows of 1024 tokens as LLMQ does, with bfloat16 weights and gradients and 8-bit moments, without
-LLMQ's half a million tokens a step: an update comes more often here. NorMuon and AdamW train a whole model in float32
-on the same batch, at two accumulation counts: orthogonalisation costs the same however many tokens a step has.
+There are three loads. LoRA has the load of `train_step`, at bf16 and fp8_hybrid; frozen weights are stored as FP8
+operands. Whole models take rows of 1024 tokens like LLMQ, with bfloat16 weights and gradients and 8-bit moments, but
+fewer than LLMQ's half a million tokens a step, so updates are more frequent here. NorMuon and AdamW train a whole model
+in float32 on the same batch, at two accumulation counts, because orthogonalisation costs the same for any number of
+tokens.
 
-`published` are others' figures, on one H100: Surogate's benchmarks.md (LoRA), LLMQ's H100x1.md (Qwen2.5). MFU is
-against the GPU's bf16 peak, also in FP8.
+`published` are figures of other projects on one H100: Surogate's benchmarks.md (LoRA), LLMQ's H100x1.md (Qwen2.5). MFU
+is relative to the GPU's bf16 peak, also in FP8.
 """
 
 import math
@@ -18,12 +19,12 @@ from gpu.train_step import ACCUMULATION, REMATS, ROWS, SMOKE_LENGTH, measure_ste
 from gpu.workers import Job, Piece, Row
 
 LENGTH = 1024
-# Most telling first.
+# The most important first.
 LORA_SIZES = ("8B", "0.6B")
-# (accumulation, rows) of a step that trains the whole model; 7B keeps no sums of gradients besides the gradients.
+# (accumulation, rows) of a step that trains the whole model; 7B does not accumulate, to save a copy of the gradients.
 WHOLE = {"0.6B": (4, 32), "Qwen2.5-0.5B": (4, 32), "Qwen2.5-1.5B": (8, 16), "Qwen2.5-7B": (1, 16)}
 SMOKE = ("whole-fp8", "normuon")  # low_precision_correct has LoRA in FP8
-ONLY_BLOCK = ("Qwen2.5-7B",)  # 67 GB; 103 GB with less rematerialisation, as compiled for an H100
+ONLY_BLOCK = ("Qwen2.5-7B",)  # needs 67 GB; 103 GB with less rematerialisation, compiled for an H100
 ACCUMULATIONS = (1, 8)
 RECIPES = {"fp8": "fp8_hybrid", "bf16": "bf16"}
 PUBLISHED = {  # tokens/s
@@ -33,15 +34,15 @@ PUBLISHED = {  # tokens/s
     "whole-fp8": {"Qwen2.5-0.5B": 164_000, "Qwen2.5-1.5B": 72_800, "Qwen2.5-7B": 19_194},
 }
 TARGETS = {"lora-fp8": {"8B": 18_000}}
-MOST_OVER_ADAMW = 1.15  # of a step's time
+MOST_OVER_ADAMW = 1.15  # ratio of step times
 
 
 def piece(smoke: bool) -> Piece:
-    """Ways to train by models."""
+    """The jobs: ways to train by models."""
     lora = [(f"lora-{short}", size, {}) for size in LORA_SIZES for short in RECIPES]
     by_optimizer = [(name, "0.6B", {"accumulation": count}) for count in ACCUMULATIONS for name in ("normuon", "adamw")]
     whole = [(f"whole-{short}", size, {}) for size in WHOLE for short in RECIPES]
-    asked = [(contender, "tiny", {}) for contender in SMOKE] if smoke else [*lora, *by_optimizer, *whole]
+    cases = [(contender, "tiny", {}) for contender in SMOKE] if smoke else [*lora, *by_optimizer, *whole]
     jobs = [
         Job(
             contender,
@@ -49,7 +50,7 @@ def piece(smoke: bool) -> Piece:
             __name__,
             {"contender": contender, "size": size, "smoke": smoke, **options},
         )
-        for contender, size, options in asked
+        for contender, size, options in cases
     ]
     columns = (
         ("tokens/s", "tokens_per_second", ",.0f"),
@@ -60,13 +61,13 @@ def piece(smoke: bool) -> Piece:
         ("peak GB", "peak_gb", ".1f"),
         ("remat", "remat", ""),
     )
-    title = "a training step by recipe of precision and by optimizer"
+    title = "a training step by precision recipe and by optimizer"
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
     return Piece("precision_step", title, jobs, columns, 0.05, 150, environment, fresh=True, conclude=compared)
 
 
 def measure(contender: str, size: str, smoke: bool, accumulation: int = 1) -> Row:
-    """The step of one way to train."""
+    """Measure the step of one way to train."""
     kind, _, short = contender.partition("-")
     options: dict[str, Any] = {"lora": kind == "lora"}
     if kind == "lora":
@@ -92,15 +93,16 @@ def measure(contender: str, size: str, smoke: bool, accumulation: int = 1) -> Ro
 
 
 def compared(rows: dict[str, Row]) -> dict[str, Any]:
-    """FP8's tokens/s over bfloat16's, and NorMuon's time of a step over AdamW's."""
-    found = {}
+    """Return FP8's tokens/s over bfloat16's, and NorMuon's step time over AdamW's."""
+    ratios = {}
     for name, row in rows.items():
         contender, case = name.split("/", 1)
         other = rows.get(f"{contender.replace('fp8', 'bf16').replace('normuon', 'adamw')}/{case}", {})
         if other is row or "seconds" not in row or "seconds" not in other:
             continue
         if contender == "normuon":
-            found[f"{name}: time over AdamW's, at most {MOST_OVER_ADAMW} is wanted"] = row["seconds"] / other["seconds"]
+            name = f"{name}: time over AdamW's, at most {MOST_OVER_ADAMW} is wanted"
+            ratios[name] = row["seconds"] / other["seconds"]
         else:
-            found[f"{name}: tokens/s over bfloat16's"] = row["tokens_per_second"] / other["tokens_per_second"]
-    return found
+            ratios[f"{name}: tokens/s over bfloat16's"] = row["tokens_per_second"] / other["tokens_per_second"]
+    return ratios

@@ -1,4 +1,4 @@
-"""What the time model of `jaxtune plan` says of a program that was compiled here, to stand beside what it takes."""
+"""Predict the time of a program compiled here with `jaxtune plan`'s time model, for comparison with measurements."""
 
 import tempfile
 from collections.abc import Callable, Mapping
@@ -20,19 +20,25 @@ from pallas_kernels.gpus import GPUS
 
 @dataclass(frozen=True)
 class Read:
-    """A compiled program as the time model reads it; `gpu` is a name of GPUS."""
+    """A compiled program as read by the time model.
+
+    Attributes:
+        gpu: name in GPUS.
+        program: the program's launches.
+        executed: thunks that the program executes.
+    """
 
     gpu: str
     program: Program
     executed: dict[str, int]
 
     def seconds(self, rates: Rates) -> float:
-        """Of one run of it."""
+        """Return the predicted seconds of one run of the program."""
         return step_ms(self.program, self.executed, self.gpu, 1, rates) / 1e3
 
 
 def known_gpu() -> str | None:
-    """This device's name in GPUS, None for a GPU that is not there. A CPU, where nothing is measured, is an H100."""
+    """Return this device's name in GPUS, None for an unknown GPU. A CPU, which measures nothing, counts as an H100."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         return "h100"
@@ -42,7 +48,7 @@ def known_gpu() -> str | None:
 def compile_and_read(
     function: Callable[..., Any], *arguments: Any, options: Mapping[str, Any] = {}, **jit_options: Any
 ) -> tuple[jax.stages.Compiled, Read | None]:
-    """`function`, compiled as a run compiles its step, with more compiler `options`; and read, if the GPU is known."""
+    """Compile `function` with a run's compiler options and further `options`, and read it if the GPU is known."""
     gpu = known_gpu()
     estimates = xla_options(gpu) if gpu and jax.devices()[0].platform == "gpu" else {}
     options = {**compiler_options(), **estimates, **options}
@@ -57,7 +63,7 @@ def compile_and_read(
 
 
 def beside(read: Read, seconds: float, measured: Mapping[str, float] = {}) -> Row:
-    """The prediction in microseconds with what is assumed, and with `measured` rates, if any; errors in percent."""
+    """Return the microseconds predicted with assumed and, if given, `measured` rates, and the errors in percent."""
     row: Row = {}
     for prefix, values in (("", {}), ("calibrated_", measured)):
         if prefix and not values:

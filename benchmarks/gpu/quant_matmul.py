@@ -1,8 +1,8 @@
-"""Products with a quantized weight of Qwen3-8B (12288 x 4096): both backends by the rows of x, beside bfloat16.
+"""Products with a quantized weight of Qwen3-8B (12288 x 4096): both backends by number of rows, and bfloat16.
 
 forward is x W^T, dx is dy W from the same codes. The plain product takes turns with the quantized one and has the same
 weight, rounded to bfloat16. A call with few rows multiplies by several weights, so that they come from memory and not
-from the cache, as the layers of a model do, and so that starting it costs nothing.
+from the cache, like the layers of a model, and so that the cost of starting the call is negligible.
 """
 
 import functools
@@ -26,15 +26,15 @@ FORMATS = ("nf4", "fp8")
 ROWS = (1, 16, 64, 128, 256, 512, 2048, 4096, 8192, 16_384, 32_768)
 SHAPE = (12_288, 4096)
 SMOKE_ROWS, SMOKE_SHAPE = (5,), (128, 256)
-FEW, WEIGHTS = 512, 4  # up to so many rows, so many weights in a call
+FEW, WEIGHTS = 512, 4  # up to FEW rows, a call has WEIGHTS weights; otherwise one
 PARTS = ("forward", "dx")
-# Of an element, over the root mean square: rounding to bfloat16, of the largest of 4e8 and of the weights before them,
-# gives up to 4e-2. A wrong element is off by about 1.
+# Error of an element over the root mean square: rounding to bfloat16, both of the largest of 4e8 elements and of the
+# weights, gives up to 4e-2. A wrong element is off by about 1.
 TOLERANCE = 6e-2
 
 
 def piece(smoke: bool) -> Piece:
-    """Backends by formats and rows."""
+    """The jobs: backends by formats and rows."""
     jobs = [
         Job(
             backend.name,
@@ -61,8 +61,8 @@ def piece(smoke: bool) -> Piece:
 
 
 def crossovers(rows: dict[str, Row]) -> dict[str, Any]:
-    """Up to how many rows the fused kernel wins, by format and part: for quant_matmul/tiles.py. 0: never."""
-    found = {}
+    """Return the number of rows up to which the fused kernel wins, by format and part (0: never), for tiles.py."""
+    limits = {}
     for format in FORMATS:
         for part in PARTS:
             key = f"{part}_over_peer"
@@ -73,24 +73,24 @@ def crossovers(rows: dict[str, Row]) -> dict[str, Any]:
             timed = {count: pair for count, pair in pairs.items() if None not in pair}
             if timed:
                 won = takewhile(lambda count: timed[count][0] < timed[count][1], sorted(timed))  # noqa: B023
-                found[f"{format} {part}: rows up to which fused wins"] = max(won, default=0)
-    return found
+                limits[f"{format} {part}: rows up to which fused wins"] = max(won, default=0)
+    return limits
 
 
 def measure(contender: str, format: str, rows: int, smoke: bool) -> Row:
-    """Times of one backend, in turn with the plain product; none where its result is wrong."""
+    """Time one backend, in turn with the plain product, after checking its result."""
     shape = SMOKE_SHAPE if smoke else SHAPE
     count = WEIGHTS if rows <= FEW else 1
     row: Row = {"weight": shape, "rows": rows, "weights": count}
     for part, size in zip(PARTS, reversed(shape), strict=True):
         x = jax.random.normal(jax.random.key(1), (rows, size), jnp.bfloat16)
-        row |= _timed(contender, format, shape, count, x, part, smoke)
+        row |= _time(contender, format, shape, count, x, part, smoke)
         if not row.keys().isdisjoint(REASONS):
             break
     return row
 
 
-def _timed(
+def _time(
     contender: str, format: str, shape: tuple[int, int], count: int, x: Array, part: str, smoke: bool
 ) -> dict[str, Any]:
     elements, transposed = format_named(format).elements, part == "dx"
@@ -100,8 +100,8 @@ def _timed(
         return {"refused": reason}
     run = jax.jit(lambda x, stored: [product(x, *weight) for weight in stored], compiler_options=compiler_options())
     error = largest_error(run(x, stored)[0], _wanted(elements, transposed)(x, stored[0])).item()
-    if found := wrong(part, error, TOLERANCE):
-        return found
+    if failure := wrong(part, error, TOLERANCE):
+        return failure
     plain, plain_run = _plain_weights(format, shape, count), _plain_products(transposed)
     calls = {
         "own": Call(lambda: run(x, stored), jax.block_until_ready),
@@ -117,7 +117,7 @@ def _timed(
 
 
 def _product(backend: str, elements: str, transposed: bool, smoke: bool) -> Callable[..., Array]:
-    """(x, codes, scales, tensor_scale) -> x W^T, or x W; on a CPU the fused kernel is interpreted."""
+    """A function (x, codes, scales, tensor_scale) -> x W^T, or x W; on a CPU the fused kernel is interpreted."""
     if smoke and backend == "fused":
 
         def interpreted(x, codes, scales, tensor_scale):
@@ -138,7 +138,7 @@ def _product(backend: str, elements: str, transposed: bool, smoke: bool) -> Call
 
 @functools.cache
 def _wanted(elements: str, transposed: bool) -> Callable[..., Array]:
-    """The product in float32 on this device, not by any kernel."""
+    """The product in float32 on this device, without any kernel of ours."""
 
     def wanted(x: Array, stored: Weight) -> Array:
         weight = reference.weight(*stored, elements)

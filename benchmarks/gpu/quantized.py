@@ -1,4 +1,4 @@
-"""Random weights in the formats of jaxtune.quant, and how far a result is from what it should be."""
+"""Random weights in the formats of jaxtune.quant, and the errors of results."""
 
 import functools
 from types import SimpleNamespace
@@ -16,14 +16,14 @@ Weight = tuple[Array, Array, Array | None]
 
 
 def format_named(name: str, double_quant: bool = True) -> Format:
-    """A format as its recipe in configs/ has it."""
+    """Return a format with the options of its recipe in configs/."""
     options: Any = SimpleNamespace(format=name, block_size=None, double_quant=double_quant, four_over_six=True)
     return format_of(options, "")
 
 
 @functools.cache
 def weights(format: str, shape: tuple[int, int], count: int) -> list[Weight]:
-    """Normal matrices of a format of jaxtune.quant, with single scales, as the kernels take them."""
+    """Return normally distributed matrices in a format of jaxtune.quant, without double quantization, for kernels."""
     quantize = format_named(format, double_quant=False).quantize
 
     @jax.jit
@@ -36,20 +36,20 @@ def weights(format: str, shape: tuple[int, int], count: int) -> list[Weight]:
 
 @jax.jit
 def largest_error(found: Float[Array, "*shape"], wanted: Float[Array, "*shape"]) -> Float[Array, ""]:
-    """The largest error of an element, over the root mean square of `wanted`; NaN where one is NaN."""
+    """Return the largest error of an element over the root mean square of `wanted`; NaN if any element is NaN."""
     found, wanted = found.astype(jnp.float32), wanted.astype(jnp.float32)
     return jnp.abs(found - wanted).max() / jnp.sqrt(jnp.square(wanted).mean())
 
 
 @jax.jit
 def largest_relative_error(found: Float[Array, "*shape"], wanted: Float[Array, "*shape"]) -> Float[Array, ""]:
-    """The largest error of an element, over that element; infinite where zero is wanted and something else found."""
+    """Return the largest relative error of an element; infinite if zero is wanted and the result is not zero."""
     found, wanted = found.astype(jnp.float32), wanted.astype(jnp.float32)
     return jnp.where(found == wanted, 0.0, jnp.abs(found - wanted) / jnp.abs(wanted)).max()
 
 
 def wrong(what: str, error: float, allowed: float) -> Row:
-    """The columns of a row for a wrong result, which is not timed; empty if it is correct."""
+    """Return the columns of a row for a wrong result, which is not timed; empty if the result is correct."""
     if error <= allowed:
         return {}
     return {"error": f"wrong: the largest error of {what} is {error:.1e}, allowed is {allowed:.1e}"}

@@ -1,4 +1,4 @@
-"""Sizes of Qwen3, and of Qwen2.5, as config.json has them; and how many parameters they have."""
+"""Configs (config.json) of Qwen3 and Qwen2.5 models, and their numbers of parameters."""
 
 import math
 from typing import Any
@@ -37,7 +37,7 @@ CONFIGS = {
 
 
 def linears(config: dict) -> list[tuple[int, int]]:
-    """(in, out) of the linear layers of a layer, each of which has an adapter."""
+    """Return (in, out) of the linear modules of a layer; each has an adapter."""
     hidden, intermediate = config["hidden_size"], config["intermediate_size"]
     queries, keys = (config[f"num_{heads}_heads"] * config["head_dim"] for heads in ("attention", "key_value"))
     attention = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
@@ -45,11 +45,11 @@ def linears(config: dict) -> list[tuple[int, int]]:
 
 
 def matrix_parameters(config: dict) -> int:
-    """Parameters of matrix products: the head, which may be the embedding, counts once."""
+    """Return the number of parameters in matrix products; a head tied to the embedding counts once."""
     in_layers = config["num_hidden_layers"] * sum(math.prod(shape) for shape in linears(config))
     return in_layers + config["vocab_size"] * config["hidden_size"]
 
 
 def adapter_parameters(config: dict) -> int:
-    """Parameters of the adapters."""
+    """Return the number of parameters of the adapters."""
     return config["num_hidden_layers"] * RANK * sum(sum(shape) for shape in linears(config))

@@ -1,4 +1,4 @@
-"""Times of asynchronous calls, and the peers of torch that they are compared with."""
+"""Time asynchronous calls of jax and torch."""
 
 import statistics
 import time
@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 
 class Call(NamedTuple):
-    """`run` starts work and returns its result; `wait` returns when that result is there."""
+    """An asynchronous call: `run` starts work and returns its result; `wait` returns when the result is ready."""
 
     run: Callable[[], Any]
     wait: Callable[[Any], Any]
 
 
 def seconds_per_call(calls: dict[str, Call], blocks: int, block_seconds: float) -> dict[str, float]:
-    """Median over blocks of calls, each long enough to hide what starting a call costs.
+    """Return the median time of each call over blocks of repetitions, long enough to hide the cost of starting a call.
 
-    Blocks of all of `calls` take turns, so that other work on the GPU, and its temperature, affects all alike.
+    The blocks of all calls take turns, so that other work on the GPU, and its temperature, affects all calls alike.
     """
     repeats = {}
     for name, call in calls.items():
@@ -26,7 +26,7 @@ def seconds_per_call(calls: dict[str, Call], blocks: int, block_seconds: float) 
     for _ in range(blocks):
         for name, call in calls.items():
             times[name].append(_block(call, repeats[name]) / repeats[name])
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(measured) for name, measured in times.items()}
 
 
 def _block(call: Call, repeats: int) -> float:

@@ -1,4 +1,4 @@
-"""What torch runs on, and which attention kernels it really ran."""
+"""The device that torch uses, and the attention kernels that it actually ran."""
 
 import re
 from collections.abc import Callable
@@ -8,18 +8,18 @@ import torch
 
 
 def device() -> str:
-    """The device that torch runs on here: a GPU, or else the CPU."""
+    """Return the device that torch uses here: a GPU if available, otherwise the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def synchronize(_: Any = None) -> None:
-    """Waits for the GPU; arguments are ignored, so that it can be given a result."""
+    """Wait for the GPU. The argument is ignored, so that the function can serve as `Call.wait`."""
     if device() == "cuda":
         torch.cuda.synchronize()
 
 
 def attention_kernels(run: Callable[[], Any]) -> list[str]:
-    """Names of the attention kernels of a call (of the operators, on a CPU), by the profiler."""
+    """Return the names of the attention kernels (on a CPU, operators) that the profiler records in a call."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if device() == "cuda" else activity.CPU]) as profile:
         run()

@@ -1,8 +1,8 @@
-"""A LoRA step of Qwen3 with random weights: jaxtune beside transformers + peft, each alone on the GPU.
+"""A LoRA step of Qwen3 with random weights: jaxtune against transformers + peft, one at a time on the GPU.
 
-The load of Surogate's published table: rank 16 on every linear layer, 2 rows of 2048 tokens, accumulation 4; on a
-bfloat16 base, and quantized as in configs/qwen_qlora_nf4.py and _fp8.py. MFU counts 4 N + 3 F_attention (and 6 per
-adapter parameter) a token, neither recomputation nor dequantization, against the GPU's dense bf16 peak.
+The load is that in Surogate's published table: rank 16 on every linear layer, 2 rows of 2048 tokens, accumulation 4; on
+a bfloat16 base, and on one quantized as in configs/qwen_qlora_nf4.py and _fp8.py. MFU counts 4 N + 3 F_attention (and 6
+per adapter parameter) FLOPs a token, without recomputation and dequantization, relative to the GPU's dense bf16 peak.
 """
 
 import importlib.util
@@ -23,9 +23,9 @@ from gpu.workers import Job, Piece, Row
 from jaxtune.monitor import throughput
 
 ACCUMULATION, ROWS, LENGTH = 4, 2, 2048
-SIZES = ("8B", "0.6B", "1.7B", "4B")  # most telling first
+SIZES = ("8B", "0.6B", "1.7B", "4B")  # the most important first
 QUANT = {"jaxtune": None, "jaxtune-nf4": "nf4", "jaxtune-fp8": "fp8"}  # format of the base
-TARGETS = {  # tokens/s on one H100; where the base is quantized, below 8B, Surogate's figures
+TARGETS = {  # tokens/s on one H100; for quantized bases below 8B, Surogate's figures
     "jaxtune": {"0.6B": 110_000, "1.7B": 51_000, "4B": 24_000, "8B": 14_700},
     "jaxtune-nf4": {"0.6B": 16_600, "1.7B": 16_100, "4B": 11_000, "8B": 13_500},
     "jaxtune-fp8": {"0.6B": 16_500, "1.7B": 15_800, "4B": 11_200, "8B": 9_600},
@@ -33,12 +33,12 @@ TARGETS = {  # tokens/s on one H100; where the base is quantized, below 8B, Suro
 SMOKE_SYSTEMS = ("jaxtune", "jaxtune-nf4")
 SMOKE_LENGTH = 32
 REMATS = ("none", "dots", "block")
-RESERVE = 0.02  # of the GPU's memory, for what the compiler does not count
+RESERVE = 0.02  # share of the GPU's memory kept free for allocations that the compiler does not count
 PEERS = ("torch", "transformers", "peft")
 
 
 def piece(smoke: bool) -> Piece:
-    """Systems by sizes."""
+    """The jobs: systems by sizes."""
     missing = [package for package in PEERS if not importlib.util.find_spec(package)]
     refused = f"{', '.join(missing)} not installed" if missing else None
     jobs = []
@@ -57,42 +57,42 @@ def piece(smoke: bool) -> Piece:
         ("remat", "remat", ""),
     )
     title = f"LoRA r16 step of Qwen3, {ACCUMULATION} x {ROWS} x {LENGTH} tokens, bfloat16"
-    # jax takes this much at once, so that fragments do not decide what fits.
+    # jax preallocates this share of memory, so that fragmentation does not decide what fits.
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
     return Piece("train_step", title, jobs, columns, 0.36, 150, environment, fresh=True, conclude=quantized_over_bf16)
 
 
 def quantized_over_bf16(rows: dict[str, Row]) -> dict[str, Any]:
-    """Tokens/s on each quantized base over those on the bfloat16 one of the same size."""
-    found = {}
+    """Return tokens/s on each quantized base over tokens/s on the bfloat16 base of the same size."""
+    ratios = {}
     for size in CONFIGS:
         rates = {name: rows.get(f"{name}/{size}", {}).get("tokens_per_second") for name in QUANT}
         plain = rates.pop("jaxtune")
-        found |= {f"{name}/{size} over bfloat16": rate / plain for name, rate in rates.items() if rate and plain}
-    return found
+        ratios |= {f"{name}/{size} over bfloat16": rate / plain for name, rate in rates.items() if rate and plain}
+    return ratios
 
 
 def shape(smoke: bool) -> tuple[int, int, int]:
-    """(accumulation, rows, positions) of a step's tokens."""
+    """Return the shape of a step's tokens, (accumulation, rows, positions)."""
     return ACCUMULATION, ROWS, SMOKE_LENGTH if smoke else LENGTH
 
 
 def row(config: dict, shape: tuple[int, int, int], seconds: list[float], device: str, lora: bool = True) -> Row:
-    """Tokens/s and MFU of the median step, of adapters or of the whole model."""
+    """Return tokens/s and MFU of the median step, for LoRA or for the whole model."""
     second = statistics.median(seconds)
     width = config["num_attention_heads"] * config["head_dim"]
     matrices = (adapter_parameters(config), matrix_parameters(config)) if lora else (matrix_parameters(config), 0)
     work = throughput.Work(*matrices, config["num_hidden_layers"], width, seq_len=shape[-1])
     rate = math.prod(shape) / second
-    found: Row = {"seconds": second, "tokens_per_second": rate, "flops_per_token": throughput.flops_per_token(work)}
+    result: Row = {"seconds": second, "tokens_per_second": rate, "flops_per_token": throughput.flops_per_token(work)}
     utilisation = throughput.mfu(work, rate, device, 1)
     if utilisation is not None:
-        found["mfu_percent"] = 100 * utilisation
-    return found
+        result["mfu_percent"] = 100 * utilisation
+    return result
 
 
 def timed(step, steps: int) -> list[float]:
-    """Seconds of steps that return when they are done; two before them compile and warm up."""
+    """Time blocking steps, after two that compile and warm up; return the seconds of each."""
     for _ in range(2):
         step()
     seconds = []
@@ -104,7 +104,7 @@ def timed(step, steps: int) -> list[float]:
 
 
 def measure(contender: str, size: str, smoke: bool) -> Row:
-    """jaxtune's step on one base."""
+    """Measure jaxtune's step on one base."""
     target = {"target": TARGETS[contender][size]} if size in TARGETS[contender] else {}
     return target | measure_step(CONFIGS[size], shape(smoke), 2 if smoke else 7, quant=QUANT[contender])
 
@@ -117,9 +117,10 @@ def measure_step(
     measured: Mapping[str, float] = {},
     **options: Any,
 ) -> Row:
-    """jaxtune's step with the first rematerialisation policy that fits the GPU; `options` of models.training.
+    """Measure jaxtune's step with the first rematerialisation policy that fits the GPU.
 
-    Beside it stands what `jaxtune plan` predicts from the very program, with what it assumes and with `measured` rates.
+    The row also has the time that `jaxtune plan` predicts for the same program, with its assumptions and with
+    `measured` rates. `options` go to models.training.
     """
     chosen = models.log_choices()
     device = jax.devices()[0]
@@ -132,7 +133,7 @@ def measure_step(
         built = models.training(config, remat=remat, **options)
         if state is None:
             trained, frozen = models.values(built)
-            # Donated, so that the parameters are not there twice.
+            # Donated, so that the parameters are not in memory twice.
             state = jax.jit(built.start, donate_argnums=0)(trained)
             del trained
         begin = time.perf_counter()
@@ -153,10 +154,10 @@ def measure_step(
 
     seconds = timed(one, steps)
     stats = device.memory_stats() or {}
-    made = row(config, shape, seconds, device.device_kind, options.get("lora", True))
-    predicted = beside(read, made["seconds"], measured) if read else {}
+    result = row(config, shape, seconds, device.device_kind, options.get("lora", True))
+    predicted = beside(read, result["seconds"], measured) if read else {}
     return (
-        made
+        result
         | predicted
         | {
             "remat": remat,

@@ -1,4 +1,4 @@
-"""The same step by transformers + peft: eager, SDPA by cuDNN or flash alone, autocast to bfloat16 as in its Trainer."""
+"""The same step by transformers + peft: eager, SDPA by cuDNN or flash only, autocast to bfloat16 as in its Trainer."""
 
 import gc
 
@@ -14,7 +14,7 @@ from gpu.workers import Row
 
 
 def measure(size: str, smoke: bool) -> Row:
-    """Without rematerialisation, or with that of whole blocks where the step does not fit the GPU otherwise."""
+    """Measure the step without rematerialisation, or with rematerialisation of whole blocks if it does not fit."""
     try:
         return _measure(size, smoke, remat=False)
     except torch.OutOfMemoryError:
@@ -59,7 +59,7 @@ def _measure(size: str, smoke: bool, remat: bool) -> Row:
     optimizer.zero_grad()
     seconds = timed(step, 2 if smoke else 5)
     name = torch.cuda.get_device_name() if device() == "cuda" else "cpu"
-    found = row(CONFIGS[size], shape(smoke), seconds, name) | {"remat": "block" if remat else "none", "losses": losses}
+    result = row(CONFIGS[size], shape(smoke), seconds, name) | {"remat": "block" if remat else "none", "losses": losses}
     if device() == "cuda":
-        found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    return found | {"kernels": kernels}
+        result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    return result | {"kernels": kernels}

@@ -1,4 +1,4 @@
-"""Jobs in processes of their own: one that crashes, hangs or takes all memory does not lose the figures of others."""
+"""Run jobs in worker processes, so that a crash, a hang or running out of memory does not lose other jobs' figures."""
 
 import importlib
 import multiprocessing
@@ -12,22 +12,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Figures by name; or the reason why there are none under one of REASONS.
+# Figures by name; or, under one of REASONS, the reason why the row has none.
 Row = dict[str, Any]
 REASONS = ("refused", "error", "not run")
 FAILURES = ("error", "not run")
 
 START_SECONDS = 60  # for a process to start and import
-STOP_SECONDS = 20  # for the driver to let go of a killed one
-MOST_ERRORS = 2  # of a contender in a piece, after which the rest of its jobs are left out; one hang is enough
+STOP_SECONDS = 20  # for the driver to release a killed process
+MOST_ERRORS = 2  # errors of a contender in a piece after which its other jobs are skipped; one hang is enough
 SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One row of a piece. `module.measure(**arguments)` gives it, unless it is known beforehand to be `refused`.
+    """One row of a piece, computed by `module.measure(**arguments)`.
 
-    given_rows: it is also given `rows`, by their names those of the jobs that ran before it.
+    Attributes:
+        contender, case: the two parts of the row's name.
+        module: name of the module with `measure`.
+        arguments: keyword arguments of `measure`.
+        refused: the reason why the job cannot run, if known beforehand.
+        given_rows: whether `measure` also gets `rows`: the rows of the jobs that ran before, by name.
     """
 
     contender: str
@@ -44,33 +49,46 @@ class Job:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the suite that can be chosen by name."""
+    """A part of the suite that can be selected by name.
+
+    Attributes:
+        name: its name on the command line.
+        title: heading of its table.
+        jobs: its rows.
+        columns: columns of its table: header, key in the row, format.
+        share: share of the suite's time.
+        limit: seconds for one job.
+        environment: environment variables of the workers.
+        fresh: start a new process for each job, so that its peak memory is its own.
+        parallel: run contenders at the same time, if nothing is timed.
+        conclude: computes figures from all rows, such as ratios, by name.
+    """
 
     name: str
     title: str
     jobs: Sequence[Job]
-    columns: Sequence[tuple[str, str, str]]  # of the table: header, key of the row, format
-    share: float  # of the suite's time
-    limit: float  # seconds of one job
+    columns: Sequence[tuple[str, str, str]]
+    share: float
+    limit: float
     environment: dict[str, str] = field(default_factory=dict)
-    fresh: bool = False  # a process for each job: its peak memory is its own
-    parallel: bool = False  # contenders at the same time: nothing is timed
-    conclude: Callable[[dict[str, Row]], dict[str, Any]] = lambda rows: {}  # from comparing rows, by a name for each
+    fresh: bool = False
+    parallel: bool = False
+    conclude: Callable[[dict[str, Row]], dict[str, Any]] = lambda rows: {}
 
 
 def run(piece: Piece, jobs: Sequence[Job], deadline: float) -> Iterator[tuple[Job, Row]]:
-    """Rows as they are made; `deadline` is of time.monotonic()."""
+    """Yield rows as they are measured; `deadline` is in terms of time.monotonic()."""
     if not piece.parallel:
-        yield from _one_after_the_other(piece, jobs, deadline)
+        yield from _run_in_order(piece, jobs, deadline)
         return
     groups = {job.contender: [other for other in jobs if other.contender == job.contender] for job in jobs}
     with ThreadPoolExecutor(len(groups)) as pool:
-        made = [pool.submit(lambda g: list(_one_after_the_other(piece, g, deadline)), g) for g in groups.values()]
+        made = [pool.submit(lambda g: list(_run_in_order(piece, g, deadline)), g) for g in groups.values()]
         for rows in as_completed(made):
             yield from rows.result()
 
 
-def _one_after_the_other(piece: Piece, jobs: Sequence[Job], deadline: float) -> Iterator[tuple[Job, Row]]:
+def _run_in_order(piece: Piece, jobs: Sequence[Job], deadline: float) -> Iterator[tuple[Job, Row]]:
     errors = Counter[str]()
     worker, rows = None, {}
     for place, job in enumerate(jobs):
@@ -86,7 +104,7 @@ def _one_after_the_other(piece: Piece, jobs: Sequence[Job], deadline: float) -> 
                 worker.stop()
                 worker = None
             worker = worker or _Worker(job.module, piece.environment)
-            # The next process imports while this one measures. It touches no GPU before it is asked.
+            # The next process imports while this one measures. It does not touch the GPU before its first job.
             coming = next((other for other in jobs[place + 1 :] if not other.refused), None)
             following = _Worker(coming.module, piece.environment) if piece.fresh and coming else None
             arguments = job.arguments | ({"rows": dict(rows)} if job.given_rows else {})
@@ -101,7 +119,7 @@ def _one_after_the_other(piece: Piece, jobs: Sequence[Job], deadline: float) -> 
 
 
 class _Worker:
-    """A process that imports a module and then answers with a row for each job it is given."""
+    """A process that imports a module and then answers each job with a row."""
 
     def __init__(self, module: str, environment: dict[str, str]):
         self.module, self.ready = module, False
@@ -113,7 +131,7 @@ class _Worker:
         theirs.close()
 
     def ask(self, arguments: dict[str, Any], seconds: float) -> Row:
-        """The row that `measure` gives for these, or how it failed."""
+        """Return the row that `measure` returns for these arguments, or a row with its failure."""
         try:
             if not self.ready:
                 self._receive(START_SECONDS)
@@ -124,8 +142,8 @@ class _Worker:
             return {"error": str(error), "hung": True}
         except (EOFError, OSError):
             self.process.join()
-            said = Path(self.log.name).read_text(errors="replace").strip()
-            return {"error": f"exit status {self.process.exitcode}: {said[-2000:]}"}
+            output = Path(self.log.name).read_text(errors="replace").strip()
+            return {"error": f"exit status {self.process.exitcode}: {output[-2000:]}"}
 
     def _receive(self, seconds: float) -> Any:
         if not self.connection.poll(seconds):

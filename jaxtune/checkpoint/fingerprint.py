@@ -13,11 +13,11 @@ _SAMPLES = 256
 
 
 def fingerprint(folder: Path) -> dict[str, Any]:
-    """{file name: {"size": bytes, "sha256": hex}} of each safetensors file in `folder`, as JSON values.
+    """Return {file name: {"size": bytes, "sha256": hex}} for each safetensors file in `folder`, as JSON values.
 
     Hashing 60 GB takes minutes, so the hash covers the header (names, shapes, dtypes, offsets), the first and last MiB
-    of the tensor data, and 256 evenly spaced samples of 64 KiB between them: 18 MiB a file; smaller files are hashed
-    whole. It detects another revision or a retrained model, but not a change confined to the gaps between samples.
+    of the tensor data, and 256 evenly spaced samples of 64 KiB between: 18 MiB a file. Smaller files are hashed whole.
+    The hash detects another revision or a retrained model, but not a change confined to the gaps between samples.
     """
     return {
         path.name: {"size": path.stat().st_size, "sha256": _sampled_sha256(path)}
@@ -26,17 +26,17 @@ def fingerprint(folder: Path) -> dict[str, Any]:
 
 
 def verify_fingerprint(folder: Path, recorded: dict[str, Any]) -> None:
-    """Raises UserError naming the first safetensors file of `folder` that is not the one `recorded`."""
-    found = fingerprint(folder)
-    for name in sorted(found.keys() | recorded.keys()):
-        if found.get(name) == recorded.get(name):
+    """Raise UserError naming the first safetensors file of `folder` that differs from the recorded one."""
+    current = fingerprint(folder)
+    for name in sorted(current.keys() | recorded.keys()):
+        if current.get(name) == recorded.get(name):
             continue
-        if name not in found:
+        if name not in current:
             reason = "is missing"
         elif name not in recorded:
             reason = "was not there"
-        elif found[name]["size"] != recorded[name]["size"]:
-            reason = f"has {found[name]['size']} bytes, not {recorded[name]['size']}"
+        elif current[name]["size"] != recorded[name]["size"]:
+            reason = f"has {current[name]['size']} bytes, not {recorded[name]['size']}"
         else:
             reason = "has other content"
         raise UserError(
@@ -49,7 +49,7 @@ def _sampled_sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        prefix = file.read(8)
+        prefix = file.read(8)  # a safetensors file begins with the length of its header
         data_start = min(size, 8 + int.from_bytes(prefix, "little"))
         digest.update(prefix)
         digest.update(file.read(data_start - len(prefix)))

@@ -13,31 +13,31 @@ logger = logging.getLogger("jaxtune")
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps that have a manifest, ascending."""
+    """Return the steps that have a manifest, ascending."""
     return sorted(step for path in _numbered(folder, r"\d+") if is_checkpoint(folder, step := int(path.name)))
 
 
 def is_checkpoint(folder: Path, step: int) -> bool:
-    """Whether the checkpoint of `step` is there. `remove` takes away its manifest before any other file."""
+    """Whether a checkpoint of `step` exists, that is, has a manifest. `remove` deletes the manifest first."""
     return (folder / str(step) / manifest.MANIFEST).is_file()
 
 
 def newest_good(folder: Path, step: int | None, only: Iterable[str] | None) -> int | None:
-    """The newest step whose files agree with its manifest, or `step` if given; None if there are no steps.
+    """Return the newest step whose files agree with its manifest, or `step` if given; None if the folder has none.
 
-    `only` limits the check to the files that it names. Each damaged or unfinished checkpoint that is passed over is
-    logged as a warning.
+    `only` limits the check to the files that it names. Each damaged or unfinished checkpoint that is skipped is logged
+    as a warning.
 
     Raises:
         UserError: `step` is missing or damaged, or all steps are.
     """
-    found = steps(folder)
-    if step is not None and step not in found:
-        raise UserError(f"{folder} has no checkpoint of step {step}, only of {found or 'no step'}")
-    for unfinished in sorted({int(path.name) for path in _numbered(folder, r"\d+")} - set(found)):
-        if only is None and step is None and unfinished > max(found, default=-1):
+    available = steps(folder)
+    if step is not None and step not in available:
+        raise UserError(f"{folder} has no checkpoint of step {step}, only of {available or 'no step'}")
+    for unfinished in sorted({int(path.name) for path in _numbered(folder, r"\d+")} - set(available)):
+        if only is None and step is None and unfinished > max(available, default=-1):
             logger.warning("checkpoint %d in %s has no %s, so it is not used", unfinished, folder, manifest.MANIFEST)
-    for candidate in [step] if step is not None else reversed(found):
+    for candidate in [step] if step is not None else reversed(available):
         problems = manifest.verify(folder / str(candidate), only)
         if not problems:
             return candidate
@@ -48,22 +48,22 @@ def newest_good(folder: Path, step: int | None, only: Iterable[str] | None) -> i
         if step is not None:
             raise UserError(f"{damage}; ckpt.resume='auto' takes the newest good one")
         logger.warning("%s; trying the one before it", damage)
-    if found:
+    if available:
         raise UserError(f"all checkpoints in {folder} are damaged; to start afresh, remove them")
     return None
 
 
 def remove(folder: Path, step: int) -> None:
-    """Removes the checkpoint of `step`, if there is one."""
+    """Remove the checkpoint of `step`, if it exists."""
     path = folder / str(step)
     (path / manifest.MANIFEST).unlink(missing_ok=True)  # first: half a folder must not look like a checkpoint
-    # A reader or a failed save may still hold files here. Without a manifest the folder is not a checkpoint any more,
-    # and the next save tries again to remove it.
+    # A reader or a failed save may still hold files here. Without a manifest the folder is no longer a checkpoint, and
+    # the next save tries again to remove it.
     shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what interrupted saves and removals have left behind. No save may be under way."""
+    """Remove the folders that interrupted saves and removals left behind. No save may be in progress."""
     finished = {str(step) for step in steps(folder)}
     for path in _numbered(folder, r"\d+(\.orbax-checkpoint-tmp.*)?"):
         if path.name not in finished:

@@ -1,4 +1,4 @@
-"""Saving, restoring and retiring the checkpoints of a run.
+"""Save, restore and remove the checkpoints of a run.
 
 A checkpoint is the folder `<folder>/<step>`: arrays written by Orbax, `host.json`, and the manifest, which is written
 last. A folder without a manifest is left over from an interrupted save, and the next save removes it.
@@ -29,12 +29,18 @@ from jaxtune.errors import UserError
 logger = logging.getLogger("jaxtune")
 
 HOST_FILE = "host.json"
-FORMAT = 2  # of HOST_FILE; format 1 was what is now under "host", without a format number
+FORMAT = 2  # format of HOST_FILE; format 1 had only the content of "host", without a format number
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint as it was saved."""
+    """A restored checkpoint.
+
+    Attributes:
+        step: its step.
+        state: the arrays, in the shardings of the state that was restored into.
+        host: the JSON values saved with it.
+    """
 
     step: int
     state: PyTree[jax.Array]
@@ -42,12 +48,12 @@ class Restored:
 
 
 class CheckpointManager:
-    """The checkpoints in `folder`, of which the newest `keep_last` verified ones are kept.
+    """The checkpoints in `folder`; the newest `keep_last` verified ones are kept.
 
     With several processes, all of them call the same methods in the same order on one shared folder. Each writes its
-    own shards; process 0 alone writes `host.json` and the manifest, verifies, removes, and decides which step is
-    restored. Nothing is removed before the first save, so that a process that only reads does not disturb a run.
-    `mirror`, which process 0 alone has, is brought up to date after each save.
+    own shards. Only process 0 writes `host.json` and the manifest, verifies, removes, and decides which step to
+    restore. Nothing is removed before the first save, so that a process that only reads does not disturb a run.
+    `mirror`, which only process 0 has, is updated after each save.
     """
 
     def __init__(self, folder: Path, keep_last: int = 2, mirror: Mirror | None = None):
@@ -58,8 +64,8 @@ class CheckpointManager:
             sys.excepthook = _not_tensorstore_noise
         self._folder = Path(folder).absolute()
         self._keep_last = keep_last
-        self._verified: set[int] = set()  # saved or restored by this run, and kept: what keep_last counts
-        self._best: int | None = None  # kept besides these
+        self._verified: set[int] = set()  # kept steps that this run saved or restored; keep_last limits their number
+        self._best: int | None = None  # kept in addition
         self._pending: tuple[int, Future[None]] | None = None
         self._failure: str | None = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -68,7 +74,7 @@ class CheckpointManager:
             mirror.released = self._retire
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, ascending; their files are not verified here."""
+        """Return the steps that have a checkpoint, ascending; their files are not verified here."""
         return checkpoint_folder.steps(self._folder)
 
     def save(
@@ -79,13 +85,19 @@ class CheckpointManager:
         grouping: Grouping | None = None,
         best: int | None = None,
     ) -> None:
-        """Saves in the background: returns once the arrays are copied, so `state` may be donated afterwards.
+        """Save in the background: return when the arrays are copied, so that `state` may be donated afterwards.
 
-        `host` holds JSON values; process 0's is stored. `grouping` says which layers are stacked in the leaves of each
-        parameter; without it, a leaf is restored by its path alone. The checkpoint of the step `best` is kept, whatever
-        else is. Waits for the previous save. A step that this run saved or restored is not written again. A failed save
-        is logged as a warning, and the next one tries again: see `wait`. With several processes, the others notice a
-        failure in one of them only after Orbax's time-out, minutes later.
+        Waits for the previous save. A step that this run saved or restored is not written again. A failed save is
+        logged as a warning, and the next one tries again: see `wait`. With several processes, a failure in one process
+        reaches the others only through Orbax's time-out, minutes later.
+
+        Args:
+            step: the step to save.
+            state: the arrays.
+            host: JSON values; process 0's are stored.
+            grouping: the layers that are stacked in the leaves of each parameter; without it, a leaf is restored only
+                under the same path.
+            best: a step whose checkpoint is kept in addition to the newest ones.
         """
         self.wait()
         self._best = best
@@ -95,16 +107,16 @@ class CheckpointManager:
             return
         try:
             if jax.process_index() == 0:
-                checkpoint_folder.remove(self._folder, step)  # damaged, or left from before the run went back
+                checkpoint_folder.remove(self._folder, step)  # damaged, or from before the run went back to a step
                 checkpoint_folder.remove_unfinished(self._folder)
             response = ocp.save_async(str(self._folder / str(step)), arrays)
-        except Exception as error:  # whatever the storage raises: training must not end for one failed checkpoint
+        except Exception as error:  # any storage error: one failed checkpoint must not end the training
             self._fail(step, error)
         else:
             self._pending = step, self._background.submit(self._commit, step, response, text)
 
     def wait(self, final: bool = False) -> None:
-        """Waits for the save under way, if any; a failure is logged as a warning.
+        """Wait for the save in progress, if any; a failure is logged as a warning.
 
         Raises:
             UserError: the last save failed and `final` is set.
@@ -127,13 +139,18 @@ class CheckpointManager:
         part: bool = False,
         grouping: Grouping | None = None,
     ) -> Restored | None:
-        """Restore the newest good checkpoint, or `step`; None if there is no checkpoint.
+        """Restore the newest good checkpoint, or `step`; return None if the folder has no checkpoint.
 
-        Every file is verified. A damaged newest checkpoint is passed over with a warning. Where a run removes the
-        checkpoint while a single process reads it, another one is chosen. The arrays go straight to the
-        shardings of `abstract_state`, whatever mesh they were saved from. With `part`, the checkpoint may hold more
-        leaves than `abstract_state`; those are not read. With `grouping`, the grouping of `abstract_state`, layers are
-        found whatever stacks they were saved in. The next save removes checkpoints newer than the restored one.
+        Every file is verified. A damaged newest checkpoint is skipped with a warning. If a run removes the checkpoint
+        while a single process reads it, another one is chosen. The next save removes checkpoints newer than the
+        restored one.
+
+        Args:
+            abstract_state: shapes, dtypes and shardings. The arrays are read directly into these shardings, whatever
+                mesh they were saved from.
+            step: the step to restore; None: the newest good one.
+            part: whether the checkpoint may hold more leaves than `abstract_state`; these are not read.
+            grouping: the grouping of `abstract_state`, with which layers are found in whatever stacks they were saved.
 
         Raises:
             UserError: `step` is missing or damaged, all checkpoints are damaged, a newer jaxtune saved this one in
@@ -143,11 +160,11 @@ class CheckpointManager:
         while (chosen := self._choose(step)) is not None:
             try:
                 state, host = self._read(chosen, abstract_state, part, grouping or {})
-            except Exception:  # whatever the storage raises where files vanish
+            except Exception:  # storage raises different errors when files vanish
                 if not self._is_removed(chosen):
                     raise
             else:
-                # Storage may read what is not there any more as zeros.
+                # Storage may return zeros for files that have been removed.
                 if not self._is_removed(chosen):
                     self._verified = {chosen}
                     return Restored(chosen, state, host)
@@ -155,39 +172,43 @@ class CheckpointManager:
         return None
 
     def _is_removed(self, step: int) -> bool:
-        """Whether another process has removed a checkpoint; several processes, which read together, own theirs."""
+        """Whether another process has removed a checkpoint. A run of several processes has the folder to itself."""
         return jax.process_count() == 1 and not checkpoint_folder.is_checkpoint(self._folder, step)
 
     def _read(
         self, chosen: int, abstract_state: PyTree[jax.ShapeDtypeStruct], part: bool, grouping: Grouping
     ) -> tuple[PyTree[jax.Array], dict[str, Any]]:
-        """State and host of a checkpoint; arguments and errors as of `restore`."""
+        """Return state and host of a checkpoint; arguments and errors are those in `restore`."""
         path = self._folder / str(chosen)
         host, saved_grouping = self._read_host(chosen)
         if not (grouping and saved_grouping):
             grouping = saved_grouping = {}
         wanted, saved = structure.leaves_by_name(abstract_state), ocp.metadata(str(path)).metadata
-        here, there = regroup.pieces(wanted, grouping), regroup.pieces(saved, saved_grouping)
-        structure.check(path, {name: piece for name, piece in there.items() if name in here or not part}, here)
+        wanted_pieces, saved_pieces = regroup.pieces(wanted, grouping), regroup.pieces(saved, saved_grouping)
+        structure.check(
+            path,
+            {name: piece for name, piece in saved_pieces.items() if name in wanted_pieces or not part},
+            wanted_pieces,
+        )
 
         def read(leaves: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
             arrays = ocp.load(str(path), dict.fromkeys(saved, ...) | leaves)  # Orbax skips leaves that are ...
             return {name: arrays[name] for name in leaves}
 
-        arrays = regroup.load(read, saved, wanted, there, here)
+        arrays = regroup.load(read, saved, wanted, saved_pieces, wanted_pieces)
         return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted]), host
 
     def host(self, step: int | None = None) -> dict[str, Any] | None:
-        """`host` of the newest checkpoint, or of `step`, without its arrays, which are neither read nor verified.
+        """Return `host` of the newest checkpoint, or of `step`; its arrays are neither read nor verified.
 
-        None if there is no checkpoint. Raises UserError as `restore` does.
+        None if the folder has no checkpoint. Raises UserError like `restore`.
         """
         self.wait()
         chosen = self._choose(step, only=(HOST_FILE,))
         return None if chosen is None else self._read_host(chosen)[0]
 
     def _choose(self, step: int | None, only: Iterable[str] | None = None) -> int | None:
-        """The step to read. Process 0 decides; if it fails, all processes raise."""
+        """Choose the step to read. Process 0 decides; if it fails, all processes raise."""
         nothing, failed = -1, -2
         choice, failure = nothing, None
         if jax.process_index() == 0:
@@ -198,24 +219,24 @@ class CheckpointManager:
                 choice, failure = failed, error
         choice = _from_process_0(choice)
         if choice == failed:
-            raise failure or UserError(f"no checkpoint in {self._folder} can be restored: process 0 says why")
+            raise failure or UserError(f"no checkpoint in {self._folder} can be restored: see the log of process 0")
         return None if choice == nothing else choice
 
     def _read_host(self, step: int) -> tuple[dict[str, Any], Grouping]:
-        """`host` and `grouping` as they were saved. Raises UserError for a checkpoint of a newer jaxtune."""
+        """Read the saved `host` and `grouping`. Raises UserError for a checkpoint of a newer jaxtune."""
         path = self._folder / str(step)
         saved = json.loads((path / HOST_FILE).read_text(encoding="utf-8"))
         if "format" not in saved:
             return saved, {}
         if saved["format"] > FORMAT:
             raise UserError(
-                f"{path} is in format {saved['format']}, of a newer jaxtune, and this one reads up to {FORMAT}; "
+                f"{path} is in format {saved['format']} of a newer jaxtune; this version reads up to {FORMAT}; "
                 "update jaxtune"
             )
         return saved["host"], {name: (local, tuple(layers)) for name, (local, layers) in saved["grouping"].items()}
 
     def _commit(self, step: int, response: ocp.AsyncResponse[None], host: str) -> None:
-        """Waits until all processes have written, then makes the folder a checkpoint. Runs in the background."""
+        """Wait until all processes have written, then make the folder a checkpoint. Runs in the background."""
         primary = jax.process_index() == 0
         try:
             response.result()
@@ -234,11 +255,11 @@ class CheckpointManager:
             self._mirror.update()
 
     def _retire(self) -> None:
-        """Removes the checkpoints that the verified ones make superfluous.
+        """Remove the checkpoints that the verified ones make superfluous.
 
         Older unverified checkpoints stay until there are `keep_last` verified ones. Unverified ones newer than the
-        oldest verified one are damaged, or were saved before the run went back to an earlier step. One that is being
-        copied stays until it is.
+        oldest verified one are damaged, or were saved before the run went back to an earlier step. A checkpoint that is
+        being copied to the mirror stays until the copy ends.
         """
         copying = None if self._mirror is None else self._mirror.copying
         for step in set(self.steps()) - self._verified - {self._best, copying} if self._verified else ():
@@ -251,17 +272,17 @@ class CheckpointManager:
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         self._failure = f"checkpoint {step} was not saved in {self._folder}: {reason}"
         if warn:
-            logger.warning("%s; training goes on, the next save tries again", self._failure)
+            logger.warning("%s; training continues, and the next save tries again", self._failure)
 
 
 def _not_tensorstore_noise(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """An excepthook that is silent about tensorstore writes that end after their save has already failed."""
+    """An excepthook that ignores tensorstore writes which end after their save has already failed."""
     if not (kind is RuntimeError and str(error) == "Event loop is closed"):
         sys.__excepthook__(kind, error, trace)
 
 
 def _not_orbax_noise(record: logging.LogRecord) -> bool:
-    """A log filter: Orbax logs 30 lines a save, and a traceback from each thread for an error that it also raises."""
+    """A log filter for Orbax: it logs 30 lines a save, and a traceback in each thread for an error it also raises."""
     return "orbax" not in record.pathname or (record.levelno > logging.INFO and not record.exc_info)
 
 

@@ -16,20 +16,21 @@ MANIFEST = "manifest.json"
 
 
 class Entry(NamedTuple):
-    """What a manifest says of a file."""
+    """A file's size and SHA-256 (in hex) in a manifest."""
 
     size: int
     sha256: str
 
 
 def write(folder: Path) -> None:
-    """Writes the manifest of all files in `folder`, after flushing them to disk."""
+    """Write the manifest of all files in `folder`, after flushing them to disk."""
     names = sorted(
         path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST
     )
     files = dict(zip(names, _in_threads(lambda name: _measure(folder / name, sync=True), names)))
     for path in (*filter(Path.is_dir, folder.rglob("*")), folder):
         _sync_folder(path)
+    # Files and folders are on disk by now, so that a manifest which survives a crash implies complete files.
     partial = folder / f"{MANIFEST}.partial"
     with partial.open("w", encoding="utf-8") as file:
         json.dump({"files": files}, file, indent=1)
@@ -41,10 +42,10 @@ def write(folder: Path) -> None:
 
 
 def verify(folder: Path, only: Iterable[str] | None = None) -> list[str]:
-    """Disagreements with the manifest, each as "file: reason"; empty for a good checkpoint.
+    """Return the disagreements with the manifest, each as "file: reason"; empty for a good checkpoint.
 
-    Files that the manifest does not name are ignored, as nothing reads them. `only` names the files to check; None:
-    all.
+    Files that the manifest does not name are ignored, because nothing reads them. `only` names the files to check;
+    None: all.
     """
     try:
         recorded = entries((folder / MANIFEST).read_bytes())
@@ -59,31 +60,31 @@ def verify(folder: Path, only: Iterable[str] | None = None) -> list[str]:
 
 
 def entries(content: bytes) -> dict[str, Entry]:
-    """What a manifest records, by file name.
+    """Return a manifest's entries by file name.
 
     Raises:
-        ValueError: it is damaged, or names a file that is not inside the checkpoint's folder.
+        ValueError: the manifest is damaged, or names a file that is not inside the checkpoint's folder.
     """
     try:
-        found = {name: Entry(entry["size"], entry["sha256"]) for name, entry in json.loads(content)["files"].items()}
+        recorded = {name: Entry(entry["size"], entry["sha256"]) for name, entry in json.loads(content)["files"].items()}
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    if strange := [name for name in found if not _is_inside(name)]:
-        raise ValueError(f"{strange[0]!r} is not the name of a file in a checkpoint")
-    return found
+    if outside := [name for name in recorded if not _is_inside(name)]:
+        raise ValueError(f"{outside[0]!r} is not the name of a file in a checkpoint")
+    return recorded
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name, relative to a folder and with / between its parts, is of a file in that folder on any system."""
+    """Whether a relative name with / between its parts denotes, on every system, a file inside the folder."""
     parts = name.split("/")
     return name.isprintable() and not {"", ".", ".."} & set(parts) and not any(mark in name for mark in "\\:")
 
 
 def _problem(path: Path, size: int, sha256: str) -> str | None:
     try:
-        found = path.stat().st_size
-        if found != size:
-            return f"has {found} bytes, the manifest says {size}"
+        actual = path.stat().st_size
+        if actual != size:
+            return f"has {actual} bytes, the manifest says {size}"
         return None if _measure(path)["sha256"] == sha256 else "content differs from its checksum"
     except FileNotFoundError:
         return "missing"

@@ -1,8 +1,8 @@
-"""Layers of a saved state are identified by parameter and layer number, not by stack, so that the grouping may change.
+"""Identify the layers of a saved state by parameter and layer number, not by stack, so that the grouping may change.
 
-Equal layers are stacked into one array (a leaf). If a later version, or another option, groups the layers into other
-stacks, each layer is cut from the saved leaf that has it and joined into the leaf that wants it. A leaf of a stack has
-its layers along the leading axis, or is a scalar shared by all of them.
+Equal layers are stacked into one array (a leaf). If a later version or another option groups the layers into other
+stacks, each layer is cut from its saved leaf and joined into its new one. A leaf of a stack has its layers along the
+leading axis, or is a scalar shared by all layers.
 """
 
 from collections import defaultdict
@@ -16,27 +16,35 @@ import numpy as np
 from jaxtune.errors import UserError
 
 # For each parameter: its name inside a layer, and the numbers of the layers stacked in it. A parameter outside the
-# layers has its full name and no layers.
+# layers has its full name and no layer numbers.
 Grouping = Mapping[str, tuple[str, tuple[int, ...]]]
-Leaves = dict[str, Any]  # by path, with shape and dtype: see `structure.leaves_by_name`
+Leaves = dict[str, Any]  # arrays, or their shapes and dtypes, by path: see `structure.leaves_by_name`
 
 
 class Piece(NamedTuple):
-    """One layer of a leaf; or the whole leaf, if it has no layers or is a scalar shared by them."""
+    """One layer of a leaf; or the whole leaf, if it has no layers or is a scalar shared by all layers.
 
-    family: str  # the leaf's path without its stack: leaves of one family differ only in their layers
+    Attributes:
+        family: the leaf's path without its stack; leaves of one family differ only in their layers.
+        leaf: the leaf's path.
+        index: position along the leading axis; None: the whole leaf.
+        shape: shape, with a leading 1 in place of the layers.
+        dtype: dtype of the leaf.
+    """
+
+    family: str
     leaf: str
-    index: int | None  # along the leading axis; None: the whole leaf
-    shape: tuple[int, ...]  # with a leading 1 in place of the layers
+    index: int | None
+    shape: tuple[int, ...]
     dtype: np.dtype
 
 
 def pieces(leaves: Leaves, grouping: Grouping) -> dict[str, Piece]:
-    """The pieces of all leaves, by a name that users understand, for example 'trained/mlp.down.weight of layer 7'.
+    """Return the pieces of all leaves by readable names, for example 'trained/mlp.down.weight of layer 7'.
 
     Raises ValueError if a leaf of a stack neither has its layers along the leading axis nor is a scalar.
     """
-    found: dict[str, Piece] = {}
+    result: dict[str, Piece] = {}
     for leaf, array in leaves.items():
         path = leaf.split("/")
         local, layers = next((grouping[part] for part in path if part in grouping), ("", ()))
@@ -50,59 +58,69 @@ def pieces(leaves: Leaves, grouping: Grouping) -> dict[str, Piece]:
             for index, layer in enumerate(layers)
         }
         added = of_layer if layers else {family: whole}
-        if twice := added.keys() & found.keys():
-            raise ValueError(f"{leaf} and {found[min(twice)].leaf} both have {min(twice)}")
-        found |= added
-    return found
+        if twice := added.keys() & result.keys():
+            raise ValueError(f"{leaf} and {result[min(twice)].leaf} both have {min(twice)}")
+        result |= added
+    return result
 
 
 def load(
-    read: Callable[[Leaves], Leaves], saved: Leaves, wanted: Leaves, there: dict[str, Piece], here: dict[str, Piece]
+    read: Callable[[Leaves], Leaves],
+    saved: Leaves,
+    wanted: Leaves,
+    saved_pieces: dict[str, Piece],
+    wanted_pieces: dict[str, Piece],
 ) -> Leaves:
-    """The arrays of `wanted` (shapes, dtypes, shardings), read by `read`, which takes such a dict of saved leaves.
+    """Load the leaves of `wanted`, regrouping layers where the saved stacks differ.
 
-    `there` are the pieces of `saved`, and include all of `here`, the pieces of `wanted`. A leaf that is wanted just as
-    it was saved goes straight to its sharding. Others are cut and joined on the devices, one family at a time, so that
-    besides the result only the leaves of one family are in memory.
+    A leaf with the same layers as its saved leaf is read directly into its sharding. Others are cut and joined on the
+    devices, one family at a time, so that only the leaves of one family are in memory in addition to the result.
 
-    Raises UserError if stacks that are joined into one have different values of a scalar that their layers then share.
+    Args:
+        read: reads saved leaves, given their shapes, dtypes and shardings by path.
+        saved: shapes and dtypes of the saved leaves.
+        wanted: shapes, dtypes and shardings of the leaves to load.
+        saved_pieces: the pieces of `saved`, which must include all of `wanted_pieces`.
+        wanted_pieces: the pieces of `wanted`.
+
+    Raises UserError if stacks that are joined into one differ in a scalar that their layers then share.
     """
-    # Leaves that cannot be read as they are: some layer was at another place, or in a leaf of another shape.
+    # Leaves that need regrouping: some layer was at another index, or in a leaf of another shape.
     moved = {
         piece.leaf
-        for name, piece in here.items()
-        if there[name] != piece or saved[piece.leaf].shape != wanted[piece.leaf].shape
+        for name, piece in wanted_pieces.items()
+        if saved_pieces[name] != piece or saved[piece.leaf].shape != wanted[piece.leaf].shape
     }
     made_of: dict[str, dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
-    for name, piece in here.items():
+    for name, piece in wanted_pieces.items():
         if piece.leaf in moved:
-            made_of[piece.family][piece.leaf].append(there[name])
+            made_of[piece.family][piece.leaf].append(saved_pieces[name])
     as_saved = {leaf: abstract for leaf, abstract in wanted.items() if leaf not in moved}
     arrays = read(as_saved) if as_saved else {}
     for leaves in made_of.values():
         like = wanted[next(iter(leaves))]  # leaves of a family share dtype and sharding
         sources = {part.leaf: part for parts in leaves.values() for part in parts}
         abstract = {
-            name: jax.ShapeDtypeStruct(saved[name].shape, like.dtype, sharding=_of_source(part, like.sharding))
+            name: jax.ShapeDtypeStruct(saved[name].shape, like.dtype, sharding=_source_sharding(part, like.sharding))
             for name, part in sources.items()
         }
-        arrays |= _joined(read(abstract), leaves, {leaf: wanted[leaf].sharding for leaf in leaves})
+        arrays |= _join(read(abstract), leaves, {leaf: wanted[leaf].sharding for leaf in leaves})
     return arrays
 
 
-def _of_source(part: Piece, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """A wanted leaf's sharding, but in device memory and with the layers unsharded, so that layers can be cut out."""
+def _source_sharding(part: Piece, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """A wanted leaf's sharding, but in device memory and with unsharded layers, so that layers can be cut out."""
     if part.index is None or not isinstance(sharding, jax.NamedSharding):
         return sharding
     return jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec[1:]))
 
 
-def _joined(sources: Leaves, leaves: dict[str, list[Piece]], shardings: dict[str, jax.sharding.Sharding]) -> Leaves:
-    """Joins each leaf from its pieces of saved leaves. Raises UserError as `load` does."""
+def _join(sources: Leaves, leaves: dict[str, list[Piece]], shardings: dict[str, jax.sharding.Sharding]) -> Leaves:
+    """Join each leaf from its pieces of saved leaves. Raises UserError like `load`."""
     for parts in leaves.values():
         if parts[0].index is None and len({np.asarray(sources[part.leaf]).tobytes() for part in parts}) > 1:
             raise UserError(
-                f"the checkpoint cannot go on with other stacks of layers: {parts[0].family} is not the same in "
+                f"the checkpoint cannot be restored into other stacks of layers: {parts[0].family} is not the same in "
                 f"{' and '.join(sorted({part.leaf for part in parts}))}"
             )
 

@@ -1,7 +1,7 @@
-"""Chat templates by name, for tokenizers of base models, which have none.
+"""Chat templates by name, for the tokenizers of base models, which have no template.
 
-`templates` holds a file of Jinja each: the format that a family is published with. `{% generation %}` marks the
-assistant's text, which is trained; transformers uses the same mark.
+`templates` holds one Jinja file for each: the format that a model family was published with. `{% generation %}` marks
+the assistant's text, which is trained on; transformers uses the same mark.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from jaxtune.errors import UserError
 
 _FOLDER = Path(__file__).parent / "templates"
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
-# name: the special tokens that it emits, besides bos_token and eos_token
+# name: the special tokens that the template emits, apart from bos_token and eos_token
 NAMED = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "qwen3": ("<|im_start|>", "<|im_end|>"),
@@ -31,7 +31,7 @@ NAMED = {
 
 
 def find_template(wanted: str, vocabulary: dict[str, int]) -> str:
-    """The Jinja source of a template, by its name or from a file.
+    """Return the Jinja source of a template, given its name or a file.
 
     Raises:
         UserError: `wanted` is neither a name nor a readable file, or the vocabulary lacks its special tokens.
@@ -43,7 +43,7 @@ def find_template(wanted: str, vocabulary: dict[str, int]) -> str:
                 f"chat.template={wanted!r} writes {' and '.join(missing)}, which this tokenizer does not have; "
                 f"--config.data.special_tokens='{listed}' adds them"
             )
-        return _named(wanted)
+        return _read_template(wanted)
     try:
         return Path(wanted).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -52,7 +52,7 @@ def find_template(wanted: str, vocabulary: dict[str, int]) -> str:
         ) from error
 
 
-def _named(name: str) -> str:
+def _read_template(name: str) -> str:
     if name == "qwen3_nothinking":
-        return "{%- set enable_thinking = false %}\n" + _named("qwen3")
+        return "{%- set enable_thinking = false %}\n" + _read_template("qwen3")
     return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")

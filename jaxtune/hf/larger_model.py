@@ -1,4 +1,4 @@
-"""A decoder written in place of the one in a larger model, such as one that sees images."""
+"""Write a trained decoder back into the larger model that contains it, such as a vision-language model."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -8,15 +8,15 @@ from jaxtune.hf.weights import Tensor
 
 
 def in_place(folder: Path, tensors: Iterable[Tensor], untouched: Callable[[str], bool]) -> Iterator[Tensor]:
-    """Tensors in place of those of a Hugging Face folder, by the names that these have there; then the untouched ones.
+    """Yield the decoder's `tensors` under the names used in a Hugging Face folder, then the folder's untouched tensors.
 
-    Those are read, each when it is written, and are what they are in the folder, bit by bit.
+    Untouched tensors are copied bit for bit; each is read when it is written.
     """
     sources = open_sources(weight_files(folder))
     older = any(current_name(name) != name for name in sources)
     for tensor in tensors:
         yield tensor._replace(name=older_name(tensor.name) if older else tensor.name)
-    others = {name: source for name, source in sources.items() if untouched(name)}
-    check_content(others.values())
-    for name, source in others.items():
+    copied = {name: source for name, source in sources.items() if untouched(name)}
+    check_content(copied.values())
+    for name, source in copied.items():
         yield Tensor(name, source.shape, ALL_DTYPES[source.dtype], source.whole)

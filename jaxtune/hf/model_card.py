@@ -14,9 +14,12 @@ from jaxtune.hf.model_folder import is_hub_id
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the last evaluation found: numbers by the names of their metrics, and the data it was on, in words.
+    """Results of the last evaluation.
 
-    `hub_id`: where that is one dataset on the hub.
+    Attributes:
+        metrics: values by metric name.
+        data: the evaluation data, in words.
+        hub_id: id of the dataset, if the data is a single dataset on the hub.
     """
 
     metrics: Mapping[str, float]
@@ -40,28 +43,28 @@ def write_card(
     datasets: Sequence[str] = (),
     evaluation: Evaluation | None = None,
 ) -> None:
-    """Write README.md, and copy the loss curve beside it if there is one.
+    """Write README.md, and copy the loss curve next to it if there is one.
 
     Args:
         folder: the exported folder, which must exist.
         title: name of the model.
-        name: its hub id, or what its folder is called: how it is loaded.
-        base_model: hub id or path of the model that was fine-tuned; None: trained from random weights. Of a local path
-            only the last part is written.
+        name: hub id or folder name, with which the model is loaded.
+        base_model: hub id or path of the model that was fine-tuned; None: trained from random weights. Only the last
+            part of a local path is written.
         adapter: whether the folder holds a PEFT adapter instead of a whole model.
-        auto_class: the class of transformers that loads it, or the model that it is an adapter of.
-        base_options: arguments with which the base of an adapter is loaded.
-        ends: the tokens that end an answer, if the base of an adapter does not stop at all of them.
-        rows: the rows of the card's table, label and value.
-        curve: a picture of the losses; skipped if the file does not exist.
-        recipe: YAML of the options that it was trained with.
-        datasets: the hub ids of those among its data that have one.
-        evaluation: None: there was none.
+        auto_class: the transformers class that loads the model, or the base of an adapter.
+        base_options: keyword arguments for loading the base of an adapter.
+        ends: the tokens that end an answer, if the base of an adapter does not stop at every one.
+        rows: rows of the card's table, label to value.
+        curve: image of the loss curve; skipped if the file does not exist.
+        recipe: YAML of the training options.
+        datasets: hub ids of the training datasets that have one.
+        evaluation: results of the last evaluation; None: the run did not evaluate.
     """
     local = base_model is not None and (Path(base_model).expanduser().exists() or not is_hub_id(base_model))
     base = Path(base_model).name if base_model and local else base_model
-    if adapter and local and base == name:
-        base, name = _apart(Path(base_model or ""), folder)
+    if adapter and local and base == name:  # equal folder names: write more of both paths
+        base, name = _distinct_names(Path(base_model or ""), folder)
     classifier = auto_class.endswith("SequenceClassification")
     task = "text-classification" if classifier else "text-generation"
     data = ModelCardData(
@@ -77,7 +80,7 @@ def write_card(
     origin = f"fine-tuned from {base}" if base else "trained from random weights"
     table = "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |\n" for row in rows.items())
     text = f"---\n{data.to_yaml()}\n---\n\n# {title}\n\nA {kind}, {origin} with jaxtune.\n\n| | |\n|---|---|\n{table}"
-    text += f"\n{_block('python', _loading(name, base if adapter else None, auto_class, base_options, ends))}"
+    text += f"\n{_block('python', _loading_code(name, base if adapter else None, auto_class, base_options, ends))}"
     if curve.is_file():
         shutil.copyfile(curve, folder / curve.name)
         text += f"\n![Losses and learning rate over the steps]({curve.name})\n"
@@ -87,7 +90,7 @@ def write_card(
 
 
 def _results(evaluation: Evaluation | None, task: str) -> list[EvalResult]:
-    """As `model-index` has them."""
+    """The metrics as entries of the card's `model-index`."""
     if evaluation is None:
         return []
     return [
@@ -96,26 +99,28 @@ def _results(evaluation: Evaluation | None, task: str) -> list[EvalResult]:
     ]
 
 
-def _apart(base: Path, folder: Path) -> tuple[str, str]:
-    """As many of the last parts of two paths as tell them apart."""
+def _distinct_names(base: Path, folder: Path) -> tuple[str, str]:
+    """The shortest endings of two paths that differ."""
     ours, theirs = base.expanduser().resolve().parts, folder.resolve().parts
     count = next((n for n in range(1, len(ours) + 1) if ours[-n:] != theirs[-n:]), len(ours))
     return "/".join(ours[-count:]), "/".join(theirs[-count:])
 
 
-def _loading(name: str, base: str | None, auto_class: str, base_options: Mapping[str, Any], ends: Sequence[int]) -> str:
-    """Python that loads the model, or the adapter of a base."""
+def _loading_code(
+    name: str, base: str | None, auto_class: str, base_options: Mapping[str, Any], ends: Sequence[int]
+) -> str:
+    """Python code that loads the model, or the adapter on its base."""
     options = "".join(f", {option}={value!r}" for option, value in base_options.items())
-    found = f'{auto_class}.from_pretrained("{base or name}"{options})'
-    lines = [f"from transformers import {auto_class}, AutoTokenizer\n", f"model = {found}"]
+    load = f'{auto_class}.from_pretrained("{base or name}"{options})'
+    lines = [f"from transformers import {auto_class}, AutoTokenizer\n", f"model = {load}"]
     if base is not None:
-        lines = ["from peft import PeftModel", lines[0], f'model = PeftModel.from_pretrained({found}, "{name}")']
+        lines = ["from peft import PeftModel", lines[0], f'model = PeftModel.from_pretrained({load}, "{name}")']
     if ends:
         lines.append(f"model.generation_config.eos_token_id = {list(ends)}  # answers end with {ends[-1]}")
     return "\n".join([*lines, f'tokenizer = AutoTokenizer.from_pretrained("{name}")', ""])
 
 
 def _block(language: str, text: str) -> str:
-    """Text in a fence that is longer than any in it."""
+    """A fenced code block; its fence is longer than any run of backticks in the text."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}{fence}\n"

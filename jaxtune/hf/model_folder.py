@@ -35,10 +35,10 @@ def resolve(path: str, revision: str | None = None, *, weights: bool = True, hol
         path: a folder, or the id of a model on the hub, which is then downloaded into the hub's cache.
         revision: branch, tag or commit on the hub; must be None for a local folder.
         weights: whether to download the safetensors files too.
-        holds: the file that must be in the folder (`adapter_config.json` for an adapter); None: any will do.
+        holds: the file that must be in the folder (`adapter_config.json` for an adapter); None: no check.
 
     Raises:
-        UserError: there is no such folder or model, or the folder lacks `holds`.
+        UserError: the folder or model does not exist, or the folder lacks `holds`.
     """
     local = Path(path).expanduser()
     if local.is_dir():
@@ -52,26 +52,26 @@ def resolve(path: str, revision: str | None = None, *, weights: bool = True, hol
     else:
         folder = _download(path, revision, _TEXT_FILES + ["*.safetensors"] * weights, _nearest(local))
     if holds is not None and not (folder / holds).is_file():
-        found = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
+        present = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
         raise UserError(
-            f"{path} has no {holds}, so it is not what was asked for; it holds {found}{_holders(folder, holds)}"
+            f"{path} has no {holds}, so it cannot be used here; it holds {present}{_holders(folder, holds)}"
         )
     return folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json of a model folder; a UserError says what is wrong with it."""
+    """Return config.json of a model folder. Raises UserError if it is missing or malformed."""
     return read_json(folder / "config.json")
 
 
 def label_names(config: dict[str, Any]) -> tuple[str, ...] | None:
-    """The labels of the classifier that a config.json describes, by number; None: it describes another model."""
+    """Return the labels of the classifier that a config.json describes, in order of number; None: not a classifier."""
     classes = config.get("architectures") or []
     if not isinstance(classes, list):
         raise UserError(f"config.json: architectures is {classes!r:.60}; it must be a list of names")
     if not any(str(name).endswith("ForSequenceClassification") for name in classes):
         return None
-    names = config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # which transformers does not write
+    names = config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # the default, which transformers omits
     if not isinstance(names, dict) or not all(str(number).isdecimal() for number in names):
         raise UserError(f"config.json: id2label is {names!r:.60}; it must be an object, number to name")
     return tuple(str(names[number]) for number in sorted(names, key=int))
@@ -85,15 +85,20 @@ def write_config(
     changes: Mapping[str, Any] | None = None,
     described: Mapping[str, Any] | None = None,
 ) -> None:
-    """Copy config.json from one model folder to another, byte for byte unless dtype, vocabulary size or more differ.
+    """Copy config.json from one model folder to another, byte for byte if no entry differs.
 
-    `changes`: other keys, and their values. `described`: what is written in place of what the source holds. A decoder
-    inside a larger model has its own in `text_config`. `quantization_config` is left out, because exported weights are
-    never quantized.
+    `quantization_config` is left out, because exported weights are never quantized.
+
+    Args:
+        source, target: the two model folders; `target` is created if it does not exist.
+        dtype: dtype of the exported weights.
+        vocabulary: number of rows of the embedding; for a decoder inside a larger model it goes into `text_config`.
+        changes: further keys and their values.
+        described: the config to write instead of the source's; None: the source's.
     """
     saved = read_config(source)
     config = saved if described is None else dict(described)
-    dtypes = {"dtype", "torch_dtype"}  # transformers before 4.56 says torch_dtype
+    dtypes = {"dtype", "torch_dtype"}  # transformers before 4.56 calls it torch_dtype
     written = {key: value for key, value in config.items() if key != "quantization_config"}
     written |= dict.fromkeys(dtypes & config.keys() or {"dtype"}, dtype)
     if "text_config" in config:
@@ -110,7 +115,7 @@ def write_config(
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Return generation_config.json of a model folder, empty where there is none."""
+    """Return generation_config.json of a model folder; empty if the folder has none."""
     path = folder / "generation_config.json"
     return read_json(path) if path.exists() else {}
 
@@ -153,9 +158,9 @@ def is_hub_id(path: str) -> bool:
 
 def _download(repo_id: str, revision: str | None, patterns: list[str], nearest: str) -> Path:
     at = f" at revision '{revision}'" if revision else ""
-    again = ["*/*", "consolidated*"]  # the same weights once more, in the model maker's own layout
+    duplicates = ["*/*", "consolidated*"]  # the same weights again, in the model maker's own layout
     try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=again))
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=duplicates))
     except GatedRepoError as error:
         raise UserError(
             f"the hub model {repo_id} needs its owner's permission: ask for it on https://huggingface.co/{repo_id}, "
@@ -180,7 +185,7 @@ def _download(repo_id: str, revision: str | None, patterns: list[str], nearest: 
 
 
 def _nearest(path: Path) -> str:
-    """Folders whose names resemble the last part of a path, as the middle of a sentence."""
+    """Folders with names similar to the last part of a path, as a clause for an error message."""
     parent = path.parent
     while not parent.is_dir():
         path, parent = parent, parent.parent
@@ -190,7 +195,7 @@ def _nearest(path: Path) -> str:
 
 
 def _holders(folder: Path, holds: str) -> str:
-    """Where to look instead, as the end of a sentence: an adapter's base, or subfolders that have the missing file."""
+    """A hint for an error message: an adapter's base model, or the subfolders that have the missing file."""
     if (folder / "adapter_config.json").is_file():
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
         return f"; it is an adapter of {base}: train on from it with model.path={base} and lora.path={folder}"

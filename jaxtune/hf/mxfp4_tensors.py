@@ -1,8 +1,8 @@
-"""MXFP4, the format of gpt-oss's experts in files (OCP Microscaling 1.0): dequantized while it is read, or kept.
+"""MXFP4, the file format of gpt-oss's experts (OCP Microscaling 1.0): dequantized on reading, or kept.
 
-e2m1 elements, 32 of a row with one scale, a power of two. X_blocks (experts, out, in / 32, 16) has two codes a byte,
-the first in the low bits; X_scales (experts, out, in / 32) the exponents plus 127. They stand for X (experts, in, out),
-in bfloat16 exactly.
+Elements are e2m1; each block of 32 elements of a row shares one scale, a power of two. X_blocks (experts, out, in / 32,
+16) packs two codes into a byte, the first in the low bits. X_scales (experts, out, in / 32) holds the exponents plus
+127. Together they represent X (experts, in, out) exactly in bfloat16.
 """
 
 from collections.abc import Mapping
@@ -19,19 +19,23 @@ from pallas_kernels.quant_matmul import ELEMENTS
 
 BLOCK = 32
 _VALUES = np.asarray(ELEMENTS["e2m1"].values, np.float32)
-_PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=-1)  # of each byte, its low and its high code
-_NAN = 255  # among the scales
+_PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=-1)  # values of a byte's low and high code
+_NAN = 255  # the e8m0 code of NaN
 
 
 @dataclass(frozen=True)
 class Mxfp4(Source):
-    """The tensor X that blocks and scales stand for; `file` and `begin` are those of the blocks."""
+    """The tensor X that blocks and scales represent; `file` and `begin` locate the blocks.
+
+    Attributes:
+        scales: the tensor of scales.
+    """
 
     scales: Source
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All files that it is read from."""
+        """The files that hold the tensor."""
         return (self.file, self.scales.file)
 
     def rows(
@@ -39,6 +43,7 @@ class Mxfp4(Source):
     ) -> Shaped[np.ndarray, "..."]:
         """Rows of a matrix (out, in), float32. Raises UserError for a scale that is NaN."""
         (columns,) = (slice(*part.indices(self.shape[1])) for part in rest)
+        # Read whole blocks; then drop the columns before the first one and after the last one that are wanted.
         blocks = slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
         codes = self.codes(first, count, slice(blocks.start * BLOCK // 2, blocks.stop * BLOCK // 2), place)
         exponents = self.exponents(first, count, blocks, place)
@@ -54,15 +59,15 @@ class Mxfp4(Source):
 
     def exponents(self, first: int, count: int, part: slice, place: Place) -> UInt8[np.ndarray, "o i/32"]:
         """Rows of a matrix (out, in / 32). Raises UserError for a scale that is NaN."""
-        found = self.scales.rows(first, count, (part,), _as_stored(place))
-        if (found == _NAN).any():
+        exponents = self.scales.rows(first, count, (part,), _as_stored(place))
+        if (exponents == _NAN).any():
             raise UserError(f"{self.scales.file}: a scale of MXFP4 is NaN; the file is damaged")
-        return found
+        return exponents
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """What stands for a matrix in the file, uint8."""
+    """Base of the two uint8 tensors that represent a matrix in the file."""
 
     source: Mxfp4
     place: Place
@@ -70,17 +75,17 @@ class _Stored:
 
 
 class Codes(_Stored):
-    """Two codes a byte, the first in the high bits, as QuantizedArray has them."""
+    """Two codes a byte, the first in the high bits, which is QuantizedArray's order."""
 
     def rows(self, first: int, count: int, rest: tuple[slice, ...]) -> UInt8[np.ndarray, "o i/2"]:
         """Rows of a matrix (out, in / 2)."""
         (part,) = rest
-        found = self.source.codes(first, count, part, self.place)
-        return (found << 4) | (found >> 4)
+        codes = self.source.codes(first, count, part, self.place)
+        return (codes << 4) | (codes >> 4)
 
 
 class Exponents(_Stored):
-    """The scales of blocks, e8m0."""
+    """The block scales, e8m0."""
 
     def rows(self, first: int, count: int, rest: tuple[slice, ...]) -> UInt8[np.ndarray, "o i/32"]:
         """Rows of a matrix (out, in / 32). Raises UserError for a scale that is NaN."""
@@ -89,19 +94,23 @@ class Exponents(_Stored):
 
 
 def _as_stored(place: Place) -> Place:
-    """Where a matrix is in the file, which has it as it is multiplied here: the tensor it stands for is transposed."""
+    """The place of a matrix in the file.
+
+    X is (in, out), so its place is transposed. Blocks and scales are stored (out, in), the orientation that is
+    multiplied here, so theirs is not.
+    """
     if not place.transposed or place.element is None:
         raise ValueError(f"{place} is not one of several transposed matrices")
     return replace(place, transposed=False)
 
 
 def with_mxfp4(sources: Mapping[str, Source]) -> dict[str, Source]:
-    """The tensors, with X in place of X_blocks and X_scales. Raises UserError where these do not fit each other."""
-    found = dict(sources)
+    """Replace X_blocks and X_scales by X. Raises UserError if blocks and scales do not fit together."""
+    merged = dict(sources)
     for name in [name.removesuffix("_blocks") for name in sources if name.endswith("_blocks")]:
-        blocks, scales = found.pop(f"{name}_blocks"), found.pop(f"{name}_scales", None)
+        blocks, scales = merged.pop(f"{name}_blocks"), merged.pop(f"{name}_scales", None)
         if scales is None:
-            raise UserError(f"{blocks.file}: {name}_blocks has no {name}_scales, without which it cannot be read")
+            raise UserError(f"{blocks.file}: {name}_blocks has no {name}_scales, so it cannot be read")
         right = len(blocks.shape) == 4 and blocks.shape == (*scales.shape, BLOCK // 2)
         if not right or (blocks.dtype, scales.dtype) != ("U8", "U8"):
             raise UserError(
@@ -109,5 +118,5 @@ def with_mxfp4(sources: Mapping[str, Source]) -> dict[str, Source]:
                 f"{scales.shape}; they must be U8, (experts, out, in / {BLOCK}, {BLOCK // 2}) and one dimension less"
             )
         experts, rows, count = scales.shape
-        found[name] = Mxfp4(blocks.file, (experts, count * BLOCK, rows), "BF16", blocks.begin, scales)
-    return found
+        merged[name] = Mxfp4(blocks.file, (experts, count * BLOCK, rows), "BF16", blocks.begin, scales)
+    return merged

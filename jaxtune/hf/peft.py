@@ -18,14 +18,14 @@ from jaxtune.hf.weights import Tensor, write
 from jaxtune.json_file import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-HEAD = "score.weight"  # of a classifier, which is trained in full beside the adapters
-_CLASSIFIER = ("classifier", "score")  # modules_to_save of every classifier in peft: that of a decoder is called score
+HEAD = "score.weight"  # the head of a classifier, which is trained in full together with the adapters
+_CLASSIFIER = ("classifier", "score")  # peft's modules_to_save of every classifier; a decoder's head is called score
 _PREFIX = "base_model.model."
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.(lora_(?P<half>[AB])\.weight|lora_magnitude_vector|ia3_l)")
-_OF_ADAPTER = re.compile(r"\.(lora_[AB]\.weight|lora_magnitude_vector|ia3_l)$")
+_ADAPTER_ENDING = re.compile(r"\.(lora_[AB]\.weight|lora_magnitude_vector|ia3_l)$")
 
 # Fields of adapter_config.json that are read here, or that do not change what the adapter computes. Any other field
-# must be empty or false: it asks for something that is not supported (trained tokens, biases of adapters, ...).
+# must be empty or false, because it enables something that is not supported (trained tokens, biases of adapters, ...).
 _UNDERSTOOD = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights", "target_modules", "exclude_modules",
@@ -39,27 +39,30 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """A LoRA adapter in a folder: W becomes W + scale * B @ A, scale = alpha / rank, or alpha / sqrt(rank).
+    """A saved adapter: LoRA, where W becomes W + scale * B @ A, or (IA)^3, which multiplies activations by factors.
 
-    Or one of (IA)^3, factors of activations, of which rank, alpha, dropout and use_rslora say nothing.
+    The scale is alpha / rank, or alpha / sqrt(rank) with rsLoRA. (IA)^3 does not use rank, alpha, dropout and
+    use_rslora.
 
     Attributes:
-        rank: of every module that `ranks` does not name.
-        alpha: numerator of the scale, of every module that `alphas` does not name.
-        dropout: on the adapter's input while training.
+        rank: rank of every module that `ranks` does not name.
+        alpha: numerator of the scale of every module that `alphas` does not name.
+        dropout: dropout rate of the adapter's input during training.
         use_rslora: whether the scale is alpha / sqrt(rank).
         base_model: name or path of the model it was trained on; None: not recorded.
-        revision: branch, tag or commit of that model on the hub; None: its main branch, or a local folder.
-        tensors: by name ("model.layers.0.self_attn.q_proj.lora_A.weight"): A (rank, in) and B (out, rank); of experts
-            in one tensor A (experts * rank, in) and B (out, rank * experts); and of a classifier its head,
-            score.weight (labels, in). Of (IA)^3 factors (out, 1) or, of the input, (1, in). Of DoRA magnitudes (out,)
-            too. And the tensors of modules that were trained whole, by their own names.
-        parameters: names or name endings of tensors that hold experts, in the model's own module.
-        bias: which biases of the model are among the tensors, by their own names: none, all, or lora_only, those of
-            modules that have an adapter.
+        revision: branch, tag or commit of the base model on the hub; None: its main branch, or a local folder.
+        tensors: the adapter's tensors by name ("model.layers.0.self_attn.q_proj.lora_A.weight").
+            LoRA: A (rank, in) and B (out, rank); for experts in one tensor, A (experts * rank, in) and
+            B (out, rank * experts). DoRA adds magnitudes (out,). (IA)^3: factors (out, 1), or (1, in) if they scale the
+            input. A classifier adds its head, score.weight (labels, in). Modules that were trained whole have their
+            tensors under their own names.
+        parameters: names or name endings of the tensors that hold experts, in the model's own module.
+        bias: which biases of the model are among the tensors, under their own names: none, all, or lora_only (the
+            biases of modules that have an adapter).
         kind: lora or ia3.
-        use_dora: whether rows have magnitudes.
-        ranks, alphas: of modules by name, where they are others.
+        use_dora: whether the adapter has DoRA magnitudes.
+        ranks: ranks that differ from `rank`, by module name.
+        alphas: alphas that differ from `alpha`, by module name.
     """
 
     rank: int
@@ -78,14 +81,17 @@ class SavedAdapter:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of `Lora` that a run with this adapter must have; `chosen` are others, which can be said in ways."""
+        """The options of `Lora` that a run with this adapter must have.
+
+        `chosen` has the options that select modules, which can be written in several equivalent ways.
+        """
         if self.kind == "ia3":
             return {"kind": self.kind, "bias": self.bias}
         return {name: getattr(self, name) for name in ("kind", "rank", "alpha", "use_rslora", "bias", "use_dora")}
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """Options of `Lora` that select the modules that it has, and those of other rank and alpha."""
+        """The options of `Lora` that select the adapter's modules, and the modules with another rank or alpha."""
         whole = {name.removesuffix(".weight") for name in self.tensors if _is_of_model(name) and name != HEAD}
 
         def pattern(numbers: Mapping[str, float]) -> tuple[str, ...]:
@@ -99,17 +105,17 @@ class SavedAdapter:
         }
 
     def of_module(self, name: str) -> tuple[int, float]:
-        """Rank and alpha of a module's adapter."""
+        """Return rank and alpha of a module's adapter."""
         return self.ranks.get(name, self.rank), self.alphas.get(name, self.alpha)
 
     @property
     def modules(self) -> frozenset[str]:
-        """Hugging Face names of the modules that have an adapter, and peft's of what wraps experts in one tensor."""
+        """Hugging Face names of the modules with an adapter; for experts in one tensor, the name of peft's wrapper."""
         return adapted_modules(self.tensors)
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Names, or name endings, of the modules and the tensors of experts that have an adapter."""
+        """Names or name endings of the modules and the expert tensors that have an adapter."""
         if self.kind == "ia3" or not self.parameters:
             return tuple(sorted(self.modules))
         ranks = {module: self.tensors[f"{module}.lora_A.weight"].shape[0] for module in self.modules}
@@ -118,18 +124,18 @@ class SavedAdapter:
 
     @property
     def labels(self) -> int:
-        """Of a classifier; 0: it is an adapter of a language model."""
+        """Number of labels of a classifier; 0: the adapter of a language model."""
         return self.tensors[HEAD].shape[0] if HEAD in self.tensors else 0
 
 
 def _is_of_model(name: str) -> bool:
-    """Whether a tensor is the model's own, which is trained beside the adapters."""
-    return _OF_ADAPTER.search(name) is None
+    """Whether a tensor belongs to the model itself, trained together with the adapters."""
+    return _ADAPTER_ENDING.search(name) is None
 
 
 def adapted_modules(names: Iterable[str]) -> frozenset[str]:
-    """The modules whose adapters these tensors are; of the model's own tensors none."""
-    return frozenset(_OF_ADAPTER.sub("", name) for name in names if not _is_of_model(name))
+    """Return the modules to whose adapters these tensors belong; the model's own tensors are ignored."""
+    return frozenset(_ADAPTER_ENDING.sub("", name) for name in names if not _is_of_model(name))
 
 
 def write_adapter(
@@ -143,16 +149,16 @@ def write_adapter(
     ranks: Mapping[str, int] = {},
     alphas: Mapping[str, float] = {},
 ) -> None:
-    """Write an adapter that `peft` loads. Every process of a run calls it; process 0 writes.
+    """Write an adapter that `peft` can load. Every process of a run calls this; process 0 writes.
 
     Args:
         folder: created if it does not exist.
         tensors: named as in SavedAdapter.tensors.
-        lora: rank, alpha, dropout, use_rslora, use_dora and bias.
+        lora: supplies kind, rank, alpha, dropout, use_rslora, use_dora and bias.
         base_model, revision: the model it was trained on.
-        target_modules: names or name endings of the modules; peft puts adapters into the modules that match.
-        target_parameters: of tensors that hold experts, likewise; peft has no dropout there.
-        ranks, alphas: of modules by name, where they are not those of `lora`.
+        target_modules: names or name endings of modules; peft puts adapters into all modules that match.
+        target_parameters: names or name endings of the tensors that hold experts; peft supports no dropout there.
+        ranks, alphas: ranks and alphas that differ from those in `lora`, by module name.
 
     Raises:
         UserError: the folder cannot be written to.
@@ -160,12 +166,14 @@ def write_adapter(
     tensors = list(tensors)
     adapted = adapted_modules(tensor.name for tensor in tensors)
     classifier = any(tensor.name == HEAD for tensor in tensors)
+    # Factors that scale the input of a module are (1, in); peft lists such modules as feedforward_modules.
     of_input = tuple(tensor.name.removesuffix(".ia3_l") for tensor in tensors if tensor.shape[0] == 1)
     whole = [tensor.name.removesuffix(".weight") for tensor in tensors if _is_of_model(tensor.name)]
     whole = sorted(name for name in whole if not name.endswith(".bias"))
-    tensors = [tensor._replace(name=_PREFIX + _wrapped(tensor.name, adapted)) for tensor in tensors]
+    tensors = [tensor._replace(name=_PREFIX + _peft_name(tensor.name, adapted)) for tensor in tensors]
     wrapped = (target.rpartition(".")[0] for target in target_parameters)
     ends = tuple(f".{target}" for target in (*target_modules, *wrapped))
+    # peft wraps a module once for each of its target parameters; an inner wrapper is called base_layer.
     strays = [name for name in adapted if not f".{name}".removesuffix(".base_layer").endswith(ends)]
     if strays:
         raise ValueError(f"{list(target_modules)} and {list(target_parameters)} do not match {strays}")
@@ -205,8 +213,8 @@ def write_adapter(
         (stage / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _wrapped(name: str, adapted: Collection[str]) -> str:
-    """What peft calls a tensor: the bias of a module with an adapter is one of the module inside it."""
+def _peft_name(name: str, adapted: Collection[str]) -> str:
+    """peft's name for a tensor: peft wraps a module with an adapter, so its bias belongs to the base_layer inside."""
     module = name.removesuffix(".bias")
     return f"{module}.base_layer.bias" if name.endswith(".bias") and module in adapted else name
 
@@ -215,8 +223,8 @@ def read_adapter(folder: Path) -> SavedAdapter:
     """Read an adapter's config and the headers of its tensors; the tensors themselves are read later.
 
     Raises:
-        UserError: a file is missing or damaged; the adapter is of another kind, or asks for something that is not
-            plain LoRA; a tensor is not understood, has no partner, or has the wrong shape.
+        UserError: a file is missing or damaged; the adapter is of another kind, or uses a feature that is not
+            supported; a tensor has an unknown name, has no partner, or has the wrong shape.
     """
     config = read_json(folder / CONFIG)
     _check_config(folder / CONFIG, config)
@@ -227,8 +235,9 @@ def read_adapter(folder: Path) -> SavedAdapter:
     tensors, ranks, alphas = {}, {}, {}
     default = config["r"] if kind == "lora" else Lora.rank
     for key, source in open_sources([file]).items():
-        own = key.removeprefix(_PREFIX).rpartition(".")[0]
-        if any(own.endswith(module) for module in config.get("modules_to_save") or ()) and key.startswith(_PREFIX):
+        # Modules that were trained whole, and trained biases, keep the model's own names.
+        name = key.removeprefix(_PREFIX).rpartition(".")[0]
+        if any(name.endswith(module) for module in config.get("modules_to_save") or ()) and key.startswith(_PREFIX):
             tensors[current_name(key.removeprefix(_PREFIX))] = source
             continue
         if key.endswith(".bias") and key.startswith(_PREFIX) and config.get("bias") in ("all", "lora_only"):
@@ -236,16 +245,17 @@ def read_adapter(folder: Path) -> SavedAdapter:
             continue
         match, end = _KEY.fullmatch(key), "ia3_l" if kind == "ia3" else "lora_A|B.weight"
         if match is None or key.endswith(".ia3_l") != (kind == "ia3"):
-            raise UserError(f"{file}: {key} is not understood; tensors are base_model.model.<module>.{end}")
-        if match["half"] is None:  # a vector, whose shape is checked where it is read
+            raise UserError(f"{file}: {key} is not understood; tensors are named base_model.model.<module>.{end}")
+        if match["half"] is None:  # a vector; its shape is checked when it is read
             tensors[current_name(key.removeprefix(_PREFIX))] = source
             continue
         module = current_name(match["module"])
-        rank = _matching(match["module"], config.get("rank_pattern"), default)
-        alpha = _matching(match["module"], config.get("alpha_pattern"), None)
+        rank = _match_pattern(match["module"], config.get("rank_pattern"), default)
+        alpha = _match_pattern(match["module"], config.get("alpha_pattern"), None)
         ranks |= {module: rank} if rank != default else {}
         alphas |= {module: float(alpha)} if alpha is not None else {}
         shape, axis = source.shape, "AB".index(match["half"])
+        # With target_parameters, the experts of a tensor are stacked along the rank.
         fits = len(shape) == 2 and (shape[axis] == rank or (parameters and shape[axis] and shape[axis] % rank == 0))
         if not fits or source.dtype not in DTYPES:
             raise UserError(
@@ -255,6 +265,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
         tensors[current_name(key.removeprefix(_PREFIX))] = source
     pairs = adapted_modules(tensors) if kind == "lora" else frozenset()
     lone = [module for module in pairs if not {f"{module}.lora_{half}.weight" for half in "AB"} <= tensors.keys()]
+    # peft lists both names of _CLASSIFIER for every classifier, so these may lack a tensor.
     bare = [
         name
         for name in config.get("modules_to_save") or ()
@@ -293,10 +304,10 @@ def read_adapter(folder: Path) -> SavedAdapter:
     )
 
 
-def _matching(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
-    """What the first pattern says that matches a module's name or its ending, as peft's `get_pattern_key` does."""
-    found = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module))
-    return next(found, default)
+def _match_pattern(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
+    """The value of the first pattern that matches a module's name or its ending, as in peft's `get_pattern_key`."""
+    matches = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module))
+    return next(matches, default)
 
 
 def _check_config(path: Path, config: dict[str, Any]) -> None:
@@ -326,7 +337,7 @@ def _check_config(path: Path, config: dict[str, Any]) -> None:
             raise UserError(f"{path}: {key} is {config.get(key)!r}; it must be {must}")
     for key, value in config.items():
         if key not in _UNDERSTOOD and value:
-            raise UserError(f"{path}: {key} is {value!r}; only LoRA and DoRA are read, where it is empty or false")
+            raise UserError(f"{path}: {key} is {value!r}, which is not supported; it must be empty or false")
 
 
 def _are_names(value: Any) -> bool:
@@ -334,7 +345,10 @@ def _are_names(value: Any) -> bool:
 
 
 def _is_pattern(value: Any, least: int, experts: bool) -> bool:
-    """Whether it maps patterns to numbers, whole ones from 1; beside adapters of experts there can be none."""
+    """Whether a value maps patterns to numbers of at least `least` (integers if `least` is 1).
+
+    With adapters of experts, patterns are not supported, so the value must be empty.
+    """
     if not value:
         return True
     if experts or not isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""The tensors of safetensors files: found by the headers alone, and read in part.
+"""The tensors of safetensors files: located by reading only the headers, and read in parts.
 
-Safetensors only: a pickle can run code, so .bin weights are refused.
+Only safetensors: a pickle can run code, so .bin weights are refused.
 """
 
 import functools
@@ -27,7 +27,7 @@ from jaxtune.json_file import read_json
 from jaxtune.models.places import Place
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-# What tensors that are no parameters may have besides; of quantized weights, U8 and F8_E4M3 are read as their bits.
+# Further dtypes are allowed for tensors that are not parameters; U8 and F8_E4M3 of quantized weights are read as bits.
 ALL_DTYPES = DTYPES | {
     "BOOL": np.dtype(np.bool_),
     **{f"{kind.upper()}{8 * size}": np.dtype(f"{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)},
@@ -38,16 +38,16 @@ ALL_DTYPES = DTYPES | {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 _READ_AS = DTYPES | dict.fromkeys(("U8", "F8_E4M3"), np.dtype(np.uint8))
-# The decoder of a vision-language model: what its files call its modules if transformers before 4.52 wrote them, or a
-# later one that had read such files; and what transformers and peft call them now.
+# Name prefixes of the decoder in a vision-language model: in files by transformers before 4.52 (or by a later version
+# that had read such files), and in transformers and peft now.
 _OLDER = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
-CHECKSUM = "xxh3_64"  # in __metadata__ of what is exported: the hash, in hex, of all bytes after the header
-_COMPARED = 2**24  # bytes that are compared at a time
+CHECKSUM = "xxh3_64"  # key in __metadata__ of exported files: hash, in hex, of all bytes after the header
+_COMPARED = 2**24  # bytes compared at a time
 _LFS_POINTER = b"version https://git-lfs"
 
 
 class Rows(Protocol):
-    """A source of a parameter, or of one layer of a stack: a matrix of which any rows can be read."""
+    """A source for a parameter, or for one layer of a stack: a matrix whose rows can be read in any range."""
 
     @property
     def itemsize(self) -> int:
@@ -61,16 +61,23 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor in a file, of which any part can be read; F8_E4M3 is read as its bits, uint8."""
+    """A tensor in a file, any part of which can be read.
+
+    Attributes:
+        file: the safetensors file.
+        shape: shape of the tensor.
+        dtype: safetensors' name of the dtype; F8_E4M3 is read as its bits, uint8.
+        begin: offset of the tensor's first byte in the file.
+    """
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str  # as safetensors calls it
-    begin: int  # of its bytes in the file
+    dtype: str
+    begin: int
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All files that it is read from."""
+        """The files that hold the tensor."""
         return (self.file,)
 
     @property
@@ -81,25 +88,25 @@ class Source:
     def rows(
         self, first: int, count: int, rest: tuple[slice, ...], place: Place = Place("")
     ) -> Shaped[np.ndarray, "..."]:
-        """Read rows [first, first + count) of the tensor, or of a part of it, and a part of the other dimensions.
+        """Read rows [first, first + count) and a part of the other dimensions, of the tensor or its part at `place`.
 
-        Zeros beyond the last row.
+        Rows beyond the last one are zeros.
         """
         with damage(self.file):
             tensor = np.memmap(self.file, _READ_AS[self.dtype], "r", self.begin, self.shape)
-            found = np.array(place.rows_in(tensor)[(slice(first, first + count), *rest)])
-        missing = count - len(found)
-        return np.pad(found, [(0, missing)] + [(0, 0)] * len(rest)) if missing else found
+            values = np.array(place.rows_in(tensor)[(slice(first, first + count), *rest)])
+        missing = count - len(values)
+        return np.pad(values, [(0, missing)] + [(0, 0)] * len(rest)) if missing else values
 
     def whole(self) -> Shaped[np.ndarray, "..."]:
-        """The tensor as it is, of any of `ALL_DTYPES`."""
+        """Read the whole tensor, which may have any dtype of `ALL_DTYPES`."""
         dtype = ALL_DTYPES[self.dtype]
         with damage(self.file), self.file.open("rb") as file:
             file.seek(self.begin)
             return np.frombuffer(file.read(math.prod(self.shape) * dtype.itemsize), dtype).reshape(self.shape)
 
     def equals(self, other: "Source") -> bool:
-        """Whether both are the same, bit by bit; they are read until they differ."""
+        """Whether both tensors are the same bit by bit. Reading stops at the first difference."""
         if (self.shape, self.dtype) != (other.shape, other.dtype):
             return False
         size = math.prod(self.shape) * ALL_DTYPES[self.dtype].itemsize
@@ -112,7 +119,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a tensor that is at a place, such as the key projection in a fused qkv weight."""
+    """A part of a tensor, such as the key projection in a fused qkv weight.
+
+    Attributes:
+        source: the tensor.
+        place: the part's location in the tensor.
+    """
 
     source: Source
     place: Place
@@ -128,10 +140,10 @@ class Part:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face folder; a single file takes precedence over an index.
+    """Return the safetensors files of a Hugging Face folder; a single file takes precedence over an index.
 
     Raises:
-        UserError: there are none, a file that the index names is missing, or its name leads out of the folder.
+        UserError: the folder has none, a file named by the index is missing, or its name leads out of the folder.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
@@ -149,31 +161,31 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def open_weights(folder: Path) -> dict[str, Source]:
-    """The tensors of a Hugging Face folder, by the names that transformers has for them now.
+    """Return the tensors of a Hugging Face folder by their current names in transformers.
 
     Raises:
-        UserError: as `weight_files` and `open_sources` do.
+        UserError: for the reasons of `weight_files` and `open_sources`.
     """
     return {current_name(name): source for name, source in open_sources(weight_files(folder)).items()}
 
 
 def current_name(name: str) -> str:
-    """What transformers calls a tensor that may have an older name in files."""
+    """Return transformers' current name of a tensor that may have an older name in files."""
     older = next((prefix for prefix in _OLDER if name.startswith(prefix)), "")
     return _OLDER.get(older, "") + name.removeprefix(older)
 
 
 def older_name(name: str) -> str:
-    """What a tensor is called in a folder of older names."""
+    """Return the name of a tensor in folders that use the older names."""
     older = next((prefix for prefix, now in _OLDER.items() if name.startswith(now)), "")
     return older + name.removeprefix(_OLDER.get(older, ""))
 
 
 def open_sources(files: Iterable[Path]) -> dict[str, Source]:
-    """The tensors of safetensors files by name; only the headers are read.
+    """Return the tensors of safetensors files by name; only the headers are read.
 
     Raises:
-        UserError: a file is damaged, has a dtype that is not known, or two files hold the same tensor.
+        UserError: a file is damaged or has an unknown dtype, or two files hold the same tensor.
     """
     sources: dict[str, Source] = {}
     for file in files:
@@ -198,17 +210,17 @@ def open_sources(files: Iterable[Path]) -> dict[str, Source]:
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """The header, and the offset of the data in bytes."""
+    """Return the header, and the offset of the tensor data in bytes."""
     with file.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
         return json.loads(handle.read(length)), 8 + length
 
 
 def check_content(sources: Iterable[Source]) -> None:
-    """Raises UserError if a file with any of the tensors does not agree with the checksum in its header.
+    """Raise UserError if a file with any of the tensors does not agree with the checksum in its header.
 
-    A file without a checksum passes. The processes of a run share the files out among them, because each process needs
-    only a part of each file. A file is read once, however often this is called.
+    A file without a checksum passes. Each process of a run checks a share of the files, because it needs only a part of
+    each file. A file is read once, however often this is called.
     """
     files = sorted({file for source in sources for file in source.files})
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # threads, as hashing releases the GIL
@@ -224,7 +236,7 @@ def _check_file(file: Path) -> None:
 
 @functools.cache
 def _agrees(file: Path, size: int, changed: int) -> bool:
-    """Whether a file of this size, changed at this time, agrees with its checksum, if it has one."""
+    """Whether a file agrees with its checksum, if it has one. Size and modification time are part of the cache key."""
     header, start_of_data = _read_header(file)
     checksum = (header.get("__metadata__") or {}).get(CHECKSUM)
     if checksum is None:
@@ -244,7 +256,7 @@ def damage(file: Path) -> Iterator[None]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The file of this name in a folder; UserError if it would lie anywhere else."""
+    """Return the file of this name in a folder. Raises UserError if the name or a link leads out of the folder."""
     if name != Path(name).name or "\\" in name or not name.endswith(".safetensors") or not name.isprintable():
         raise UserError(f"{folder}: {name!r} is not a name for a weight file; it must be plain and end in .safetensors")
     file = folder / name

@@ -1,4 +1,4 @@
-"""A model folder's tokenizer: load it, and copy its files as they are."""
+"""A model folder's tokenizer: load it, and copy its files unchanged."""
 
 import json
 import logging
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("jaxtune")
 
-_OLDER_TEMPLATE = "chat_template.json"  # of processors, before they had chat_template.jinja
-_TAIL = 8  # tokens before others that are decoded with them: a character has four bytes at most
+_OLDER_TEMPLATE = "chat_template.json"  # of processors, before they used chat_template.jinja
+_TAIL = 8  # preceding tokens that are decoded together with new ones; a character has at most four bytes
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json"),
-    # of a model that sees images
+    # of vision-language models
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", _OLDER_TEMPLATE),
 )
 
@@ -32,10 +32,11 @@ def load_tokenizer(
 ) -> "PreTrainedTokenizerFast":
     """Return the tokenizer of a local model folder.
 
-    Special tokens that it lacks are added, and its chat template is replaced if one is named (`find_template`).
+    Missing special tokens are added, and the chat template is replaced if `chat_template` is given (see
+    `find_template`).
 
     Raises:
-        UserError: there is no tokenizer, it cannot be read, it needs remote code, or it has no fast version.
+        UserError: the tokenizer is missing, cannot be read, needs remote code, or has no fast version.
     """
     from transformers import AutoTokenizer  # seconds to import
 
@@ -68,7 +69,9 @@ def decode(
     *,
     skip_special_tokens: bool = False,
 ) -> str:
-    """The text of tokens that follow others: at the beginning of a text, SentencePiece's first token has no space.
+    """Decode tokens that follow the tokens `after`.
+
+    The last tokens of `after` are decoded with them, because SentencePiece drops the space of a text's first token.
 
     Raises:
         UserError: the tokenizer fails.
@@ -87,9 +90,9 @@ def decode(
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
-    """Copy tokenizer, processors, chat template and generation defaults byte for byte; return the names of the files.
+    """Copy tokenizer, processors, chat template and generation defaults byte for byte; return the file names.
 
-    Such files that only the target has are removed: they belong to an earlier export.
+    Files of these names that only the target has are removed, because they belong to an earlier export.
     """
     target.mkdir(parents=True, exist_ok=True)
     names = [name for name in FILES if (source / name).is_file()]
@@ -101,21 +104,21 @@ def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
 
 
 def write_chat_template(target: Path, template: str) -> None:
-    """Give an exported folder another chat template."""
+    """Replace the chat template of an exported folder."""
     (target / "chat_template.jinja").write_text(template, encoding="utf-8")
     (target / _OLDER_TEMPLATE).unlink(missing_ok=True)
 
 
 def end_tokens(generation: Mapping[str, Any]) -> list[int]:
-    """The tokens at which a generation config, or a config.json, ends a text."""
+    """Return the end-of-text tokens of a generation config or a config.json."""
     listed = generation.get("eos_token_id")
     return [] if listed is None else listed if isinstance(listed, list) else [listed]
 
 
 def write_turn_end(target: Path, end: int, described: Mapping[str, Any]) -> list[int]:
-    """Let text end at the token that ends a turn, wherever an exported folder is used; returns all such tokens.
+    """Add the token that ends a turn to the end tokens of an exported folder; return all end tokens.
 
-    Without a generation_config.json one is made from config.json (`described`), as transformers does.
+    A missing generation_config.json is made from config.json (`described`), as in transformers.
     """
     special = ("bos_token_id", "eos_token_id", "pad_token_id")
     made = {name: described[name] for name in special if described.get(name) is not None}
@@ -131,16 +134,16 @@ def write_turn_end(target: Path, end: int, described: Mapping[str, Any]) -> list
 def choose_padding(
     tokenizer: "PreTrainedTokenizerFast", ends: Collection[int], described: int | None, rows: int
 ) -> int | None:
-    """The padding token of a classifier: none of `ends`, the tokens that documents end with. The tokenizer gets it.
+    """Choose the padding token of a classifier, set it in the tokenizer, and return it.
 
-    transformers classifies a document at its last token that is not padding. So a document that ends with the padding
-    token is classified one token too early.
+    It must not be one of `ends`: transformers classifies a document at its last token that is not padding, so one that
+    ends with the padding token would be classified one token too early.
 
     Args:
-        tokenizer: changed if it has no such padding token.
+        tokenizer: changed if its padding token is missing or one of `ends`.
         ends: tokens that documents end with.
-        described: what config.json says; None: nothing.
-        rows: number of tokens that the model has embeddings of.
+        described: the padding token of config.json; None: it has none.
+        rows: number of tokens that have an embedding.
     """
     numbers = tokenizer.get_vocab()
     padding, end, unknown = (
@@ -149,6 +152,7 @@ def choose_padding(
     special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     free = sorted(special.keys() - set(ends))
 
+    # False sorts first: a token named pad, then the end token, the unknown token, a reserved token.
     def preference(token: int) -> tuple[bool, ...]:
         name = special[token].lower()
         return "pad" not in name, token != end, token != unknown, "reserved" not in name

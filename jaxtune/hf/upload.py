@@ -15,21 +15,21 @@ from huggingface_hub.utils import validate_repo_id
 
 from jaxtune.errors import UserError
 
-# What an earlier upload of a whole model may have left and a new one does not replace: transformers would mix them.
+# Weight files that an earlier upload may have left. They are deleted, because transformers would mix them with the new.
 _WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
 
 
 def check_upload(repo_id: str, private: bool, said: str) -> None:
-    """Check that a model can be uploaded, before it is computed. Nothing is made on the hub.
+    """Check, before training, that a model can be uploaded. Nothing is created on the hub.
 
     Args:
-        repo_id: OWNER/NAME, or NAME of the user's own.
-        private: whether nobody else may see it.
-        said: the option that asks for the upload, for messages.
+        repo_id: OWNER/NAME, or NAME for a repository of the user's own.
+        private: whether the repository must be private.
+        said: the option that requests the upload, for messages.
 
     Raises:
-        UserError: it is not an id, the hub is switched off or cannot be reached, there is no token that may write to
-            OWNER's repositories, or the repository is there and public although `private`.
+        UserError: `repo_id` is not an id; the hub is disabled or cannot be reached; no token may write to OWNER's
+            repositories; or the repository exists and is public although `private` is set.
     """
     wanted = f"{said}={repo_id}"
     try:
@@ -37,7 +37,7 @@ def check_upload(repo_id: str, private: bool, said: str) -> None:
     except HFValidationError as error:
         raise UserError(f"{wanted}: {error}") from error
     if is_offline_mode():
-        raise UserError(f"{wanted}: HF_HUB_OFFLINE is set, so that nothing is uploaded; unset it, or do not upload")
+        raise UserError(f"{wanted}: HF_HUB_OFFLINE is set, which disables uploads; unset it, or do not upload")
     login = "run `hf auth login` with a token that may write, or set HF_TOKEN"
     api = HfApi()
     try:
@@ -52,11 +52,11 @@ def check_upload(repo_id: str, private: bool, said: str) -> None:
             )
         if private and not _is_private(api, repo_id if "/" in repo_id else f"{account['name']}/{repo_id}"):
             raise UserError(
-                f"{wanted}: it is there already, and public; choose another name, make it private on the hub, or "
+                f"{wanted}: the repository exists and is public; choose another name, make it private on the hub, or "
                 "upload without private"
             )
     except LocalTokenNotFoundError as error:
-        raise UserError(f"{wanted}: the hub wants to know who uploads; {login}") from error
+        raise UserError(f"{wanted}: the hub needs a token for uploads; {login}") from error
     except HfHubHTTPError as error:
         refused = error.response is not None and error.response.status_code in (401, 403)
         raise UserError(f"{wanted}: {_reason(error)}{f'; {login}' if refused else ''}") from error
@@ -67,11 +67,11 @@ def check_upload(repo_id: str, private: bool, said: str) -> None:
 
 
 def upload(folder: Path, repo_id: str, private: bool = False) -> str:
-    """Upload a folder, and make its repository if need be; returns its URL.
+    """Upload a folder, and create its repository if necessary; return its URL.
 
-    Weights of an earlier upload that the folder does not replace are removed from the repository; other files stay.
+    Weight files of an earlier upload that the folder does not replace are removed from the repository. Others stay.
 
-    Raises UserError, with the command that tries again, where it fails: the folder stays as it is.
+    Raises UserError, with the command for another attempt, if the upload fails. The local folder stays unchanged.
     """
     api = HfApi()
     stale = _WEIGHTS if any(folder.glob("model*.safetensors")) else None
@@ -83,13 +83,13 @@ def upload(folder: Path, repo_id: str, private: bool = False) -> str:
     except Exception as error:  # network failures reach us as many unrelated exception types
         again = f"hf upload {shlex.quote(repo_id)} {shlex.quote(str(folder))} .{' --private' if private else ''}"
         raise UserError(
-            f"{folder} was not uploaded to {repo_id}: {_reason(error)}. It is whole; upload it with: {again}"
+            f"{folder} was not uploaded to {repo_id}: {_reason(error)}. The folder is complete; upload it with: {again}"
         ) from error
     return str(repo)
 
 
 def _is_private(api: HfApi, repo_id: str) -> bool:
-    """Whether nobody else sees a repository, which may be still to be made."""
+    """Whether a repository is private, or does not exist yet."""
     try:
         return bool(api.model_info(repo_id).private)
     except RepositoryNotFoundError:
@@ -97,5 +97,5 @@ def _is_private(api: HfApi, repo_id: str) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """In a line, without the queries of URLs, which are signed."""
+    """The error's text in one line, without the queries of URLs, which hold signatures."""
     return re.sub(r"\?[^\s'\"]+", "", " ".join(str(error).split())) or type(error).__name__

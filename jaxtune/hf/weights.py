@@ -1,7 +1,6 @@
-"""Safetensors folders, read straight into shards and written as a stream.
+"""Read safetensors folders directly into shards, and write them as a stream.
 
-Reading takes no more host memory than the parameters themselves and one chunk of a tensor, whatever the dtype and
-sharding.
+Whatever the dtype and sharding, reading needs no more host memory than the parameters and one chunk of a tensor.
 """
 
 import dataclasses
@@ -34,14 +33,13 @@ _LISTED = 10  # names of each kind that an error message lists
 
 @dataclass(frozen=True)
 class Conversion:
-    """What each tensor of a target becomes as soon as it is read, so at most one unconverted tensor is in memory.
+    """A conversion applied to each tensor of a target right after reading, so one unconverted tensor is in memory.
 
     Attributes:
-        convert: (tensor in its shard, its Hugging Face name) -> pytree of arrays. Where leading axes are sharded, it
-            is a tensor of each shard, stacked.
+        convert: (tensor in its shard, its Hugging Face name) -> pytree of arrays. If leading axes are sharded, the
+            argument is a stack of one tensor from each shard.
         stacked: shape, dtype and sharding of each of those arrays, with the target's leading axes in front.
-        to_mxfp4: whether it is converted to MXFP4; of a tensor that is so in the file, codes and scales are taken as
-            they are.
+        to_mxfp4: whether the conversion is to MXFP4; a tensor that is MXFP4 in the file keeps its codes and scales.
     """
 
     convert: Callable[[jax.Array, str], Any]
@@ -51,18 +49,18 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Target:
-    """A parameter to be read.
+    """A parameter to read.
 
     Attributes:
-        shape: of the parameter, at least one dimension.
-        dtype: of the parameter; values are converted from the file's dtype.
-        sharding: of the parameter.
-        places: the Hugging Face tensors, or parts of them, that it is made of.
-        lead: number of leading axes (layers, or layers and experts) whose elements are the `places`, the last axis
-            running fastest; 0: a single place.
-        rows: first dimension of the Hugging Face tensor, where the parameter is padded with zeros beyond it (the
+        shape: the parameter's shape, at least one dimension.
+        dtype: the parameter's dtype; values are converted from the file's dtype.
+        sharding: the parameter's sharding.
+        places: the Hugging Face tensors, or parts of tensors, that make up the parameter.
+        lead: number of leading axes (layers, or layers and experts). Each of their elements is one of the `places`, in
+            row-major order; 0: a single place.
+        rows: first dimension of the Hugging Face tensor if the parameter is padded with zeros beyond it (the
             vocabulary); None: not padded.
-        conversion: what each tensor becomes; None: tensors are stored as read.
+        conversion: applied to each tensor; None: tensors are stored as read.
     """
 
     shape: tuple[int, ...]
@@ -79,27 +77,33 @@ class Target:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """How many elements of each leading axis a device holds."""
+        """Number of elements of each leading axis that a device holds."""
         return self.sharding.shard_shape(self.shape)[: self.lead]
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """Into how many parts each leading axis is sharded."""
+        """Number of shards of each leading axis."""
         return tuple(size // held for size, held in zip(self.shape, self.held))
 
     def number(self, holder: Sequence[int], index: Sequence[int]) -> int:
-        """Which of the places a part of the leading axes has at an index in it."""
-        whole = [part * held + at for part, held, at in zip(holder, self.held, index)]
-        return int(np.ravel_multi_index(whole, self.shape[: self.lead])) if whole else 0
+        """Return the number, in `places`, of the element at `index` within the shard `holder` of the leading axes."""
+        position = [part * held + at for part, held, at in zip(holder, self.held, index)]
+        return int(np.ravel_multi_index(position, self.shape[: self.lead])) if position else 0
 
     def source_shape(self, place: Place) -> tuple[int, ...]:
-        """Shape of a Hugging Face tensor, before any padding."""
+        """Return the shape of a Hugging Face tensor, before any padding."""
         rows, *rest = self.shape[self.lead :]
         return place.shape_in_file((self.rows or rows, *rest))
 
 
 class Tensor(NamedTuple):
-    """A tensor to be written; `get` is called once, right before its data is written."""
+    """A tensor to write.
+
+    Attributes:
+        name: name in the file.
+        shape, dtype: of the value.
+        get: returns the value; called once, right before the data is written.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -110,7 +114,7 @@ class Tensor(NamedTuple):
 def read(folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str], bool]) -> dict[str, Any]:
     """Read the weights of a Hugging Face folder into their shards, tensor by tensor.
 
-    Every process calls this and reads what its devices hold. A padded parameter has zeros beyond its tensor.
+    Every process calls this and reads the shards of its own devices. A padded parameter is zero beyond its tensor.
 
     Args:
         folder: holds model.safetensors, or model.safetensors.index.json and the files it names.
@@ -119,14 +123,13 @@ def read(folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str],
 
     Raises:
         UserError: a file is damaged or missing, or does not agree with its checksum; or the tensors are not the ones
-            that the targets need, in which case the message lists the differences. All are found before any tensor is
-            read.
+            that the targets need (the message lists the differences). All this is checked before any tensor is read.
     """
     return read_tensors(check_weights(folder, targets, ignorable), targets)
 
 
 def read_tensors(sources: Mapping[str, Source], targets: Mapping[str, Target]) -> dict[str, Any]:
-    """Read targets from tensors by name, which `check_tensors` has passed, out of files that `check_content` passes."""
+    """Read targets from tensors by name, which must have passed `check_tensors`; checks the files' checksums first."""
     check_content(sources[place.name] for target in targets.values() for place in target.places)
     chunk_bytes = bytes_of_chunks(targets.values())
 
@@ -136,8 +139,8 @@ def read_tensors(sources: Mapping[str, Source], targets: Mapping[str, Target]) -
             return fill(target, parts, chunk_bytes)
         stored = [(part.source, part.place) for part in parts if isinstance(part.source, Mxfp4)]
         if target.conversion.to_mxfp4 and len(stored) == len(parts):
-            return _as_it_is(target, stored, chunk_bytes)
-        return _converted(target, parts, chunk_bytes)
+            return _read_mxfp4(target, stored, chunk_bytes)
+        return _read_converted(target, parts, chunk_bytes)
 
     return {name: one(target) for name, target in targets.items()}
 
@@ -145,7 +148,7 @@ def read_tensors(sources: Mapping[str, Source], targets: Mapping[str, Target]) -
 def check_weights(
     folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str], bool]
 ) -> Mapping[str, Source]:
-    """The tensors of a Hugging Face folder. Reads only the file headers; raises UserError as `read` does."""
+    """Return the tensors of a Hugging Face folder, checked. Reads only file headers; raises UserError like `read`."""
     sources = with_mxfp4(open_weights(folder))
     check_tensors(
         f"the tensors in {folder} are not those of the model in its config.json:", sources, targets, ignorable
@@ -154,7 +157,7 @@ def check_weights(
 
 
 def bytes_of_chunks(targets: Iterable[Target]) -> int:
-    """How many bytes to read at a time: a fraction of the largest tensor."""
+    """Return how many bytes to read at a time: a fraction of the largest tensor."""
     sizes = (math.prod(target.shape[target.lead :]) * np.dtype(target.dtype).itemsize for target in targets)
     return min(max(sizes, default=0) // 16, _LARGEST_CHUNK)
 
@@ -162,7 +165,7 @@ def bytes_of_chunks(targets: Iterable[Target]) -> int:
 def check_tensors(
     complaint: str, sources: Mapping[str, Source], targets: Mapping[str, Target], ignorable: Callable[[str], bool]
 ) -> None:
-    """Raises UserError, beginning with the complaint, unless the tensors are exactly those that the targets need."""
+    """Raise UserError, beginning with `complaint`, unless the tensors are exactly the ones that the targets need."""
     wanted = {place.name: target.source_shape(place) for target in targets.values() for place in target.places}
     both = sorted(wanted.keys() & sources.keys())
     problems = {
@@ -177,7 +180,7 @@ def check_tensors(
             if sources[name].dtype not in DTYPES
         ],
     }
-    lines = [f"  {kind}: {_list(found)}" for kind, found in problems.items() if found]
+    lines = [f"  {kind}: {_list(names)}" for kind, names in problems.items() if names]
     if lines:
         raise UserError("\n".join([complaint, *lines]))
 
@@ -188,7 +191,7 @@ def _list(names: list[str]) -> str:
 
 
 def fill(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> jax.Array:
-    """Read a parameter from one source per place, the same few rows of every shard at a time."""
+    """Read a parameter from one source per place, in chunks of a few rows of every shard."""
     lead, holders = target.lead, target.holders
     rows, *rest = target.sharding.shard_shape(target.shape)[lead:]
     itemsize = max(np.dtype(target.dtype).itemsize, *(source.itemsize for source in sources))
@@ -196,8 +199,8 @@ def fill(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> jax.Array
     step = min(max(chunk_bytes // row_bytes, 1), rows)
     # A chunk is sharded like the parameter, so placing it moves nothing between devices: it is not `step` consecutive
     # rows, but `step` rows of every shard. With 8 rows on 2 devices and step 2, the chunks hold rows 0 1 | 4 5 and
-    # 2 3 | 6 7 (left and right of the bar: first and second device). So it is with experts that are sharded: a chunk
-    # has rows of one expert of every shard.
+    # 2 3 | 6 7 (left and right of the bar: first and second device). Sharded experts work the same way: a chunk has
+    # rows of one expert from every shard.
     chunk_shape = (*holders, target.shape[lead] // rows * step, *target.shape[lead + 1 :])
 
     def chunk(element: tuple[int, ...], row: int) -> jax.Array:
@@ -206,29 +209,30 @@ def fill(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> jax.Array
         def part(index: Any) -> np.ndarray:
             bounds = [slice(*bound.indices(size)) for bound, size in zip(index, chunk_shape)]
             source = sources[target.number([bound.start for bound in bounds[:lead]], element)]
-            at, *others = bounds[lead:]
-            # at.start // step is the shard's number along the rows, and rows * that its first row in the parameter.
-            found = source.rows(at.start // step * rows + row, step, tuple(others))
-            return found.reshape((1,) * lead + found.shape)
+            at, *columns = bounds[lead:]
+            # at.start // step is the shard's number along the rows; times `rows` it is the shard's first row in the
+            # parameter.
+            values = source.rows(at.start // step * rows + row, step, tuple(columns))
+            return values.reshape((1,) * lead + values.shape)
 
         return jax.make_array_from_callback(chunk_shape, target.sharding, part)
 
     array = _zeros(target.shape, target.dtype, target.sharding)
     for element in np.ndindex(target.held):
         for row in range(0, rows, step):
-            row = min(row, rows - step)  # the last chunk overlaps the one before, so that only one shape is compiled
+            row = min(row, rows - step)  # the last chunk overlaps the previous one, so that only one shape is compiled
             start = np.array([*element, row] + [0] * len(rest), np.int32)
             array = _place(array, chunk(element, row), start, target.sharding)
             array.block_until_ready()  # otherwise chunks would pile up in host memory
     return array
 
 
-def _converted(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> Any:
-    """Read a stack one tensor of every shard after the other, converting each before the next is read."""
+def _read_converted(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> Any:
+    """Read a stack in steps of one tensor from every shard, converting each before the next is read."""
     assert target.conversion is not None
     stacked = jax.tree.map(lambda leaf: _zeros(leaf.shape, leaf.dtype, leaf.sharding), target.conversion.stacked)
     lead, spec = target.lead, target.sharding.spec
-    if math.prod(target.holders) == 1:  # not a stack of one, which XLA would compute by another program
+    if math.prod(target.holders) == 1:  # no leading axes: XLA would compile a different program for a stack of one
         lead, spec = 0, spec[target.lead :]
     shape = (*target.holders[:lead], *target.shape[target.lead :])
     sharding = jax.NamedSharding(target.sharding.mesh, jax.P(*spec))
@@ -237,21 +241,23 @@ def _converted(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> Any
         places, parts = zip(*((target.places[number], sources[number]) for number in numbers))
         one = Target(shape, target.dtype, sharding, places, lead)
         names = " or ".join(place.name for place in places)
-        # No variable holds what was read, or it would stay while the next is read.
+        # The unconverted tensor is not bound to a variable, which would keep it alive while the next one is read.
         converted = target.conversion.convert(fill(one, parts, chunk_bytes), names)
         stacked = jax.tree.map(functools.partial(_place_element, element), stacked, converted)
         jax.block_until_ready(stacked)  # otherwise the next tensor would be read before this one is freed
     return stacked
 
 
-def _as_it_is(target: Target, sources: Sequence[tuple[Mxfp4, Place]], chunk_bytes: int) -> Any:
-    """Read a stack whose tensors are MXFP4 in the files and stay so."""
+def _read_mxfp4(target: Target, sources: Sequence[tuple[Mxfp4, Place]], chunk_bytes: int) -> Any:
+    """Read a stack whose tensors are MXFP4 in the files, without dequantizing it."""
     assert target.conversion is not None
     array = target.conversion.stacked
 
     def read(leaf: jax.ShapeDtypeStruct, part: type[Codes | Exponents]) -> jax.Array:
-        of_it = dataclasses.replace(target, shape=leaf.shape, dtype=leaf.dtype, sharding=leaf.sharding, conversion=None)
-        return fill(of_it, [part(*source) for source in sources], chunk_bytes)
+        stored = dataclasses.replace(
+            target, shape=leaf.shape, dtype=leaf.dtype, sharding=leaf.sharding, conversion=None
+        )
+        return fill(stored, [part(*source) for source in sources], chunk_bytes)
 
     return dataclasses.replace(array, codes=read(array.codes, Codes), scales=read(array.scales, Exponents))
 
@@ -259,13 +265,13 @@ def _as_it_is(target: Target, sources: Sequence[tuple[Mxfp4, Place]], chunk_byte
 def _place_element(
     index: tuple[int, ...], stack: Shaped[Array, "*stack"], element: Shaped[Array, "*one"]
 ) -> Shaped[Array, "*stack"]:
-    """Put an element of every shard into a stack of them."""
+    """Write one element of every shard into the stack."""
     start = np.array([*index] + [0] * (stack.ndim - len(index)), np.int32)
     return _place(stack, element[(None,) * (stack.ndim - element.ndim)], start, stack.sharding)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding) -> Shaped[Array, "..."]:
-    """Zeros made in their shards; jnp.zeros(device=...) would make one shard and copy it to every device."""
+    """Create zeros shard by shard; jnp.zeros(device=...) would make one shard and copy it to every device."""
     return _zeros_program(shape, jnp.dtype(dtype), sharding)()
 
 
@@ -279,7 +285,7 @@ def _zeros_program(shape: tuple[int, ...], dtype: Any, sharding: jax.NamedShardi
 def _place(
     array: Shaped[Array, "..."], chunk: Shaped[Array, "..."], start: Int[Array, "dims"], sharding: jax.NamedSharding
 ) -> Shaped[Array, "..."]:
-    """Put a chunk at the same place of every shard."""
+    """Write a chunk to the same position in every shard."""
 
     # As integers: for bfloat16, XLA on CPU would convert the whole array to float32 and back to update a part of it.
     bits = jnp.dtype(f"uint{8 * array.itemsize}")
@@ -296,14 +302,14 @@ def _place(
 def write(
     folder: Path, tensors: Iterable[Tensor], max_shard_bytes: int | None = MAX_SHARD_BYTES, stem: str = "model"
 ) -> None:
-    """Write <stem>.safetensors, or numbered files and their index where that would exceed max_shard_bytes.
+    """Write <stem>.safetensors, or numbered files and their index if one file would exceed max_shard_bytes.
 
-    Holds one tensor at a time. The files appear once all of them are complete, and replace files of the same stem.
+    Holds one tensor at a time. The files appear when all of them are complete, and replace files of the same stem.
     Every process of a run calls this, so that `get` may gather over processes; process 0 writes.
 
     Args:
         folder: created if it does not exist.
-        tensors: what to write; `get` is called in order of falling item size, otherwise in the order given.
+        tensors: the tensors to write; `get` is called in order of decreasing item size, then in the order given.
         max_shard_bytes: size limit of a file, without its header; a larger tensor gets its own file. None: one file.
         stem: beginning of the file names.
 
@@ -344,7 +350,7 @@ def _write_file(path: Path, tensors: list[Tensor]) -> None:
     """Write a file tensor by tensor, which the safetensors library cannot do: it takes all tensors at once.
 
     The format: length of the header (8 bytes), the header (JSON, padded with spaces), the data. The checksum of the
-    data is in the header, which is written once more when it is known.
+    data is in the header, so the header is written again at the end, when the checksum is known.
     """
     names = {dtype: name for name, dtype in ALL_DTYPES.items()}
     checksum = xxhash.xxh3_64()
@@ -356,7 +362,7 @@ def _write_file(path: Path, tensors: list[Tensor]) -> None:
         if header.setdefault(tensor.name, entry) is not entry:
             raise ValueError(f"tensor {tensor.name} is given twice")
     with path.open("wb") as file:
-        file.write(_encoded(header))
+        file.write(_encode(header))
         for tensor in tensors:
             value = np.asarray(tensor.get())
             if value.shape != tuple(tensor.shape) or value.dtype != np.dtype(tensor.dtype):
@@ -366,11 +372,11 @@ def _write_file(path: Path, tensors: list[Tensor]) -> None:
             file.write(content)
         header["__metadata__"][CHECKSUM] = checksum.hexdigest()
         file.seek(0)
-        file.write(_encoded(header))
+        file.write(_encode(header))
         os.fsync(file.fileno())
 
 
-def _encoded(header: Mapping[str, Any]) -> bytes:
+def _encode(header: Mapping[str, Any]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -1,4 +1,4 @@
-"""Tests by worker: those of one file share what it compiles, those of test_kernels.py what each case compiles."""
+"""Distribute tests over workers: tests of a file share its compilations, test_kernels.py shares them by case."""
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -9,11 +9,11 @@ from pallas_kernels import aot
 @pytest.fixture(autouse=True, scope="session")
 def compiler_for_gpus():
     if reason := aot.unavailable():
-        pytest.fail(reason)  # what is skipped would be on record as passed
+        pytest.fail(reason)  # a skipped test would be recorded as passed
 
 
 class ByWhatIsCompiled(LoadScopeScheduling):
-    """Files with many tests first, the kernels last, case by case: the workers end together."""
+    """Files with many tests first and the kernels last, case by case, so that the workers finish together."""
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, test = nodeid.partition("::")

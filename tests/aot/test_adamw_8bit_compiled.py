@@ -1,4 +1,4 @@
-"""The 8-bit AdamW update as the optimizer runs it, compiled for GPUs that are not there: one kernel a parameter."""
+"""The 8-bit AdamW update as the optimizer runs it, compiled for GPUs without having one: one kernel a parameter."""
 
 import re
 
@@ -11,14 +11,14 @@ from jaxtune.optim.build import Step, Trained, build
 from jaxtune.parallel.mesh import make_mesh
 from pallas_kernels import aot
 
-# The linear layers' gate of Qwen3-8B, its embedding, and the scales of a norm.
+# The MLP gate projections of Qwen3-8B, its embedding, and the scales of a norm.
 LAYERS = 36
 SHAPES = {"gate": (LAYERS, 12288, 4096), "embed": (151936, 4096), "norm": (LAYERS, 4096)}
 SPECS = {"gate": jax.P(None, "tensor", "fsdp"), "embed": jax.P("tensor", "fsdp"), "norm": jax.P(None, "fsdp")}
 
 
 def compiled_update(mesh: Mesh, devices: int) -> aot.Compiled:
-    """The update of them all in bfloat16, in place."""
+    """The update of all parameters in bfloat16, in place."""
     made = make_mesh(mesh, aot.devices("h100", per_host=devices))
     names = {name: tuple(f"{name}.{number}" for number in range(LAYERS)) for name in SHAPES}
     trained = {name: Trained(names[name], (LAYERS,)) for name in ("gate", "norm")} | {"embed": Trained(("embed",))}

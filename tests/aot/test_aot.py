@@ -1,4 +1,4 @@
-"""The workshop itself: what it reports of programs whose figures are known."""
+"""The ahead-of-time compilation tools: their reports on programs with known figures."""
 
 import importlib.util
 import os
@@ -19,7 +19,7 @@ from pallas_kernels import aot
 from pallas_kernels.gpus import GPUS
 from pallas_kernels.ptx import occupancy
 
-# It reads what XLA and Mosaic leave behind, whose names and format are each version's own.
+# The tools read output of XLA and Mosaic, whose names and format depend on the version.
 pytestmark = pytest.mark.every_jax
 
 
@@ -59,7 +59,7 @@ def test_every_card_compiles(gpu):
     assert {device.device_kind for device in aot.devices(gpu)} == {GPUS[gpu].target}
     (kernel,) = aot.compile_for(gpu, partial(exponentials, block=512), vector(4096)).kernels
     assert (kernel.name, kernel.grid, kernel.threads, kernel.spill_bytes) == ("exponential", (8, 1, 1), 64, 0)
-    # 32 blocks (24 on sm_89) of two warps are all that a multiprocessor takes.
+    # A multiprocessor holds only 32 blocks (24 on sm_89) of two warps.
     assert kernel.occupancy == 1.0
 
 
@@ -103,7 +103,7 @@ def test_kernels_of_one_name_in_loops_and_again():
 
 
 def test_exponentials_of_a_loop():
-    """By 64 threads, of 2048 elements each; neither those of another loop nor those outside count as well."""
+    """64 threads compute 2048 elements each; exponentials of another loop or outside of loops do not count."""
 
     def kernel(x_ref, passes_ref, out_ref):
         x = jnp.exp(x_ref[...])
@@ -153,8 +153,8 @@ def test_persistent_cache_is_left_alone(tmp_path):
         ("h100", 32, 0, 1024, 64),
         ("h100", 255, 0, 128, 8),  # 8192 registers a warp: two warps for each scheduler
         ("h100", 168, 0, 384, 12),  # 5376: three for each
-        ("h100", 32, 232448, 128, 4),  # all the shared memory there is
-        ("a100", 32, 57344, 128, 8),  # twice 57 KiB in 164, not thrice
+        ("h100", 32, 232448, 128, 4),  # all of the shared memory
+        ("a100", 32, 57344, 128, 8),  # twice 57 KiB fit into 164, three times do not
         ("rtx4090", 16, 0, 32, 24),  # 24 blocks at most
     ],
 )
@@ -170,7 +170,7 @@ def test_says_what_is_missing(monkeypatch):
 
 @pytest.mark.parametrize("package", ["jaxtune", "pallas_kernels"])
 def test_plain_start_prints_no_traceback(package):
-    """The plugin without CUDA's libraries: jax would say at length that it cannot use them."""
+    """Without CUDA's libraries, jax would report at length that it cannot use the plugin."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     program = f"import {package}, jax; print(jax.devices())"
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)

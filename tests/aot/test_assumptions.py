@@ -1,4 +1,4 @@
-"""The programs of the suite's piece `assumptions`, compiled for an H200: each shows the rate that it is there for."""
+"""The programs of the suite's piece `assumptions`, compiled for an H200: each must show its rate."""
 
 import dataclasses
 import sys
@@ -22,7 +22,7 @@ from jaxtune.plan.rates import KERNELS, SCENARIOS
 from pallas_kernels import aot
 
 GPU, CENTRAL = "h200", SCENARIOS["central"]
-# Of each program, the launches that are more than a few: kind -> how many.
+# For each program, the kinds of launches that occur more than a few times, and their number.
 LAUNCHES = {
     "sustained": {"product": 8},
     "narrow": {"product": 8},
@@ -66,7 +66,7 @@ def test_a_program_is_what_it_is_taken_for_and_shows_its_rate(rate, case):
     assert LAUNCHES[rate].items() <= found.items(), found
     assert EXECUTED.get(rate, {}).items() <= read.executed.items(), read.executed
     assert not read.program.unknown and read.program.syncs == (64 if rate == "sync" else 0)
-    # An error of the measurement is at most five times as large in the rate.
+    # An error of the measurement causes an error of the rate that is at most five times as large.
     central = dataclasses.asdict(CENTRAL).get(rate) or KERNELS[rate][9]
     other = with_value(CENTRAL, rate, 0.9 * central)
     before, after = read.seconds(CENTRAL), read.seconds(other)

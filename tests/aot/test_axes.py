@@ -1,4 +1,4 @@
-"""The axes of a mesh of eight H100s that are not there: memory, and what devices exchange, as the README has it."""
+"""The mesh axes, compiled for eight H100s: memory, and data exchanged between devices, as stated in the README."""
 
 import re
 
@@ -13,10 +13,10 @@ from jaxtune.plan.launches import COLLECTIVES, Launch, read_program
 
 GPUS, MILLION = 8, 2**20
 LAYER = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12_288  # weights of a layer of the 8B model
-FULL_AT_MOST = 56e9  # bytes a GPU, of a row of 2^20 tokens of the same model in TRL's guide to long contexts
-ALL_OF_AN_H100 = 80e9  # of which ALST (arXiv:2506.13996) fills eight with a row of 3.7 million
+FULL_AT_MOST = 56e9  # bytes a GPU for a row of 2^20 tokens with the same model, in TRL's guide to long contexts
+ALL_OF_AN_H100 = 80e9  # ALST (arXiv:2506.13996) fills eight H100s with a row of 3.7 million tokens
 
-# recipe, model, mesh: one row of 2048 tokens a GPU, or as many tokens on a mesh that computes fewer rows at once
+# recipe, model, mesh: one row of 2048 tokens a GPU, or as many tokens on a mesh that computes fewer rows at a time
 MESHES = [
     ("qwen_full", "8B", "fsdp=8"),
     ("qwen_full", "8B", "fsdp=4 tensor=2"),
@@ -32,7 +32,7 @@ MESHES = [
 
 
 def compiled_on(recipe: str, size: str, mesh: str, gpu: str = "h100"):
-    """A step of 16,384 tokens: in rows of 2048, or in one row where its positions are sharded."""
+    """A step of 16,384 tokens: in rows of 2048, or in one row if its positions are sharded."""
     axes = {f"mesh__{axis}": count for axis, count in (part.split("=") for part in mesh.split()) if axis != "fsdp"}
     length = {"data__seq_len": str(2048 * GPUS)} if axes.keys() & {"mesh__context", "mesh__sequence"} else {}
     rows = int(axes.get("mesh__tensor", 1))
@@ -40,7 +40,7 @@ def compiled_on(recipe: str, size: str, mesh: str, gpu: str = "h100"):
 
 
 def gathered(hlo: str) -> list[str]:
-    """Dtype and shape of every array that an all-gather takes or makes."""
+    """Dtype and shape of every operand and result of an all-gather."""
     lines = re.findall(r"= (.*) all-gather(?:-start)?\(", hlo)
     return [shape for line in lines for shape in re.findall(r"\w+\[[\d,]+\]", line)]
 
@@ -79,7 +79,7 @@ def test_memory_and_waits_of_a_pipeline_are_in_the_readme(order, micro_batches):
 
 def test_1f1b_holds_no_more_activations_of_more_micro_batches_and_fewer_than_gpipe():
     few, many, all_of_many = (through_stages(*step).memory.peak for step in (("1f1b", 8), ("1f1b", 32), ("gpipe", 32)))
-    of_one = 8192 * SIZES["8B"][0] * 2  # bytes of what a stage takes
+    of_one = 8192 * SIZES["8B"][0] * 2  # bytes of a stage's input
     assert abs(many - few) < of_one
     assert all_of_many - many > 2 * (32 - 7) * of_one, "inputs of the stages, and gradients that wait for the last"
 
@@ -105,7 +105,7 @@ def test_a_row_of_millions_of_tokens_fits_and_is_in_the_readme(recipe, tokens, o
 
 @pytest.mark.every_jax
 def test_devices_exchange_positions_for_heads_and_nothing_else_of_a_row():
-    """Queries, keys, values and outputs, forward, again in the block's recomputation, and their gradients."""
+    """Queries, keys, values and outputs: forward, in the block's recomputation, and their gradients."""
     options = {"mesh__sequence": str(GPUS), "data__seq_len": "65536"}
     compiled = compiled_step("qwen_lora", "8B", "block", GPUS, 1, **options)
     exchanges, size = compiled.collectives["all-to-all"]
@@ -140,25 +140,25 @@ def test_devices_that_keep_their_positions_gather_keys_and_values_and_nothing_el
     ],
 )
 def test_weights_are_gathered_while_products_run(recipe, gpu):
-    """Most of a layer's, in the forward pass and again in the backward pass; gradients are scattered so in part."""
+    """Most of a layer's weights, in the forward and backward pass; some gradients are reduce-scattered meanwhile."""
     launches = read_program(compiled_on(recipe, "8B", "fsdp=8", gpu).hlo).launches
     in_layers = [launch for launch in launches if launch.count == 36]
     gathers = [launch for launch in in_layers if launch.kind == "all-gather"]
     for one_pass in ([one for one in gathers if (one.phase == "forward") == forward] for forward in (True, False)):
         assert sum(one.written for one in one_pass) == pytest.approx(2 * LAYER, rel=0.03), "in bfloat16"
         assert beside_products(one_pass) > 1 / 2, one_pass
-    if recipe == "qwen_full":  # those of adapters are a megabyte
+    if recipe == "qwen_full":  # gradients of adapters have only a megabyte
         assert beside_products([launch for launch in in_layers if launch.kind == "reduce-scatter"]) > 1 / 3
 
 
 def beside_products(launches: list[Launch]) -> float:
-    """The part of what collectives write that is on its way while a matrix product runs."""
+    """Share of the collectives' output bytes that are transferred while a matrix product runs."""
     hidden = [one for one in launches if any(other.kind == "product" for other in one.beside or ())]
     return sum(one.written for one in hidden) / sum(one.written for one in launches)
 
 
 def test_sums_over_the_tensor_axis_are_scattered_over_positions():
-    """After attention and feed-forward, forward, backward and recomputed: no sum goes to every device in a layer."""
+    """After attention and feed-forward, in forward, backward and recomputation; no all-reduce remains in a layer."""
     compiled = compiled_step("qwen_full", "8B", "block", GPUS, 8, mesh__tensor="8")
     assert compiled.collectives["reduce-scatter"][0] == 5
     sums = re.findall(r"= \(?\(?(\w+)\[([\d,]+)\].* all-reduce(?:-start)?\(", compiled.hlo)
@@ -175,7 +175,7 @@ def test_tokens_go_to_the_experts_and_no_weight_of_an_expert_is_gathered():
 
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
 def test_tokens_are_gathered_or_sent_to_their_experts_alone(dispatch):
-    """A token is sent to each of its 8 experts, and with it a quarter as many rows as routing may be uneven."""
+    """A token is sent to each of its 8 experts, with room for a quarter more rows because routing may be uneven."""
     options = {"mesh__expert": str(GPUS), "experts__dispatch": dispatch, "train__grad_accum_steps": "1"}
     rows, hidden = 4, SIZES["30B-A3B"][0]
     compiled = compiled_step("qwen3_30b_a3b_qlora", "30B-A3B", "block", GPUS, rows, **options)

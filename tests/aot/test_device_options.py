@@ -1,4 +1,4 @@
-"""Options of `device` that become options of XLA, compiled for an H100 that is not there."""
+"""Options of `device` that become XLA options, compiled for an H100."""
 
 import dataclasses
 
@@ -32,10 +32,10 @@ def test_cuda_graphs_are_of_a_layer_or_none(mesh, command_buffers):
         def layer(x, weight):
             for _ in range(3):
                 x = jax.nn.silu(x @ weight)
-            return x, x.sum(axis=0)  # a stack that the loop leaves behind, as a step's do
+            return x, x.sum(axis=0)  # stacks results across the loop, like a step
 
         x, stack = jax.lax.scan(layer, x, weights)
-        for _ in range(5):  # XLA makes no graph of fewer commands, of which a whole loop is one
+        for _ in range(5):  # XLA makes no graph of fewer commands, and a whole loop counts as one command
             x = jax.nn.silu(x @ x)
         return x, stack
 

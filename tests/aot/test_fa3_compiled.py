@@ -1,4 +1,4 @@
-"""FlashAttention-3's custom calls in a program compiled for a Hopper GPU: shapes on a device, work and memory said."""
+"""FlashAttention-3's custom calls compiled for a Hopper GPU: shapes on a device, and the declared work and memory."""
 
 from functools import partial
 
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.every_jax
 
 
 def calls_of(compiled: aot.Compiled) -> list[str]:
-    """The lines of the kernels' calls by name: backward, forward."""
+    """Return the lines of the kernels' calls by name: backward, forward."""
     lines = [line for line in compiled.hlo.splitlines() if 'custom_call_target="flash_mha' in line]
     return sorted(lines, key=lambda line: line.partition("custom_call_target=")[2])
 
 
 def test_packed_rows_in_layers_over_a_mesh():
-    """As a model calls it: in a loop over layers, which saves the residuals, inside a shard_map over rows and heads."""
+    """As in a model: in a loop over layers that saves the residuals, inside a shard_map over rows and heads."""
     devices = np.array(aot.devices("h100", per_host=4)).reshape(2, 2)
     mesh = Mesh(devices, ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     heads, rows = P("fsdp", None, "tensor"), P("fsdp")

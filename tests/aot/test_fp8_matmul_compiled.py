@@ -17,8 +17,8 @@ from pallas_kernels.gpus import GPUS
 
 COVERS = ("pallas_kernels", ":!pallas_kernels/flash_attention")
 
-# All of it, which takes seconds: XLA finds an FP8 call by its pattern, which each version writes in its own way, and
-# Mosaic multiplies e5m2 on the newer ones alone.
+# All tests of this file, which takes seconds: each version's XLA finds FP8 calls by a pattern of its own, and only
+# newer versions of Mosaic multiply e5m2.
 pytestmark = pytest.mark.every_jax
 
 # A layer's width and a number of rows, all different.
@@ -38,7 +38,7 @@ def operands(x_scale=(1, 1), weight_scale=(1, 1), x_dtype="float8_e4m3fn", rows=
 
 
 def wide_weights(hlo: str) -> list[str]:
-    """Arrays of the weight's shape, or of its transpose's, in more than 8 bits."""
+    """Arrays with the shape of the weight or of its transpose, in more than 8 bits."""
     shapes = rf"\[(?:1,)?(?:{COLUMNS},{DEPTH}|{DEPTH},{COLUMNS})\]"
     return re.findall(rf"\b(?:bf16|f16|f32){shapes}", hlo)
 
@@ -59,7 +59,7 @@ def test_cublaslt_is_called_on_the_codes(card, given, dtype):
     compiled = compile_for(card, partial(fp8_matmul, dtype=dtype), *given)
     assert compiled.custom_calls == F8_CALL
     assert not wide_weights(compiled.hlo)
-    # The weight goes in as it is.
+    # The weight is passed unchanged.
     call = next(line for line in compiled.hlo.splitlines() if "custom_call_target=" in line)
     weight = re.search(r"custom-call\(%\S+, %(\S+),", call)[1]
     assert re.search(rf"%{re.escape(weight)} = f8e4m3fn\[{COLUMNS},{DEPTH}\]\S* parameter\(1\)", compiled.hlo)
@@ -73,7 +73,7 @@ def test_fast_accumulation_is_asked_for_by_the_precision(fast_accumulation, prec
 
 @pytest.mark.parametrize("card", ["rtx4090", "h100", "b200"])
 def test_stacked_weights_in_a_scan(card):
-    """The layers of a model: uint8 codes, activations quantized on the way. One layer's slice is all that is copied."""
+    """The layers of a model: uint8 codes, activations quantized before the product. Only a layer's slice is copied."""
 
     def model(x, codes, weight_scales):
         def layer(x, stacked):
@@ -114,7 +114,7 @@ def test_mosaic_multiplies_by_wgmma_without_spills(x_dtype, dtype):
         pytest.skip("Mosaic GPU multiplies e5m2 by e4m3 from jax 0.11 on")
     (kernel,) = aot.compile_for("h100", partial(mosaic.multiply, request=request), *given).kernels
     assert kernel.grid == (ROWS // 128, COLUMNS // 128, 1)
-    # A block of 128 is four of k = 32.
+    # A block of 128 is four steps of k = 32.
     assert kernel.wgmma == 4 and kernel.mma_sync == 0 and kernel.spill_bytes == 0
     assert kernel.shared_memory <= GPUS["h100"].shared_memory_per_block and kernel.occupancy > 0
 

@@ -1,4 +1,4 @@
-"""The gated delta rule compiled for GPUs that are not there: every product on the matrix unit, nothing spilled."""
+"""The gated delta rule compiled for GPUs: every product uses the matrix unit, and nothing is spilled."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ def test_every_kernel_uses_the_matrix_unit(gpu):
 
 
 def test_inside_a_shard_map():
-    """Batch and heads sharded, which the interpreter cannot run: the kernels of a shard, and nothing to send."""
+    """Batch and heads are sharded, which the interpreter cannot run: only the shard's kernels, and no communication."""
     devices = np.array(aot.devices("h100", per_host=4)).reshape(2, 2)
     mesh = Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     tokens, heads, rows = P("data", None, "tensor"), P("data", "tensor"), P("data")
@@ -56,7 +56,7 @@ def test_inside_a_shard_map():
 
 @pytest.mark.parametrize(("saved", "runs"), [((RESIDUALS,), 1), ((), 2)])
 def test_saved_residuals_spare_the_second_forward_pass(saved, runs):
-    """As a model calls it: in a loop over layers, which are rematerialised."""
+    """As in a model: in a loop over layers, with rematerialisation."""
 
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*saved))
     def layer(v, q, decay, starts):

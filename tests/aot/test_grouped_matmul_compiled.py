@@ -1,4 +1,4 @@
-"""Grouped products compiled for GPUs that are not there: they use the matrix unit and spill nothing."""
+"""Grouped products compiled for GPUs: they use the matrix unit and spill nothing."""
 
 import pytest
 from aot.test_kernels import ARCHITECTURES, MATRIX_UNIT

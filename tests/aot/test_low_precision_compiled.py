@@ -1,4 +1,4 @@
-"""Products of low-precision linear layers compiled for GPUs: the calls they become, and no copy of a weight."""
+"""Products of low-precision linear layers compiled for GPUs: the resulting calls, and no copy of a weight."""
 
 import re
 
@@ -18,7 +18,7 @@ from jaxtune.precision.nvfp4 import Nvfp4Numbers
 from jaxtune.quant import nvfp4_format
 from pallas_kernels import aot
 
-# Rows of tokens, as many as no weight has rows or columns; a model's width and its MLP's; layers.
+# Rows of tokens, unequal to any weight's rows and columns; a model's width and its MLP's; layers.
 ROWS, LENGTH, HIDDEN, INTERMEDIATE, LAYERS = 2, 1536, 4096, 12_288, 3
 F8_CALL, NVFP4_CALL, BF16_CALL = "__cublas$lt$matmul$f8", "__cudnn$blockScaledDot", "__cublas$lt$matmul"
 FP8, FP8_ROTATED = Fp8Numbers(hadamard=False, online=False), Fp8Numbers(hadamard=True, online=False)
@@ -65,18 +65,18 @@ def compiled(numbers, *, trained: bool, card: str = "h100", cards: int = 1, dela
     return aot.compile_for(card, gradients, up, down, x, rows, mesh=mesh, compiler_options=options)
 
 
-# On every version of jax, since its XLA decides which conversions to drop.
+# On every version of jax, because its XLA decides which conversions to drop.
 @pytest.mark.every_jax
 @pytest.mark.parametrize("scales", [lambda x: nvfp4_format.block_scales(x, 1.0, False), nvfp4_format.rounded_up])
 def test_scales_are_rounded_to_e4m3(scales):
-    """XLA for GPUs drops a conversion to float8 and back; elements would not be divided by the scale that is stored."""
+    """XLA for GPUs drops a conversion to float8 and back, so elements would not be divided by the stored scale."""
     shape = (64, 1, 8, 16) if scales is not nvfp4_format.rounded_up else (64, 8)
     made = aot.compile_for("h100", scales, jax.ShapeDtypeStruct(shape, jnp.float32))
     assert re.search(r"f8e4m3fn\[[\d,]*\]\S* convert\(", made.hlo)
     assert not re.search(r"compare\((%[\w.\-]+), \1\), direction=LT", made.hlo)
 
 
-# The plain ones on every version of jax, which each write the pattern by which XLA finds an FP8 call.
+# The plain ones on every version of jax, because each writes its own pattern, by which XLA finds an FP8 call.
 NUMBERS = [
     pytest.param(FP8, id="plain", marks=pytest.mark.every_jax),
     pytest.param(FP8_ROTATED, id="hadamard"),
@@ -85,9 +85,9 @@ WEIGHT = rf"\[(?:1,)?(?:{INTERMEDIATE},{HIDDEN}|{HIDDEN},{INTERMEDIATE})\]"
 
 
 def copies(hlo: str) -> list[str]:
-    """Operations that copy or transpose the codes of a weight, but for the slice of a layer that a scan makes.
+    """Operations that copy or transpose the codes of a weight, except for a scan's slice of a layer.
 
-    In bfloat16 that slice would be twice the bytes.
+    In bfloat16 that slice would have twice the bytes.
     """
     found = re.findall(rf"= (?:u8|f8e4m3fn){WEIGHT}\S* (?:copy|transpose)\(.*", hlo)
     return [line for line in found if "(%dynamic_slice" not in line]
@@ -96,12 +96,12 @@ def copies(hlo: str) -> list[str]:
 @pytest.mark.parametrize("delayed", [False, True], ids=["current", "delayed"])
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_frozen_fp8_weights_go_into_cublaslt_as_they_are(numbers, delayed):
-    """Two calls a linear: no product is computed again, no weight is transposed or wider than a byte."""
+    """Two calls for each linear layer: no product is recomputed, and no weight is transposed or wider than a byte."""
     made = compiled(numbers, trained=False, delayed=delayed)
     assert made.custom_calls[F8_CALL] == 4
     assert not copies(made.hlo)
     assert not re.search(rf"(bf16|f32){WEIGHT}", made.hlo)
-    # Besides what is kept of each layer there is room for the slices of its weights, and for little else.
+    # Temporaries have room for the saved arrays of each layer, the slices of its weights, and little else.
     kept = LAYERS * ROWS * LENGTH * (2 * HIDDEN + INTERMEDIATE) * 2
     assert made.memory.temporaries < kept + 2 * HIDDEN * INTERMEDIATE + 2**26
 
@@ -114,10 +114,10 @@ def test_all_three_products_of_a_trained_weight_are_fp8(numbers, delayed):
     assert not copies(made.hlo)
 
 
-# On every version of jax, since its XLA decides where to gather and which layers to take out of the loop.
+# On every version of jax, because its XLA decides where to gather and which layers to take out of the loop.
 @pytest.mark.every_jax
 def test_gpus_gather_a_byte_an_element_and_scatter_gradients():
-    """Over fsdp: codes in each of the two passes, no weight in bfloat16; a quarter of each gradient comes back."""
+    """Over fsdp: one byte an element in both passes, no bfloat16 weight; a quarter of each gradient is returned."""
     made = compiled(FP8, trained=True, cards=4)
     # XLA takes the last layer of the backward pass out of its loop.
     layers, gathers = 2, made.collectives["all-gather"]
@@ -126,7 +126,7 @@ def test_gpus_gather_a_byte_an_element_and_scatter_gradients():
     assert made.collectives["reduce-scatter"] == (2 * layers, 2 * layers * HIDDEN * INTERMEDIATE * 2 // 4)
 
 
-# The cheaper one on every version of jax, which each lower jax.nn.scaled_matmul in their own way.
+# The cheaper one on every version of jax, because each lowers jax.nn.scaled_matmul differently.
 @pytest.mark.parametrize(("trained", "calls"), [pytest.param(False, 4, marks=pytest.mark.every_jax), (True, 6)])
 def test_nvfp4_is_multiplied_by_blackwell_and_emulated_in_bfloat16_elsewhere(trained, calls):
     blackwell = compiled(NVFP4, trained=trained, card="b200")

@@ -25,7 +25,7 @@ def variant(head_dim: int, soft_cap: float | None = None) -> Variant:
 
 
 def gradients(q, k, v, first, end, sinks, variant):
-    """Through both results, so that all three kernels are there."""
+    """Through both outputs, so that all three kernels are used."""
 
     def loss(q, k, v):
         out, lse = OP(q, k, v, first, end, sinks, variant)
@@ -51,7 +51,7 @@ def test_wgmma_without_spills(head_dim, soft_cap, dtype):
 
 
 def test_shards_of_an_explicit_mesh():
-    """Inside a shard_map over rows and heads, as a model calls it."""
+    """As in a model: inside a shard_map over rows and heads."""
     devices = np.array(aot.devices("h100", per_host=4)).reshape(2, 2)
     mesh = Mesh(devices, ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     heads, rows = P("fsdp", None, "tensor"), P("fsdp")

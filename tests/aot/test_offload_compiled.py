@@ -1,4 +1,4 @@
-"""Models that fit a GPU which is not there once the host holds what is not in use; as the README has it."""
+"""Models that fit a GPU if the host holds arrays that are not in use, as stated in the README."""
 
 import re
 
@@ -10,10 +10,10 @@ from compiled_steps import README, compiled_step
 
 from pallas_kernels.gpus import GPUS
 
-USABLE = 0.93  # of a GPU's memory, by default
+USABLE = 0.93  # usable share of a GPU's memory, by default
 FULL = ("optimizer", "master", "gradients")
 
-# GPU, recipe, model, tokens in the row, remat, what waits on the host
+# GPU, recipe, model, tokens in the row, remat, offloaded arrays
 STEPS = [
     ("rtx4090", "qwen_full", "8B", 2048, "block", FULL),
     ("rtx4090", "qwen_full_8bit", "8B", 2048, "block", FULL),
@@ -36,7 +36,7 @@ def test_a_step_fits_and_is_in_the_readme(gpu, recipe, size, tokens, remat, part
 
 
 def test_an_array_of_all_layers_is_in_the_hosts_memory_alone():
-    """Whether weights, moments or gradients: every one of 36 layers that the program names has memory space 5."""
+    """For weights, moments and gradients: every array of 36 layers that the program names is in memory space 5."""
     options = {f"memory__offload_{part}": "True" for part in FULL}
     hlo = compiled_step("qwen_full_8bit", "8B", "block", 1, rows=1, gpu="rtx4090", data__seq_len="2048", **options).hlo
     stacks = re.findall(r"\b\w+\[36,\d{4,},\d{3,}\]\{[^}]*\}", hlo)

@@ -1,4 +1,4 @@
-"""What `jaxtune plan` predicts of two steps of an 8B model on one H100: a change that makes them slower fails here."""
+"""Predictions of `jaxtune plan` for two steps of an 8B model on one H100: changes that make them slower fail here."""
 
 import json
 
@@ -15,7 +15,7 @@ from jaxtune.plan.launches import executed, read_program
 from jaxtune.plan.rates import SCENARIOS, step_ms
 
 MICRO_BATCHES = 4
-# Of a micro-batch of 2 x 2048 tokens, without rematerialisation: launches, bytes read and written in GB, milliseconds.
+# For a micro-batch of 2 x 2048 tokens, without rematerialisation: launches, GB read and written, milliseconds.
 EXPECTED = {"qwen_lora": (5088, 295.8, 280.3), "qwen_fp8": (7946, 333.3, 240.9)}
 
 
@@ -34,7 +34,7 @@ def test_launches_bytes_and_predicted_time_of_a_step(recipe):
     print(recipe, found)
     assert all(0.95 * before <= now <= 1.05 * before for now, before in zip(found, EXPECTED[recipe])), found
     assert not program.unknown
-    slower = scenarios({"sustained": 0.92 * 0.9})["central"]  # made up
+    slower = scenarios({"sustained": 0.92 * 0.9})["central"]  # an invented calibration
     assert 1.02 < step_ms(program, starts, "h100", 1, slower) / step_ms(program, starts, "h100", 1, central) < 1.11
 
 
@@ -76,7 +76,7 @@ def test_a_row_of_half_a_million_tokens_fits_one_gpu_with_residuals_on_the_host(
 
 @pytest.mark.every_jax
 def test_a_stack_that_is_not_filled_with_zeros_is_written_whole():
-    """By an option of host/process.py: as many iterations as the stack has elements, each writes one of them."""
+    """By a compiler option in host/process.py: the loop has one iteration per element, and each writes one element."""
     module = Module.parse(compiled_step("qwen_lora", "8B", "none").hlo)
     loops = [(c, i) for c in module.computations.values() for i in c.values() if i.opcode == "while"]
     unfilled = 0
@@ -92,7 +92,7 @@ def test_a_stack_that_is_not_filled_with_zeros_is_written_whole():
 
 
 def update_of(module, computation, name):
-    """The dynamic-update-slice that makes a value, and the computation that it is in."""
+    """The dynamic-update-slice that produces a value, and the computation that contains it."""
     body = module.computations[computation]
     value, index = body[name], 0
     while value.opcode != "dynamic-update-slice":

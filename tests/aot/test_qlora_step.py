@@ -1,6 +1,6 @@
-"""QLoRA steps of real models for an H100 that is not there: what they need, and the table of it in the README.
+"""QLoRA steps of real models compiled for an H100: their memory, and the table in the README.
 
-The rows of LoRA are held by test_train_step.py.
+test_train_step.py checks the rows for LoRA.
 """
 
 import re
@@ -11,10 +11,10 @@ pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not
 
 from compiled_steps import CONFIGS, SIZES, check_readme, compiled_step
 
-# recipe, model, remat, rows of 2048 tokens, most gigabytes
+# recipe, model, remat, rows of 2048 tokens, maximum gigabytes
 STEPS = [
-    # On every version of jax, here and below: Triton kernels in a whole step, rematerialised, where XLA decides what is
-    # computed twice. Where it gathers is asked of test_low_precision_compiled.py on every version.
+    # On every version of jax, here and below: Triton kernels in a whole rematerialised step, for which XLA decides
+    # what is computed twice. test_low_precision_compiled.py checks on every version where XLA gathers.
     pytest.param("qwen_qlora_nf4", "8B", "block", 2, 12.0, marks=pytest.mark.every_jax),
     ("qwen_qlora_nf4", "8B", "none", 2, 32.0),
     ("qwen_qlora_nf4", "32B", "block", 1, 28.0),
@@ -42,14 +42,14 @@ def test_memory_is_within_the_bound_and_in_the_readme(recipe, size, remat, rows,
     ],
 )
 def test_of_experts_only_the_products_that_tokens_need_are_compiled(recipe, base, size, experts, widths, most):
-    """Within so many GB, and no array of tokens, experts and features."""
+    """Within the given memory, and without an array of tokens, experts and features."""
     compiled = compiled_step(recipe, size, "block", rows=1)
     assert compiled.memory.peak <= most * 1e9
     check_readme(f"| {base} | {size} | 1 x 2048 | block |", compiled.memory)
     said = float(re.search(r"A row of 2048 tokens: ([\d.]+) GB", (CONFIGS / f"{recipe}.py").read_text())[1])
     assert said == pytest.approx(compiled.memory.peak / 1e9, rel=0.05)
     kernels = {kernel.name.partition("__")[0] for kernel in compiled.kernels}
-    # Weights are decoded within the products: none is written in 16 bits.
+    # Weights are decoded inside the products: none is written in 16 bits.
     assert {"grouped_quant_matmul", "grouped_quant_matmul_transposed"} <= kernels
     assert not re.search(rf"bf16\[{experts},\d+,\d+\]", compiled.hlo)
     assert all(kernel.spill_bytes == 0 for kernel in compiled.kernels)
@@ -59,7 +59,7 @@ def test_of_experts_only_the_products_that_tokens_need_are_compiled(recipe, base
 
 
 MIXTURES = [
-    # base, model, GPUs, most gigabytes
+    # base, model, GPUs, maximum gigabytes
     ("BF16", "30B-A3B", 1, 64.0),
     ("NF4", "GLM-4.5-Air", 8, 22.0),
     ("NF4", "235B-A22B", 8, 40.0),
@@ -68,7 +68,7 @@ MIXTURES = [
 
 @pytest.mark.parametrize(("base", "size", "cards", "most"), MIXTURES)
 def test_a_large_mixture_fits_as_the_readme_says(base, size, cards, most):
-    """By the recipe of Qwen3-30B-A3B: on one GPU in bfloat16, or on eight, which share the weights."""
+    """With the recipe of Qwen3-30B-A3B: on one GPU in bfloat16, or on eight, which share the weights."""
     format = "None" if base == "BF16" else base.lower()
     compiled = compiled_step("qwen3_30b_a3b_qlora", size, "block", cards, rows=1, quant__format=format)
     assert compiled.memory.peak <= most * 1e9
@@ -78,7 +78,7 @@ def test_a_large_mixture_fits_as_the_readme_says(base, size, cards, most):
 
 @pytest.mark.parametrize("remat", ["none", pytest.param("block", marks=pytest.mark.every_jax)])
 def test_a_weight_is_dequantized_for_each_product_and_never_kept(remat):
-    """Seven linear layers, each forward and backward: a recomputed forward shares the backward's dequantized weight."""
+    """Seven linear layers, forward and backward: a recomputed forward pass shares the backward's dequantized weight."""
     compiled = compiled_step("qwen_qlora_nf4", "8B", remat)
     kernels = [kernel.name for kernel in compiled.kernels]
     assert any("dequantize" in name for name in kernels)
@@ -100,5 +100,5 @@ def test_four_gpus_gather_codes_not_weights():
     layer = hidden * (3 * intermediate + 128 * (2 * heads + 2 * 8))
     table = 2 * 151_936 * hidden
     _, gathered = four.collectives["all-gather"]
-    # Embedding and head; a layer's codes and scales in the forward pass and, recomputed, twice at most; the adapters.
+    # Embedding and head; a layer's codes and scales in the forward pass and at most twice in the recomputed; adapters.
     assert gathered < 2.1 * table + 3 * 0.52 * layer + 0.1 * layer

@@ -1,4 +1,4 @@
-"""Quantized weights compiled for GPUs that are not there: products by cuBLAS, and shards of a mesh."""
+"""Quantized weights compiled for GPUs: products by cuBLAS, and shards of a mesh."""
 
 import re
 from functools import partial
@@ -24,7 +24,7 @@ def weight(sharding=None):
 
 
 def test_many_rows_take_cublas_and_one_weight_at_a_time():
-    """cuBLAS reads what the kernel wrote, either way round, forward and for dx: nothing is transposed or unpacked."""
+    """cuBLAS reads the kernel's output in either orientation, forward and for dx: nothing is transposed or unpacked."""
     x = jax.ShapeDtypeStruct((2048, COLUMNS), jnp.bfloat16)
     d_out = jax.ShapeDtypeStruct((2048, ROWS), jnp.bfloat16)
 
@@ -34,7 +34,7 @@ def test_many_rows_take_cublas_and_one_weight_at_a_time():
 
     options = {
         "xla_gpu_enable_triton_gemm": False
-    }  # as jaxtune compiles: XLA may take a kernel of its own for a product
+    }  # jaxtune's options; otherwise XLA may use its own kernel for a product
     compiled = aot.compile_for("h100", both, x, d_out, *weight(), compiler_options=options)
     assert [kernel.name.partition("__")[0] for kernel in compiled.kernels] == ["dequantize"] * 2
     assert compiled.custom_calls["__cublas$lt$matmul"] == 2
@@ -42,7 +42,7 @@ def test_many_rows_take_cublas_and_one_weight_at_a_time():
     assert compiled.memory.temporaries < 1.5 * 2 * ROWS * COLUMNS
 
 
-# What varies over which axis of a mesh is checked by each version of jax in its own way.
+# Each version of jax has its own check of the mesh axes over which values vary.
 @pytest.mark.every_jax
 def test_shards_of_an_explicit_mesh():
     """Inside a shard_map, rows of x over one axis and rows of the weight over another."""
@@ -61,5 +61,5 @@ def test_shards_of_an_explicit_mesh():
     x = jax.ShapeDtypeStruct((32, COLUMNS), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
     compiled = aot.compile_for("h100", jax.grad(loss), x, *weight(NamedSharding(mesh, of_weight)), mesh=mesh)
     assert {kernel.name for kernel in compiled.kernels} == {"quant_matmul", "quant_matmul_transposed"}
-    # dx is summed over the shards of the weight; nothing else travels.
+    # dx is summed over the shards of the weight; nothing else is communicated.
     assert {kind: count for kind, (count, _) in compiled.collectives.items()} == {"all-reduce": 1}

@@ -1,4 +1,4 @@
-"""The memory of a recipe's step, for an H100 that is not there, is what the recipe's docstring says."""
+"""A recipe's docstring states the memory of its step, compiled for an H100."""
 
 import re
 
@@ -8,7 +8,7 @@ pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not
 
 from compiled_steps import CONFIGS, compiled_step
 
-# recipe, model, remat, most gigabytes: those of a 24 GB GPU that a process may use
+# recipe, model, remat, maximum gigabytes (the usable memory of a 24 GB GPU)
 RECIPES = [("gemma3_lora", "Gemma 3 4B", "none", 23.9), ("qwen3_5_lora", "Qwen3.5 9B", "block", 23.9)]
 
 

@@ -1,4 +1,4 @@
-"""The whole LoRA step of Qwen3, as a run compiles it, for an H100 that is not there."""
+"""The whole LoRA step of Qwen3, compiled for an H100 with a run's options."""
 
 import re
 from functools import partial
@@ -13,7 +13,7 @@ from compiled_steps import LENGTH, SIZES, check_readme
 from jaxtune.plan.launches import read_program
 
 compiled_step = partial(compiled_steps.compiled_step, "qwen_lora")
-# One size on every version of jax, since its XLA decides which call a product becomes and what it keeps in float32.
+# One size on every version of jax, because its XLA decides which call a product becomes and what it keeps in float32.
 SMALL_AND_LARGE = ("0.6B", pytest.param("8B", marks=pytest.mark.every_jax))
 
 
@@ -38,7 +38,7 @@ def test_memory_on_an_h100(size, remat, gigabytes):
 
 @pytest.mark.every_jax
 def test_xla_recomputes_nothing_by_itself():
-    """Not even where a step needs more than the GPU has: memory.remat says what is recomputed."""
+    """Not even if a step needs more than the GPU's memory: only memory.remat decides what is recomputed."""
     step = compiled_step("0.6B", rows=64)
     assert step.memory.peak > 80e9
     assert not re.search(r"\.remat\d* =", step.hlo)
@@ -50,7 +50,7 @@ def test_memory_is_in_the_readme(remat):
 
 
 def test_without_remat_nothing_runs_twice():
-    """Attention forward, dq, dkdv, and one more forward where it is not kept; the weights' products likewise."""
+    """Attention forward, dq and dkdv, and one more forward with rematerialisation; the weights' products likewise."""
     kept, block = (compiled_step("8B", remat).custom_calls for remat in ("none", "block"))
     assert (kept["mosaic_gpu_v2"], block["mosaic_gpu_v2"]) == (3, 4)
     assert kept["__cublas$lt$matmul"] <= block["__cublas$lt$matmul"] - 6
@@ -65,7 +65,7 @@ def test_attention_is_packed_flash_attention_alone(size):
         "flash_attention_dkdv",
     }
     assert all(kernel.wgmma > 0 and kernel.spill_bytes == 0 for kernel in compiled.kernels)
-    # The queries of 0.6B are as wide as a row is long: there the 8B model alone can tell.
+    # The width of the 0.6B model's queries equals a row's length, so only the 8B model can show a difference.
     queries = (2, LENGTH, 128 * SIZES[size][3])
     square = {shape for _, shape in arrays(compiled.hlo) if shape.count(LENGTH) > 1 and shape[-1] == LENGTH}
     assert not {shape for shape in square if shape[-3:] != queries}
@@ -73,7 +73,7 @@ def test_attention_is_packed_flash_attention_alone(size):
 
 @pytest.mark.parametrize("size", SMALL_AND_LARGE)
 def test_frozen_weights_have_no_gradient(size):
-    """A gradient would be a float32 array, or a bfloat16 one that is summed over the micro-batches."""
+    """A gradient would be a float32 array, or a bfloat16 array that is summed over the micro-batches."""
     hidden, _, intermediate, _ = SIZES[size]
     for dtype, shape in arrays(compiled_step(size).hlo):
         weight = sorted(shape[-2:]) in ([hidden, intermediate], [hidden, 151_936])
@@ -85,14 +85,14 @@ def test_matrix_products_reach_cublaslt(size):
     """Products of weights: 7 linear layers a block, each with 2 adapter products, forward and backward; the head."""
     compiled = compiled_step(size)
     assert compiled.custom_calls["__cublas$lt$matmul"] >= 40
-    # Beside products and kernels only memory that need not be zero: the stacks that a loop over the layers fills.
+    # Apart from products and kernels, only memory that need not be zero: the stacks that a loop over the layers fills.
     assert set(compiled.custom_calls) - {"AllocateBuffer"} == {"__cublas$lt$matmul", "mosaic_gpu_v2"}
-    # A product that is neither is a dot in a fusion of its own.
+    # Any other product would be a dot in a fusion of its own.
     assert not re.search(r" dot\(", compiled.hlo)
 
 
 def test_four_gpus_gather_layer_by_layer():
-    # What goes into a step is the same whatever it recomputes, and this one is compiled for other tests.
+    # A step's inputs do not depend on rematerialisation, and this step is also compiled for other tests.
     one, four = compiled_step("0.6B"), compiled_step("0.6B", remat="block", cards=4)
     assert four.memory.arguments < 0.3 * one.memory.arguments
     assert {"all-gather", "reduce-scatter"} <= set(four.collectives)
@@ -105,7 +105,7 @@ def test_four_gpus_gather_layer_by_layer():
 
 
 def test_products_hide_the_reduce_scatter_of_each_weight():
-    """All weights of 0.6B on 8 GPUs: the seven of a layer are not combined, and but for the last ones work goes on."""
+    """All weights of 0.6B on 8 GPUs: a layer's seven are not combined, and all but the last overlap with work."""
     program = read_program(compiled_steps.compiled_step("qwen_full", "0.6B", cards=8).hlo)
     scattered = [launch for launch in program.launches if launch.kind == "reduce-scatter" and launch.count >= 28]
     beside = [{other.kind for other in launch.beside or ()} for launch in scattered]

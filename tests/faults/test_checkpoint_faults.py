@@ -162,7 +162,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path, caplog):
         manager.save(2, state_of(2), {"row": 20})
         manager.wait()
         (warning,) = warnings_of(caplog)
-        assert "checkpoint 2 was not saved" in warning and "training goes on" in warning
+        assert "checkpoint 2 was not saved" in warning and "training continues" in warning
         assert manager.steps() == [1]
         manager.save(3, state_of(3), {"row": 30})
         with pytest.raises(UserError, match="checkpoint 3 was not saved"):

@@ -1,4 +1,4 @@
-"""The update of 8-bit AdamW on the GPU at hand. Run with JAX_PLATFORMS=cuda: the tests' default is the CPU."""
+"""The update of 8-bit AdamW on the local GPU. Run with JAX_PLATFORMS=cuda: the tests' default is the CPU."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ LARGE = Stack((4, 1024, 4096), (1, 256))
 
 @pytest.mark.parametrize("stack", [*STACKS.values(), LARGE], ids=[*STACKS, "large"])
 def test_the_kernel_equals_the_reference(stack):
-    """And is the same every time."""
+    """The result is also the same in every run."""
     arguments = stack.arguments()
     update = jax.jit(partial(adamw_8bit, adam=ADAM, backend="triton"))
     found, again = update(*arguments), update(*arguments)

@@ -1,4 +1,4 @@
-"""Every attention backend on the GPU at hand. Run with JAX_PLATFORMS=cuda: the tests' default is the CPU."""
+"""Every attention backend on the local GPU. Run with JAX_PLATFORMS=cuda: the tests' default is the CPU."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def test_equals_float64(backend, case):
     given = arguments(case)
 
     @jax.jit
-    @jax.default_matmul_precision("highest")  # as steps in float32 ask: plain XLA would make it TF32
+    @jax.default_matmul_precision("highest")  # as in float32 steps; plain XLA would use TF32 by default
     def gradients(q, k, v):
         out, pull = jax.vjp(
             lambda q, k, v: flash_attention(

@@ -1,4 +1,4 @@
-"""Every FP8 backend on the GPU at hand. Run with JAX_PLATFORMS=cuda: the tests' default is the CPU."""
+"""Every FP8 backend on the local GPU. Run with JAX_PLATFORMS=cuda: the tests' default is the CPU."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ CASES = {
     "blocks": LARGE(blocks=BLOCKS),
     "blocks, e5m2, float16": LARGE(blocks=BLOCKS, x_dtype="float8_e5m2", dtype="float16"),
 }
-# Tensor cores add FP8 products in fewer bits than float32, at least over the blocks of k whose sums are then promoted.
+# Tensor cores accumulate FP8 products in fewer bits than float32, at least within a block of k, before promotion.
 FEWER_BITS = {"xla": 0.0, "cublaslt": 1e-2, "mosaic": 1e-2}
 FAST = 3e-2
 
@@ -44,7 +44,7 @@ def multiply(case, given, **options):
 @pytest.mark.parametrize("backend", [backend.name for backend in BACKENDS])
 def test_equals_float64(backend, case):
     given = arguments(case)
-    with jax.default_matmul_precision("highest"):  # plain XLA multiplies what it has decoded to float32, not TF32
+    with jax.default_matmul_precision("highest"):  # plain XLA must multiply the decoded values in float32, not TF32
         found = multiply(case, given, backend=backend)
     assert_close(found, given, case.dtype, FEWER_BITS[backend])
 
@@ -60,7 +60,7 @@ def test_fast_accumulation_loses_little():
 
 
 def test_codes_are_rounded_as_by_ml_dtypes():
-    """Subnormal codes and ties included."""
+    """Includes subnormal codes and ties."""
     values = np.random.default_rng(0).normal(size=(64, 1024)).astype(np.float32)
     values[:, :512] = np.round(values[:, :512] * 64) / 64
     got = np.asarray(quantize(jnp.asarray(values), jnp.ones((1, 1))))

@@ -1,4 +1,4 @@
-"""Every backend of the gated delta rule on the GPU at hand. Run with JAX_PLATFORMS=cuda: the default is the CPU."""
+"""Every backend of the gated delta rule on the local GPU. Run with JAX_PLATFORMS=cuda: the default is the CPU."""
 
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ CASES = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("backend", [backend.name for backend in BACKENDS])
 def test_equals_the_recurrence_in_float64(backend, dtype, case):
-    """And is the same every time."""
+    """The result is also the same in every run."""
     case = replace(case, dtype=dtype)
     given, op = arguments(case), partial(gated_delta_rule, backend=backend)
     try:

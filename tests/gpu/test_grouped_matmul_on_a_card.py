@@ -1,4 +1,4 @@
-"""Every backend of the grouped product on the GPU at hand. Run with JAX_PLATFORMS=cuda: the default is the CPU."""
+"""Every backend of the grouped product on the local GPU. Run with JAX_PLATFORMS=cuda: the default is the CPU."""
 
 import jax
 import numpy as np

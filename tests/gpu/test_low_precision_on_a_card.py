@@ -1,4 +1,4 @@
-"""Low-precision linear layers on the GPU at hand. Run with JAX_PLATFORMS=cuda: the tests' default is the CPU."""
+"""Low-precision linear layers on the local GPU. Run with JAX_PLATFORMS=cuda: the tests' default is the CPU."""
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,13 @@ pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU, or JAX_PLATFORMS does not name it"),
 ]
 
-# Tensor cores add FP8 products in fewer bits than float32.
+# Tensor cores accumulate FP8 products in fewer bits than float32.
 WITHIN = 1e-2
-LENGTH = 200  # of a row, no multiple of 16
+LENGTH = 200  # length of a row; not a multiple of 16
 
 
 def products(numbers, x, w, dy, operands=None, noise=None):
-    """(y, dx, dW), the last None of a weight that is given as operands alone."""
+    """Return (y, dx, dW); dW is None for a weight that is given only as operands."""
 
     def run(x, w, dy):
         leaf = lambda w: LowPrecision(operands, None if operands else w, None, numbers)  # noqa: E731
@@ -84,7 +84,7 @@ def test_fp8_products_are_those_of_the_rounded_sides(hadamard):
 
 @pytest.mark.parametrize("four_over_six", [False, True], ids=["six", "four over six"])
 def test_nvfp4_products_are_those_of_the_rounded_sides(four_over_six):
-    """Blackwell's own, and the emulated ones of the others. A division may round another way than the CPU's."""
+    """Blackwell multiplies natively, other GPUs emulate. A division may round differently from the CPU's."""
     x, w, dy = case(LENGTH)
     rounded = lambda matrix: in_nvfp4(matrix, four_over_six=four_over_six)  # noqa: E731
     turn = lambda matrix: rotated_in_blocks(filled(matrix), SIGNED)  # noqa: E731
@@ -97,7 +97,7 @@ def test_nvfp4_products_are_those_of_the_rounded_sides(four_over_six):
 
 
 def filled(array):
-    """Features first; each row's positions filled up with zeros to whole blocks."""
+    """Transpose to features first, and pad each row's positions with zeros to whole blocks."""
     rows = np.pad(array, ((0, 0), (0, -array.shape[1] % 16), (0, 0)))
     return tokens(rows).T.copy()
 

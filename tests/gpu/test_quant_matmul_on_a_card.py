@@ -1,4 +1,4 @@
-"""Quantized weights and products on the GPU at hand. Run with JAX_PLATFORMS=cuda: the tests' default is the CPU."""
+"""Quantized weights and products on the local GPU. Run with JAX_PLATFORMS=cuda: the tests' default is the CPU."""
 
 import jax
 import pytest

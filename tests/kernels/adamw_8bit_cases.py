@@ -1,4 +1,4 @@
-"""Stacks of matrices with moments in 8 bits, and how far apart two computations of their update may be."""
+"""Stacks of matrices with 8-bit moments, and the allowed difference between two computations of their update."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ ADAM = Adam(0.9, 0.99, 1e-8)
 
 @dataclass(frozen=True)
 class Stack:
-    """The shape of a parameter (layers, rows, columns), of a block, and dtypes."""
+    """Shapes of a parameter (layers, rows, columns) and of a block, and dtypes."""
 
     shape: tuple[int, int, int]
     block: tuple[int, int]
@@ -21,7 +21,7 @@ class Stack:
     gradient: str = "bfloat16"
 
     def arguments(self, seed: int = 0, finite: bool = True) -> tuple[jax.Array, Updated, Step]:
-        """Gradient, arrays and step. All codes; rows of unlike size, and a block of zeros."""
+        """Gradient, arrays and step. The arrays contain all codes, rows of different scale, and a block of zeros."""
         rng, (layers, rows, columns) = np.random.default_rng(seed), self.shape
         blocks = layers, rows // self.block[0], columns // self.block[1]
 
@@ -57,9 +57,9 @@ STACKS = {
 
 
 def assert_updated(found: Updated, expected: Updated) -> None:
-    """Equal, but where one of two compilers' rounding (of fused multiply-adds, say) takes a value over a tie.
+    """Assert equality, except where two compilers round differently (fused multiply-adds, say) around a tie.
 
-    Then a code is another by one, and a parameter the other of the two numbers around it.
+    There, a code may differ by one, and a parameter may be the other of the two adjacent numbers.
     """
     for ours, true in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert ours.dtype == true.dtype and ours.shape == true.shape

@@ -1,4 +1,4 @@
-"""Attention problems of every kind, what float64 says of them, and how far from it a backend may be."""
+"""Attention problems of every kind, their float64 results, and the tolerance for a backend."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,25 +12,25 @@ from pallas_kernels.flash_attention import reference
 from pallas_kernels.flash_attention.mask import MaskSpec, intervals
 from pallas_kernels.flash_attention.variant import Variant
 
-# Largest error over the tensor's amax.
+# Largest error relative to the tensor's amax.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes and features; `documents` are the lengths in each row, None for no packing.
+    """Shapes and features. `documents` are the lengths in each row; None: no packing.
 
-    What no document fills is padding; a negative length is that much padding between documents.
+    Positions outside documents are padding; a negative length is padding of that length between documents.
     """
 
     queries: int = 72
-    keys: int | None = None  # as many as queries
+    keys: int | None = None  # None: as many as queries
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 16
     dtype: str = "float32"
     causal: bool = True
     window: int | None = None
-    offset: int | tuple[int, ...] = 0  # or of each query
+    offset: int | tuple[int, ...] = 0  # a tuple: one for each query
     traced_offset: bool = False
     documents: tuple[tuple[int, ...], ...] | None = None
     soft_cap: float | None = None
@@ -63,7 +63,7 @@ class Arguments(NamedTuple):
 
 
 def key_start(documents: tuple[tuple[int, ...], ...], length: int) -> np.ndarray:
-    """Per-token start of its document; padding sees nothing."""
+    """Start of each token's document; padding sees nothing."""
     rows = np.full((len(documents), length), length, np.int32)
     for row, lengths in zip(rows, documents):
         start = 0
@@ -74,7 +74,7 @@ def key_start(documents: tuple[tuple[int, ...], ...], length: int) -> np.ndarray
 
 
 def arguments(case: Case, seed: int = 0) -> Arguments:
-    """Two rows of numbers in the case's dtype, and cotangents of both outputs."""
+    """Return two rows of numbers in the case's dtype, and cotangents of both outputs."""
     rng = np.random.default_rng(seed)
     heads, kv_heads = case.heads
     keys = case.queries if case.keys is None else case.keys
@@ -90,7 +90,7 @@ def arguments(case: Case, seed: int = 0) -> Arguments:
 
 
 def poisoned(given: Arguments, blind: np.ndarray, unseen: np.ndarray) -> Arguments:
-    """With NaN in all that belongs to queries that see nothing (b, s), and to keys that none sees (b, t)."""
+    """Put NaN into everything that belongs to queries that see nothing (b, s) and to keys that no query sees (b, t)."""
 
     def poison(x, rows):
         return jnp.where(rows[..., None, None], jnp.nan, x)
@@ -104,13 +104,13 @@ def poisoned(given: Arguments, blind: np.ndarray, unseen: np.ndarray) -> Argumen
     )
 
 
-# The tests' time is compiling, and the numbers do not depend on how well that is done.
+# Compilation dominates the tests' time, and the results do not depend on the optimisation level.
 _quickly = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
 
 
 @partial(jax.jit, static_argnums=(0, 1), compiler_options=_quickly)
 def outputs_and_gradients(op, variant: Variant, given: Arguments) -> dict[str, jax.Array]:
-    """out, lse, and the gradients of q, k, v (and sinks) under the cotangents given."""
+    """Return out, lse, and the gradients of q, k, v (and sinks) under the given cotangents."""
     inputs = {"q": given.q, "k": given.k, "v": given.v}
     if given.sinks is not None:
         inputs["sinks"] = given.sinks
@@ -124,7 +124,7 @@ def outputs_and_gradients(op, variant: Variant, given: Arguments) -> dict[str, j
 
 
 def by_intervals_alone(variant: Variant) -> Variant:
-    """Nothing known of the mask while tracing: one compilation serves all masks."""
+    """Attention by intervals, with nothing known about the mask while tracing: one compilation serves all masks."""
     return replace(variant, causal=True, window=None, query_offset=None)
 
 
@@ -132,7 +132,7 @@ _float64_reference = partial(reference.attention, accumulation=np.float64)
 
 
 def in_float64(case: Case, given: Arguments) -> dict[str, np.ndarray]:
-    """What outputs_and_gradients should be, of the same (rounded) numbers."""
+    """Return the float64 results of outputs_and_gradients for the same (rounded) inputs."""
     with jax.enable_x64(True):
         wide = jax.tree.map(_float64, given)
         return jax.device_get(outputs_and_gradients(_float64_reference, by_intervals_alone(case.variant), wide))
@@ -143,7 +143,7 @@ def _float64(x: jax.Array) -> np.ndarray:
 
 
 def assert_close(got: dict[str, Any], expected: dict[str, Any], dtype: str) -> None:
-    """Each tensor within its tolerance; the log-sum-exp, always float32, within that of float32."""
+    """Check each tensor with its tolerance; the log-sum-exp, always float32, with the tolerance for float32."""
     assert got.keys() == expected.keys()
     for name, wanted in expected.items():
         value = np.asarray(got[name], np.float64)

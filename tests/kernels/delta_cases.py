@@ -1,4 +1,4 @@
-"""Gated delta rules of every kind, what float64 says of them, and how far from it a backend may be."""
+"""Gated delta rules of every kind, their float64 results, and the tolerance for a backend."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from pallas_kernels.gated_delta_rule import reference
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes, and the lengths of the documents of each of two rows; the first document goes on from the state given."""
+    """Shapes, and the lengths of the documents in each of two rows; the first document continues from a given state."""
 
     documents: tuple[tuple[int, ...], ...] = ((150,), (150,))
     heads: tuple[int, int] = (1, 2)
@@ -24,7 +24,7 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """Largest error over the tensor's amax. A decay is that of a difference of sums over a chunk."""
+        """Largest error relative to the tensor's amax. Decays are less exact, as differences of sums over a chunk."""
         return 2e-2 if self.dtype == "bfloat16" else 1e-5 + 64 * self.decay * 2**-24
 
 
@@ -40,13 +40,13 @@ class Arguments(NamedTuple):
     d_state: Any
 
     def of_tokens(self, tokens: slice) -> "Arguments":
-        """These tokens alone, from a state of zeros and with no cotangent of the last one."""
+        """Only these tokens, starting from a state of zeros and without a cotangent of the last state."""
         parts = {name: x[:, tokens] for name, x in self._asdict().items() if name not in ("state", "d_state")}
         return Arguments(**parts, state=jnp.zeros_like(self.state), d_state=jnp.zeros_like(self.d_state))
 
 
 def starts_of(documents: tuple[tuple[int, ...], ...]) -> np.ndarray:
-    """True where a document begins, but for the first of a row."""
+    """True where a document begins, except for the first document of a row."""
     starts = np.zeros((len(documents), sum(documents[0])), bool)
     for row, lengths in zip(starts, documents):
         row[np.cumsum(lengths)[:-1]] = True
@@ -54,7 +54,7 @@ def starts_of(documents: tuple[tuple[int, ...], ...]) -> np.ndarray:
 
 
 def arguments(case: Case, seed: int = 0) -> Arguments:
-    """Numbers such as a model has them: keys of length 1, decays and betas of all sizes; and both cotangents."""
+    """Realistic inputs (keys of length 1, decays and betas of all sizes), and both cotangents."""
     rng = np.random.default_rng(seed)
     starts = starts_of(case.documents)
     (hk, hv), (dk, dv) = case.heads, case.sizes
@@ -76,7 +76,7 @@ DIFFERENTIATED = ("q", "k", "v", "log_decay", "beta", "state")
 
 
 def of_everything(op, given: Arguments) -> dict[str, jax.Array]:
-    """out, last state, and the gradients under the cotangents given."""
+    """Return out, the last state, and the gradients under the given cotangents."""
 
     def of(*inputs):
         named = given._replace(**dict(zip(DIFFERENTIATED, inputs)))
@@ -91,7 +91,7 @@ outputs_and_gradients = jax.jit(of_everything, static_argnums=0)
 
 
 def in_float64(given: Arguments) -> dict[str, np.ndarray]:
-    """What of_everything should be, of the same (rounded) numbers."""
+    """Return the float64 results of of_everything for the same (rounded) inputs."""
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: np.asarray(x, x.dtype if x.dtype == bool else np.float64), given)
         return jax.device_get(outputs_and_gradients(reference.gated_delta_rule, wide))

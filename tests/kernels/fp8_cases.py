@@ -1,4 +1,4 @@
-"""FP8 products with scales of every kind, what float64 says of them, and how far from it a backend may be."""
+"""FP8 products with scales of every kind, their float64 results, and the tolerance for a backend."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Largest error over the amax. Rounding to bfloat16 is off by up to 2^-8, and cuBLASLt's results are
+# Largest error relative to the amax. Rounding to bfloat16 is off by up to 2^-8, and cuBLASLt's results are
 # rounded twice.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}
-# Rows and columns under one scale, of x and of the weight; None: all of them.
+# Rows and columns that share a scale, for x and for the weight; None: all rows or columns.
 TENSOR, ROW, BLOCKS = ((None, None), (None, None)), ((1, None), (1, None)), ((1, 128), (128, 128))
 
 
@@ -32,7 +32,7 @@ class Arguments(NamedTuple):
 
 
 def arguments(case: Case, seed: int = 0) -> Arguments:
-    """Codes over most of their range, and scales that all differ."""
+    """Return codes over most of their range, and scales that all differ."""
     rng = np.random.default_rng(seed)
 
     def side(rows, dtype, block):
@@ -46,13 +46,13 @@ def arguments(case: Case, seed: int = 0) -> Arguments:
 
 
 def dequantized(codes, scale) -> np.ndarray:
-    """What codes and scales stand for, in float64."""
+    """Decode codes and scales in float64."""
     codes, scale = np.asarray(codes, np.float64), np.asarray(scale, np.float64)
     return codes * np.kron(scale, np.ones((codes.shape[0] // scale.shape[0], codes.shape[1] // scale.shape[1])))
 
 
 def assert_close(got, given: Arguments, dtype: str, tolerance: float = 0.0) -> None:
-    """A product is of this dtype and near to what float64 makes of the arguments, by this or the dtype's tolerance."""
+    """Check a product's dtype, and its values against float64 with `tolerance` or the dtype's tolerance."""
     assert got.dtype == dtype
     expected = dequantized(given.x, given.x_scale) @ dequantized(given.weight, given.weight_scale).T
     assert (

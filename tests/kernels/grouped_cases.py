@@ -1,4 +1,4 @@
-"""Items in groups of every kind, what float64 says of their products, and how far from it a backend may be."""
+"""Items in groups of every kind, their float64 products, and the tolerance for a backend."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from pallas_kernels.grouped_matmul import Arrangement, arrange, grouped_matmul
 
-# The largest error over the tensor's amax.
+# Largest error relative to the tensor's amax.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2}
 
 
@@ -22,7 +22,7 @@ arranged = jax.jit(arrange, static_argnums=(1, 2, 3))
 
 
 def arguments(items: list[int], groups: int, shape: tuple[int, int], dtype: str) -> Arguments:
-    """Numbers for items of these groups, and weights of this shape (o, i)."""
+    """Return inputs for items in these groups, and weights of the shape (o, i)."""
     rng, (o, i) = np.random.default_rng(0), shape
     shapes = (len(items), i), (groups, o, i), (len(items), o)
     return Arguments(*(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes))
@@ -30,14 +30,14 @@ def arguments(items: list[int], groups: int, shape: tuple[int, int], dtype: str)
 
 @jax.jit
 def outputs_and_gradients(given: Arguments, arrangement: Arrangement) -> tuple[jax.Array, ...]:
-    """y and dx, of rows, and dw."""
+    """Return y and dx by row, and dw."""
     x, dy = (jnp.take(rows, arrangement.item_of, axis=0, mode="fill", fill_value=0) for rows in (given.x, given.dy))
     y, pull = jax.vjp(lambda x, weight: grouped_matmul(x, weight, arrangement.groups), x, given.weight)
     return y, *pull(dy)
 
 
 def in_float64(items: list[int], given: Arguments) -> tuple[np.ndarray, ...]:
-    """(y, dx, dw) of items, by a loop over groups."""
+    """Return (y, dx, dw) by item, computed by a loop over groups."""
     x, weight, dy = (np.asarray(values, np.float64) for values in given)
     y, dx, dw = np.zeros_like(dy), np.zeros_like(x), np.zeros_like(weight)
     for group, held in enumerate(weight):
@@ -50,7 +50,7 @@ def in_float64(items: list[int], given: Arguments) -> tuple[np.ndarray, ...]:
 def assert_equal_to_float64(
     items: list[int], groups: int, shape: tuple[int, int], dtype: str, backend: str, block: int | None = None
 ) -> None:
-    """Forward and both gradients; zeros, not a bit else, in rows without an item and for groups without one."""
+    """Check forward and both gradients. Rows without an item and groups without items must be exactly zero."""
     given, arrangement = arguments(items, groups, shape, dtype), arranged(jnp.asarray(items), groups, backend, block)
     y, dx, dw = (np.asarray(found, np.float64) for found in outputs_and_gradients(given, arrangement))
     found = y[arrangement.row_of], dx[arrangement.row_of], dw

@@ -1,4 +1,4 @@
-"""Quantized weights of every shape, what float64 says of them, and how far from it a backend may be."""
+"""Quantized weights of every shape, their float64 results, and the tolerance for a backend."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ HALF_ULP = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 @dataclass(frozen=True)
 class Weight:
-    """Shapes of a weight; `low_scales`: as NVFP4 has them, bits of float8_e4m3fn and a scale for the tensor."""
+    """Shapes of a weight. `low_scales`: float8_e4m3fn scales (as bits) and a scale for the tensor, as in NVFP4."""
 
     rows: int
     columns: int
@@ -23,7 +23,7 @@ class Weight:
     low_scales: bool = False
 
     def arrays(self, elements: str, nan: bool = False, seed: int = 0) -> tuple[Any, Any, Any]:
-        """Random codes (NaN among them only if told), scales and the tensor's scale or None."""
+        """Return random codes (with NaN only if requested), scales, and the tensor's scale or None."""
         rng = np.random.default_rng(seed)
         codes = rng.integers(0, 256, (self.rows, self.columns // ELEMENTS[elements].packed), np.uint8)
         if elements == "e4m3":
@@ -50,20 +50,20 @@ def in_float64(codes, scales, tensor_scale, elements) -> np.ndarray:
 
 
 def assert_weight(got, arrays: tuple[Any, Any, Any], elements: str, dtype: str) -> None:
-    """Three roundings in float32, one to the dtype; NaN where it must be."""
+    """Allow three roundings in float32 and one to the dtype; NaN must match."""
     expected, got = in_float64(*arrays, elements), np.asarray(got, np.float64)
     assert (np.isnan(got) == np.isnan(expected)).all()
     bound = np.abs(expected) * (HALF_ULP[dtype] + 3 * HALF_ULP["float32"])
-    # Subnormal numbers of float16 lie further apart.
+    # Subnormal numbers of float16 are further apart.
     bound += 2.0**-25 if dtype == "float16" else 0
     assert (np.abs(got - expected) <= bound)[~np.isnan(expected)].all()
 
 
 def assert_product(got, x, weight, dtype):
-    """Against float64: the weight is rounded to the dtype, the product once more."""
+    """Compare with float64: the weight is rounded to the dtype, and the product once more."""
     expected = np.asarray(x, np.float64) @ weight
     error = np.abs(np.asarray(got, np.float64) - expected)
-    # Each product within the roundings of its terms, whatever cancels.
+    # Each product is within the roundings of its terms, even if the terms cancel.
     terms = np.abs(np.asarray(x, np.float64)) @ np.abs(weight)
     assert (error <= HALF_ULP[dtype] * (terms + np.abs(expected)) + 1e-6 * terms).all()
 

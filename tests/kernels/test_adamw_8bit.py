@@ -1,6 +1,6 @@
-"""The update of 8-bit AdamW: the kernel, interpreted on a CPU, against the reference; shards; what is refused.
+"""The update of 8-bit AdamW: the kernel, interpreted on a CPU, against the reference; shards; refusals.
 
-That the reference is AdamW with bitsandbytes' rounding is tested where the optimizer is, in tests/unit/optim.
+tests/unit/optim checks that the reference is AdamW with bitsandbytes' rounding.
 """
 
 from functools import partial
@@ -61,7 +61,7 @@ def test_a_step_that_is_not_finite_changes_no_bit(update):
 
 @pytest.mark.parametrize("update", [KERNEL, XLA], ids=["kernel", "xla"])
 def test_shards_are_rounded_as_the_whole_is(update):
-    """Layers, rows and columns cut in two: each part is told where it lies."""
+    """Layers, rows and columns are split in two; each part gets its offset in the whole."""
     stack = Stack((2, 4, 1024), (1, 256))
     gradient, before, step = stack.arguments()
     expected = REFERENCE(gradient, before, step)
@@ -78,7 +78,7 @@ def test_shards_are_rounded_as_the_whole_is(update):
 
 
 def test_inside_a_shard_map():
-    """What is replicated and what is sharded meet in one call. The interpreter cannot run there."""
+    """Replicated and sharded arguments in one call. The interpreter cannot run in a shard_map."""
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     gradient, before, step = Stack((2, 8, 512), (1, 256)).arguments()
     expected = REFERENCE(gradient, before, step)
@@ -102,7 +102,7 @@ def test_inside_a_shard_map():
         ((36, 4096, 8), (32, 8), "triton"),
         ((2, 64, 512), (2, 256), "xla"),
         ((80, 8192, 3584), (1, 256), "xla"),  # 2.3e9 codes
-        ((80, 8192, 7168), (1, 256), "triton"),  # 4.7e9, whose offsets have 64 bits
+        ((80, 8192, 7168), (1, 256), "triton"),  # 4.7e9 codes, with 64-bit offsets
     ],
     ids=str,
 )

@@ -1,8 +1,8 @@
-"""What FlashAttention-3's kernels are asked for: here in their place stands plain jax with their arguments and layouts.
+"""The calls of FlashAttention-3's kernels, which plain jax with the same arguments and layouts emulates here.
 
-The emulation follows the package's C++ (mha_fwd_impl, mha_bwd_impl): buffers by place, one that is empty is not given;
-packed rows are (tokens, heads, head_dim) with a log-sum-exp of (heads, tokens); what no document holds is not written;
-hidden keys have weight 0, and are multiplied.
+The emulation follows the package's C++ (mha_fwd_impl, mha_bwd_impl): buffers are positional, and empty ones omitted;
+packed rows are (tokens, heads, head_dim) with a log-sum-exp of (heads, tokens); tokens outside documents are not
+written; hidden keys have weight 0, but are multiplied.
 """
 
 import sys
@@ -35,14 +35,14 @@ BOTH = {
 
 @pytest.fixture
 def package(monkeypatch):
-    """Installed, as far as the backend can tell."""
+    """Pretend that the package is installed."""
     monkeypatch.setitem(sys.modules, fa3.PACKAGE, ModuleType(fa3.PACKAGE))
     monkeypatch.setattr(fa3.importlib.util, "find_spec", lambda name: name)
 
 
 @pytest.fixture
 def kernels(package, monkeypatch):
-    """The emulated kernels, in place of XLA's custom calls."""
+    """Put the emulated kernels in place of XLA's custom calls."""
     monkeypatch.setattr(jax.ffi, "ffi_call", emulated)
 
 
@@ -105,12 +105,12 @@ def emulated_backward(buffers, attributes):
 
 
 def by_row(x, offsets):
-    """In float32; packed rows as one row of all tokens."""
+    """Convert to float32, and packed rows to one row of all tokens."""
     return (x[None] if offsets.size else x).astype(jnp.float32)
 
 
 def logits_of(q, k, offsets, length, attributes):
-    """(b, n, g, 1, s, t), -inf where hidden, as FlashAttention reads its arguments; and the tokens of documents."""
+    """FlashAttention's reading of the arguments: logits (b, n, g, 1, s, t), -inf if hidden, and the document tokens."""
     assert attributes["max_seqlen_q_has_value"] and attributes["max_seqlen_k_has_value"]
     assert attributes["softmax_scale_has_value"] and attributes["softcap"] == 0.0
     q, k = by_row(q, offsets), by_row(k, offsets)
@@ -134,7 +134,7 @@ def logits_of(q, k, offsets, length, attributes):
     return jnp.where(seen, logits, -jnp.inf), written
 
 
-PACKED = ((17, 1, 1, -3, 30, 1, 9), ())  # with padding between documents, and a row of padding alone
+PACKED = ((17, 1, 1, -3, 30, 1, 9), ())  # with padding between documents, and a row that is all padding
 CASES = {
     "causal": Case(),
     "not causal": Case(causal=False),
@@ -158,7 +158,7 @@ CASES = {
 
 
 def op(q, k, v, first, end, sinks, variant):
-    """With the log-sum-exp of the reference."""
+    """The op, with the log-sum-exp of the reference."""
     out, _ = fa3.attend(q, k, v, first, end, sinks, variant)
     return out, reference.attention(*map(jax.lax.stop_gradient, (q, k, v)), first, end, None, variant)[1]
 
@@ -170,7 +170,7 @@ def run(case: Case, problem, documents: int = 7):
 
 
 def without_lse(problem):
-    """Its cotangent is not taken."""
+    """The op does not take the cotangent of the log-sum-exp."""
     return problem._replace(d_lse=jnp.zeros_like(problem.d_lse))
 
 
@@ -196,7 +196,7 @@ def test_padding_never_leaks(kernels, name):
 
 @pytest.mark.parametrize("documents", [3, 4])
 def test_more_documents_than_said_give_nan(kernels, documents):
-    """Two rows with room for four documents each, of one and nine: eight places, or ten with one more each."""
+    """Two rows with room for four documents each hold one and nine: too many for eight places, not for ten."""
     case = Case(documents=((8,) * 9, (72,)))
     problem = without_lse(arguments(case))
     got = run(case, problem, documents)
@@ -208,9 +208,9 @@ def test_more_documents_than_said_give_nan(kernels, documents):
 @pytest.mark.parametrize(
     "starts",
     [
-        {10: 5},  # a token in the middle of a document sees less of it
-        {40: 30, 41: 30},  # the document of tokens that do not see its beginning
-        {0: 72},  # a key of padding that others see
+        {10: 5},  # a token in the middle of a document sees less of the document
+        {40: 30, 41: 30},  # the tokens of a document do not see its beginning
+        {0: 72},  # other tokens see a key of padding
     ],
     ids=str,
 )
@@ -253,7 +253,7 @@ def test_saved_residuals_spare_the_second_forward_pass(package):
 
 
 def test_results_vary_over_the_axes_of_a_mesh(package, monkeypatch):
-    """Rows over one axis, heads over another, key_start over rows alone."""
+    """Rows are sharded over one axis, heads over another, and key_start only over rows."""
     monkeypatch.setattr("pallas_kernels.flash_attention.current_device", lambda: H100)
     mesh = jax.sharding.AbstractMesh((2, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     heads, rows = jax.P("fsdp", None, "tensor"), jax.P("fsdp")

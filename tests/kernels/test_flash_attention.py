@@ -28,7 +28,7 @@ from pallas_kernels.flash_attention.tiles import Tile, Tiles
 from pallas_kernels.flash_attention.variant import Request, Variant
 from pallas_kernels.gpus import Device
 
-# Small blocks, unlike in the two directions, so that small problems have many; Triton's are interpreted.
+# Small blocks, different in the two directions, so that small problems have many; Triton's are interpreted.
 TILES = Tiles(forward=Tile(32, 16, 4, 2), dq=Tile(16, 32, 4, 2), dkdv=Tile(16, 32, 4, 2))
 on_triton = {"tiles": TILES, "interpret": True}
 BACKENDS = {
@@ -40,12 +40,12 @@ every_backend = pytest.mark.parametrize("backend", ["xla", "triton"])
 
 
 def run(backend: str, case: Case, problem: Arguments):
-    """Outputs and gradients; only XLA uses what is known of the mask while tracing."""
+    """Return outputs and gradients; only XLA uses knowledge of the mask while tracing."""
     variant = case.variant if backend == "xla" else by_intervals_alone(case.variant)
     return outputs_and_gradients(BACKENDS[backend], variant, problem)
 
 
-# Two rows: documents of length 1, one longer than a block, padding between and after; and a row of padding alone.
+# Two rows: documents of length 1 and longer than a block, padding between and after; and a row that is all padding.
 PACKED = ((17, 1, 1, -3, 30, 1, 9), ())
 GRID = {
     "causal": Case(),
@@ -88,7 +88,7 @@ def test_equals_float64(backend, case):
 
 @every_backend
 @given(
-    length=st.sampled_from([1, 37, 300]),  # few, as each is compiled; no block divides them
+    length=st.sampled_from([1, 37, 300]),  # few lengths, because each is compiled; no block divides them
     documents=st.tuples(*[st.lists(st.just(1) | st.integers(1, 90), max_size=8)] * 2),
     window=st.none() | st.integers(1, 310),
     seed=st.integers(0, 99),
@@ -98,14 +98,14 @@ def test_any_layout_equals_float64(backend, length, documents, window, seed):
     fitting = tuple(tuple(np.diff(np.minimum(np.cumsum([0, *row]), length))) for row in documents)
     case = Case(length, documents=fitting, window=window, sinks=True)
     problem = arguments(case, seed)
-    variant = by_intervals_alone(case.variant)  # one compilation a length
+    variant = by_intervals_alone(case.variant)  # one compilation per length
     assert_close(outputs_and_gradients(BACKENDS[backend], variant, problem), in_float64(case, problem), case.dtype)
 
 
 @pytest.mark.every_jax
 @every_backend
 def test_packed_documents_equal_the_documents_alone(backend):
-    """Lengths repeat, as each is compiled."""
+    """Lengths repeat, because each is compiled."""
     lengths = (20, 1, 20, 1, 20)
     case = Case(documents=(lengths, lengths))
     packed = arguments(case)
@@ -127,7 +127,7 @@ def test_packed_documents_equal_the_documents_alone(backend):
 @pytest.mark.parametrize("name", ["everything", "ring: the last see", "chunk of a prompt, traced", "decoding"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_not_seen_never_leaks(backend, name):
-    """Queries that see nothing and keys that none sees hold NaN, cotangents included: real tokens cannot tell."""
+    """Queries that see nothing and keys that no query sees hold NaN, also in cotangents; others must not change."""
     case = GRID[name]
     clean = arguments(case)
     blind = np.asarray(clean.first >= clean.end)
@@ -144,7 +144,7 @@ def test_what_is_not_seen_never_leaks(backend, name):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logits_of_hidden_keys_may_be_of_any_size(backend):
-    """Only the last query sees the last key, and it gives no gradient."""
+    """Only the last query sees the last key, and it has no cotangent."""
     case = GRID["causal"]
     problem = arguments(case)
     problem = problem._replace(
@@ -193,7 +193,7 @@ def test_the_reference_has_the_gradients_of_its_outputs():
 
 @pytest.mark.parametrize("offset", [20, jnp.int32(20)], ids=["static offset", "traced offset"])
 def test_the_public_op(offset):
-    """Its mask, its default scale and its choice of a backend, on a CPU."""
+    """The op's mask, default scale and choice of backend on a CPU."""
     case = replace(GRID["chunk of a prompt, traced"], soft_cap=1.5)
     problem = arguments(case)
     mask = replace(case.mask, query_offset=offset)
@@ -221,7 +221,7 @@ def test_arguments_that_do_not_fit_are_refused():
 
 
 def test_both_shapes_of_the_loop_agree(monkeypatch):
-    """A CPU loops over heads, other platforms batch them: the same numbers."""
+    """A CPU loops over heads and other platforms batch them; the results must be the same."""
     case = GRID["everything"]
     problem = arguments(case)
     looped = run("xla", case, problem)
@@ -232,7 +232,7 @@ def test_both_shapes_of_the_loop_agree(monkeypatch):
 
 
 def test_xla_holds_a_block_of_queries_by_the_keys_it_sees():
-    """Never queries by keys, whether or not the offset is known, and nothing of the blocks that a window hides."""
+    """Never queries by keys, whether or not the offset is known, and no blocks that a window hides."""
     op = differentiate.attention(xla.forward, xla.backward)
 
     def largest(case: Case) -> int:
@@ -250,13 +250,13 @@ def test_xla_holds_a_block_of_queries_by_the_keys_it_sees():
     "case", [Case(), Case(causal=False), Case(window=1), Case(window=20), Case(window=99)], ids=str
 )
 def test_cudnn_is_asked_for_our_mask(case):
-    """By jax's own reading of the arguments, as there is no cuDNN here."""
+    """Checked through jax's own reading of the arguments, because a CPU has no cuDNN."""
     problem = arguments(case)
 
     def op(q, k, v, first, end, sinks, variant):
         return cudnn.attend(q, k, v, variant, implementation="xla"), reference.attention(*problem[:5], None, variant)[1]
 
-    unseen = problem._replace(d_lse=jnp.zeros_like(problem.d_lse))  # cuDNN's log-sum-exp is not asked for
+    unseen = problem._replace(d_lse=jnp.zeros_like(problem.d_lse))  # cuDNN's log-sum-exp is not requested
     assert_close(outputs_and_gradients(op, case.variant, unseen), in_float64(case, unseen), case.dtype)
 
 

@@ -1,7 +1,7 @@
 """FP8 products and quantization on a CPU: float64, ml_dtypes' rounding, and Mosaic GPU in jax's interpreter.
 
-The interpreter multiplies what wgmma would, on memory that starts as NaN, and raises on a race. What ptxas makes of the
-kernel, and the bits that a tensor core really adds with, need a GPU.
+The interpreter multiplies in place of wgmma, on memory that starts as NaN, and raises on a race. ptxas' treatment of
+the kernel, and the bits with which a tensor core really accumulates, need a GPU.
 """
 
 from functools import partial
@@ -40,7 +40,7 @@ def test_equals_float64(case):
 @pytest.mark.parametrize("fast_accumulation", [False, True])
 @pytest.mark.parametrize("case", [case for case in CASES.values() if case.blocks != BLOCKS], ids=str)
 def test_the_expression_for_cublaslt_equals_float64(case, fast_accumulation):
-    """Nothing accumulates fast on a CPU, where XLA makes the product itself."""
+    """Fast accumulation does not exist on a CPU, where XLA computes the product itself."""
     given = arguments(case)
     request = request_for(*given, case.dtype, fast_accumulation)
     assert_close(jax.jit(partial(cublaslt.multiply, request=request))(*given), given, case.dtype)
@@ -53,7 +53,7 @@ def test_the_expression_for_cublaslt_equals_float64(case, fast_accumulation):
 )
 @settings(max_examples=10, deadline=None, derandomize=True)
 def test_quantized_products_of_any_shape(blocks, size, data):
-    """Any number of blocks of any size: the product is that of the codes, and they are near the numbers."""
+    """Any number of blocks of any size: the product equals the codes' product, and codes approximate the numbers."""
     (row_blocks, column_blocks, depth_blocks), (row_size, column_size, depth_size) = blocks, size
     rng = np.random.default_rng(data)
 
@@ -65,7 +65,7 @@ def test_quantized_products_of_any_shape(blocks, size, data):
         assert scale.shape == (blocks, depth_blocks)
         codes = jax.jit(quantize)(values, scale)
         error, unit = np.abs(dequantized(codes, scale) - values), dequantized(np.ones(shape), scale)
-        # Three bits of mantissa, and 2^-9 is the least number.
+        # Three bits of mantissa; 2^-9 is the smallest number.
         assert (error <= np.maximum(np.abs(values) * 2**-4, unit * 2**-10) * (1 + 1e-5)).all()
         return codes, scale
 
@@ -79,7 +79,7 @@ def test_quantized_products_of_any_shape(blocks, size, data):
 @pytest.mark.parametrize(
     "case",
     [
-        # More blocks of k than there are slots, rows that do not fill a tile.
+        # More blocks of k than slots; rows that do not fill a tile.
         Case(rows=130, depth=768, blocks=BLOCKS, dtype="float32"),
         Case(rows=40, columns=128, depth=128, blocks=BLOCKS),
         Case(rows=128, columns=384, depth=256, blocks=BLOCKS, x_dtype="float8_e5m2", dtype="float16"),
@@ -170,7 +170,7 @@ def test_results_that_cannot_be():
 
 @pytest.mark.parametrize("backend", ["cublaslt", "xla"])
 def test_scales_of_the_dtype_of_the_result_are_a_part_of_the_product(backend):
-    """As XLA takes them to cuBLASLt; a CPU rounds both sides to bfloat16 first."""
+    """The pattern that XLA passes to cuBLASLt; a CPU rounds both sides to bfloat16 first."""
     given = arguments(Case())
     scales = [scale.astype("bfloat16") for scale in (given.x_scale, given.weight_scale)]
     multiply = {one.name: one.run for one in BACKENDS}[backend]
@@ -182,7 +182,7 @@ def test_scales_of_the_dtype_of_the_result_are_a_part_of_the_product(backend):
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_codes_are_rounded_as_by_ml_dtypes(dtype):
-    """All codes, the middles between them and their neighbours: nearest, ties to even."""
+    """All codes, the midpoints between them and their neighbours: round to nearest, ties to even."""
     codes = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
     codes = np.sort(codes[np.isfinite(codes)])
     middles = (codes[1:] + codes[:-1]) / 2
@@ -233,7 +233,7 @@ def test_what_is_not_finite_becomes_nan_and_leaves_the_rest_alone():
 
 
 def test_differentiating_is_an_error():
-    """By any argument, and through jit and remat; a custom_vjp around it is the way."""
+    """By any argument, and through jit and remat. A custom_vjp around the op is the way to differentiate it."""
     given = arguments(Case(dtype="float32"))
     x, scale = jnp.ones((24, 384)), given.weight_scale
 
@@ -259,7 +259,7 @@ def test_differentiating_is_an_error():
 
 
 def test_shards_of_a_mesh():
-    """Rows over one axis, columns over the other; the scales' blocks are cut with them."""
+    """Rows over one axis and columns over the other; the scales' blocks are split with them."""
     mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), devices=jax.devices()[:4])
     rows, columns = jax.P("fsdp"), jax.P("tensor")
     with jax.set_mesh(mesh):

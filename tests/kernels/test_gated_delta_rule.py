@@ -29,7 +29,7 @@ BACKENDS = {"xla": xla.gated_delta_rule, "triton": partial(triton.gated_delta_ru
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
-# Boundaries within chunks of 64, at their edges and on both sides of them, several in one chunk, documents of length 1.
+# Boundaries within chunks of 64, at and around their edges, several in one chunk, documents of length 1.
 PACKED = ((40, 24, 1, 62, 2, 21), (1, 1, 1, 126, 20, 1))
 GRID = {
     "one document": Case(),
@@ -37,7 +37,7 @@ GRID = {
     "packed, three value heads a key head, unlike sizes": Case(PACKED, heads=(1, 3), sizes=(32, 64)),
     "packed, as many key heads, bfloat16": Case(PACKED, heads=(2, 2), sizes=(64, 32), dtype="bfloat16"),
     "packed, forgotten at once": Case(PACKED, decay=10.0),
-    # The powers of the matrix that is inverted reach 1e17 here.
+    # Powers of the inverted matrix reach 1e17 here.
     "the same key again, nothing forgotten": Case(decay=0.0, beta=1.0, alike=True),
 }
 
@@ -53,7 +53,7 @@ def test_equals_the_recurrence_in_float64(backend, case):
 @given(documents=st.tuples(*[st.lists(st.just(1) | st.integers(1, 140), max_size=12)] * 2), seed=st.integers(0, 99))
 @settings(max_examples=6, deadline=None, derandomize=True)
 def test_any_documents_equal_float64(backend, documents, seed):
-    """Of one length in all, so that this compiles once."""
+    """The total length is always the same, so that this compiles once."""
     length = 150
     fitting = tuple(tuple(np.diff(np.minimum(np.cumsum([0, *row, length]), length))) for row in documents)
     problem = arguments(Case(tuple(tuple(n for n in row if n) for row in fitting)), seed)
@@ -63,7 +63,7 @@ def test_any_documents_equal_float64(backend, documents, seed):
 @pytest.mark.every_jax
 @every_backend
 def test_packed_documents_equal_the_documents_alone(backend):
-    """Of one length, as each is compiled; the recurrence in float64 stands for any others."""
+    """All documents have one length, because each length is compiled; the float64 recurrence covers other lengths."""
     lengths = (75, 75)
     packed = arguments(Case((lengths, lengths)))
     packed = packed._replace(d_state=jnp.zeros_like(packed.d_state), starts=packed.starts.at[:, 0].set(True))
@@ -82,7 +82,7 @@ def test_packed_documents_equal_the_documents_alone(backend):
 
 @every_backend
 def test_nothing_passes_the_start_of_a_document(backend):
-    """Not a bit: other numbers before a start change nothing after it, and no gradient comes from there."""
+    """Exactly: other numbers before a start change nothing after it, and no gradient comes from there."""
     case = Case(PACKED)
     here, other = arguments(case), arguments(replace(case, decay=1.0), seed=1)
     run = partial(outputs_and_gradients, BACKENDS[backend])
@@ -127,7 +127,7 @@ def test_the_last_state_continues(backend):
 
 @every_backend
 def test_no_state_is_kept_for_a_token(backend):
-    """Neither forward nor backward is there an array of a state for each token."""
+    """Neither the forward nor the backward pass has an array with a state for each token."""
     problem = arguments(Case())
     program = jax.make_jaxpr(partial(of_everything, BACKENDS[backend]))(problem)
     largest = max(int(np.prod(shape)) for shape in _shapes(program.jaxpr))
@@ -145,7 +145,7 @@ def _shapes(jaxpr):
 
 
 def test_inside_a_shard_map():
-    """Batch and heads sharded: results and gradients are those of one device."""
+    """Batch and heads are sharded: results and gradients equal one device's."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     problem = arguments(Case(PACKED, heads=(2, 4)))
     tokens, heads = P("data", None, "tensor"), P("data", "tensor")

@@ -13,7 +13,7 @@ from pallas_kernels.grouped_quant_matmul import BACKENDS, fused, grouped_quant_m
 from pallas_kernels.registry import Backend, never_refuses
 
 EXPERTS = 4
-# Neither is a multiple of a tile, which would reach into the next expert's rows.
+# Neither is a multiple of a tile, so that a tile would reach into the next expert's rows.
 WEIGHTS = {
     "nf4": Weight(70, 192, (1, 64)),
     "e2m1": Weight(37, 96, (1, 32)),
@@ -26,7 +26,7 @@ ITEMS = [0] * 40 + [1] * 3 + [3] * 5
 
 @pytest.fixture(params=[backend.name for backend in BACKENDS])
 def backend(request, monkeypatch):
-    """One backend is chosen, its kernels interpreted."""
+    """Select one backend, with its kernels interpreted."""
     monkeypatch.setattr(fused, "multiply", partial(fused.multiply, interpret=True))
     backends = {backend.name: backend for backend in BACKENDS}
     here = backends[request.param]

@@ -28,7 +28,7 @@ def inputs(tokens, vocabulary, width=16, seed=0, dropped=0.3):
 
 
 def losses_and_gradients(op, hidden, head, targets, weight, cotangent):
-    """Losses, and gradients of hidden, head and weight for a cotangent of the losses."""
+    """Return the losses, and the gradients of hidden, head and weight for a cotangent of the losses."""
     losses, pull = jax.vjp(lambda hidden, head, weight: op(hidden, head, targets, weight), hidden, head, weight)
     return losses, *pull(cotangent)
 
@@ -41,13 +41,13 @@ def expected(hidden, head, targets, weight, cotangent, **options):
         return [np.array(x) for x in found]
 
 
-# A loss is a difference of logits, in nats, and a gradient one of a probability and 1, times values of about 1: what is
-# near 0 has few digits left in float32.
+# A loss is a difference of logits, in nats; a gradient is a difference of a probability and 1, times values of about
+# 1. So values near 0 have few correct digits in float32.
 LEAST = 0.1
 
 
 def assert_close(found, wanted, relative):
-    """Largest error relative to the largest value, array by array."""
+    """Check each array's largest error relative to its largest value."""
     for ours, true in zip(found, wanted, strict=True):
         ours = np.asarray(ours, np.float64)
         assert np.isfinite(ours).all()
@@ -112,7 +112,7 @@ def test_a_logit_far_above_the_others_does_not_overflow():
 
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
 def test_one_pass_over_the_logits_gives_the_same(soft_cap, monkeypatch):
-    """What a GPU runs."""
+    """The code path that a GPU takes."""
     monkeypatch.setattr(xla, "_top_and_sum", xla._top_and_sum_in_one_pass)
     hidden, head, targets, weight = inputs(37, 300)
     check((hidden * 10, head, targets, weight), vocabulary=300, soft_cap=soft_cap)
@@ -164,7 +164,7 @@ def test_smoothing_and_ignored_targets_equal_those_of_torch(head_gradient):
 @pytest.mark.parametrize("head_gradient", [True, False])
 @pytest.mark.parametrize(("tokens", "kept", "tiles"), [(100, 100, 7), (100, 33, 3), (100, 16, 1), (100, 0, 0)])
 def test_dropped_tokens_cost_no_logits(tokens, kept, tiles, head_gradient, monkeypatch):
-    """Counts the products with the head that ran, tile by tile."""
+    """Counts the head products that run, tile by tile."""
     ran = []
     logits = xla._logits
 
@@ -183,7 +183,7 @@ def test_dropped_tokens_cost_no_logits(tokens, kept, tiles, head_gradient, monke
 
     jax.block_until_ready(jax.jit(jax.grad(total, (0, 1)))(hidden, head))
     jax.effects_barrier()
-    assert ran == [16] * tiles * (2 if head_gradient else 1)  # a trained head's backward pass makes the logits again
+    assert ran == [16] * tiles * (2 if head_gradient else 1)  # a trained head's backward pass recomputes the logits
 
 
 @pytest.mark.parametrize("head_gradient", [True, False])
@@ -232,7 +232,7 @@ def placed(mesh, arrays, specs=SPECS):
     ("kept_by_first", "axes"), [(0, "tensor"), (5, "tensor"), (12, "tensor"), (5, ("expert", "tensor"))]
 )
 def test_a_vocabulary_over_devices_gives_the_same(kept_by_first, axes, head_gradient):
-    """Both halves of the data drop tokens of their own, and so run their own number of tiles."""
+    """The two halves of the data drop different tokens, and so run different numbers of tiles."""
     hidden, head, targets, weight = inputs(48, 500, dropped=0.0)
     weight[kept_by_first:24] = 0
     hidden[weight == 0], targets[weight == 0] = np.nan, -100

@@ -1,4 +1,4 @@
-"""The intervals of visible keys, and the ranges of blocks made of them, against the definition by brute force."""
+"""The intervals of visible keys, and the block ranges derived from them, against a brute-force definition."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ offsets = st.just(0) | st.integers(-30, 40)
 
 
 def by_definition(mask: MaskSpec, keys: int) -> np.ndarray:
-    """(2, queries, keys), from the docstring of MaskSpec."""
+    """The definition in MaskSpec's docstring, (2, queries, keys)."""
     place, key = np.arange(QUERIES)[:, None] + mask.query_offset, np.arange(keys)
     seen = np.ones((2, QUERIES, keys), bool)
     if mask.causal:
@@ -75,7 +75,7 @@ query_blocks = jax.jit(blocks.query_blocks, static_argnums=(2, 3, 4))
 
 
 def check(ranges: np.ndarray, tiles: np.ndarray, tight: bool) -> None:
-    """`tiles` (rows, outer, inner, elements): what each pair of blocks sees; False past the ends of the arrays."""
+    """`tiles` (rows, outer, inner, elements): visibility in each pair of blocks; False past the ends of the arrays."""
     assert ranges.dtype == np.int32 and ranges.shape == (*tiles.shape[:2], 4)
     some, full = tiles.any(axis=-1), tiles.all(axis=-1)
     for row, outer in np.ndindex(*tiles.shape[:2]):
@@ -108,9 +108,9 @@ def tiled(seen: np.ndarray, block_q: int, block_k: int) -> np.ndarray:
 )
 @settings(deadline=None, max_examples=200)
 def test_ranges_of_blocks(causal_and_window, start, offset, sizes):
-    """Nothing is lost, nothing called wholly visible that is not; and documents in order leave nothing to cut.
+    """No visible pair is lost, no block is wrongly called fully visible, and documents in order leave nothing to cut.
 
-    With an offset they may: what the queries of a block see of two documents need not touch.
+    With an offset they may: the parts of two documents that the queries of a block see need not be adjacent.
     """
     mask = MaskSpec(*causal_and_window, start, offset)
     first, end = intervals(mask, 2, QUERIES, KEYS)
@@ -123,7 +123,7 @@ def test_ranges_of_blocks(causal_and_window, start, offset, sizes):
 @given(st.lists(st.tuples(st.integers(0, KEYS), st.integers(0, KEYS)), min_size=QUERIES, max_size=QUERIES))
 @settings(deadline=None, max_examples=50)
 def test_ranges_of_blocks_of_any_intervals(bounds):
-    """In any order: nothing is lost, nothing called wholly visible that is not."""
+    """In any order: no visible pair is lost, and no block is wrongly called fully visible."""
     first, end = (np.asarray([[bound[i] if bound[0] < bound[1] else 0 for bound in bounds]], np.int32) for i in (0, 1))
     tiles = tiled(np.asarray(visible(first, end, KEYS)), 4, 8)
     check(np.asarray(key_blocks(first, end, KEYS, 4, 8)), tiles, tight=False)

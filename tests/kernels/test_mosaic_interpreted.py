@@ -1,8 +1,8 @@
 """The Mosaic GPU attention kernels in jax's interpreter: numbers, masks, barriers and races, but no wgmma.
 
 The interpreter runs the three warpgroups as threads on memory that starts as NaN, and raises on a race and on a barrier
-that is waited for out of turn; a wait that cannot end is the timeout's to find. Plain products stand in for wgmma, so
-operand layouts, registers and what ptxas makes of it all stay unproven until a GPU runs them; tests/aot compiles them.
+that is waited for out of turn; a wait that cannot end reaches the timeout. Plain products replace wgmma, so operand
+layouts, registers and ptxas' output are proven only when a GPU runs the kernels; tests/aot compiles them.
 """
 
 import importlib.metadata
@@ -32,7 +32,7 @@ interpreted = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="jax's interpreter of Mosaic GPU can run these kernels from 0.12 on"
 )
 OP = attention(partial(mosaic.forward, interpret=True), partial(mosaic_backward.backward, interpret=True))
-# Three blocks of queries and keys in each direction, the last not whole: rings wrap around, some blocks are skipped.
+# Three blocks of queries and keys in each direction, the last incomplete: rings wrap around, some blocks are skipped.
 SMALL = partial(Case, queries=300, heads=(2, 1), head_dim=64, dtype="bfloat16")
 PACKED = ((140, 1, -20, 100), (300,))
 GRID = {
@@ -56,7 +56,7 @@ def test_outputs_and_gradients(case):
 
 @interpreted
 def test_what_is_not_seen_never_leaks():
-    """Queries that see nothing and keys that none sees hold NaN; their gradients are zero, the others' as without."""
+    """Queries that see nothing and keys that no query sees hold NaN: their gradients are zero, the others unchanged."""
     case = SMALL(documents=PACKED)
     clean = arguments(case)
     blind = np.asarray(clean.first >= clean.end)
@@ -72,7 +72,7 @@ def test_what_is_not_seen_never_leaks():
 
 @interpreted
 def test_logits_of_hidden_keys_may_be_of_any_size():
-    """Only the last query sees the last key, and it gives no gradient."""
+    """Only the last query sees the last key, and it has no cotangent."""
     case = SMALL(queries=200)
     problem = arguments(case)
     problem = problem._replace(

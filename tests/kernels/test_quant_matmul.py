@@ -1,4 +1,4 @@
-"""Quantized weights: what codes stand for, the weight and its products against float64, on a CPU."""
+"""Quantized weights: decoded values, the weight and its products against float64, on a CPU."""
 
 from functools import partial
 
@@ -50,7 +50,7 @@ def test_equals_bitsandbytes(elements, block):
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
 
 
-# Every kind of element in one shape, and every other shape with the kind that has it.
+# Every element type in one shape, and every other shape with the type that has it.
 KINDS = [("NVFP4", elements) for elements in ELEMENTS]
 KINDS += [("bitsandbytes", "fp4"), ("MXFP4", "e2m1"), ("square", "e4m3"), ("per channel", "int4"), ("wide", "int8")]
 
@@ -86,7 +86,7 @@ def test_blocks_of_any_size(blocks, block, elements):
         assert_weight(got, arrays, elements, "float32")
 
 
-# Rows of x, splits of the contraction (None: as many as there are steps) and dtype.
+# Rows of x, splits of the contraction (None: one for each step) and dtype.
 FUSED = {
     "NVFP4": (40, 1, "float16"),
     "bitsandbytes": (5, 2, "bfloat16"),
@@ -108,7 +108,7 @@ def test_fused_products_equal_float64(weight, elements):
 
 
 def test_what_lies_beyond_a_row_of_x_is_not_read_as_its_own():
-    """Rows of NaN and tiles that reach over the weight leave the other rows alone."""
+    """Rows of NaN and tiles that extend past the weight do not affect the other rows."""
     arrays = WEIGHTS["NVFP4"].arrays("nf4")
     layout = layout_of(*arrays, "nf4")
     x = rows_of(4, 96, "bfloat16").at[1].set(jnp.nan)
@@ -119,7 +119,7 @@ def test_what_lies_beyond_a_row_of_x_is_not_read_as_its_own():
 @pytest.mark.parametrize("dtype", HALF_ULP)
 @pytest.mark.parametrize("elements", ELEMENTS)
 def test_product_and_gradient_equal_float64(elements, dtype):
-    """The public op on this device, jitted: forward, dx, and nothing for what is frozen."""
+    """The public op on this device, jitted: forward, dx, and no gradient for frozen arrays."""
     weight = WEIGHTS["NVFP4"]
     arrays = weight.arrays(elements)
     x, d_out = rows_of(11, weight.columns, dtype), rows_of(11, weight.rows, dtype)
@@ -146,7 +146,7 @@ def test_only_the_stored_weight_is_kept_for_the_gradient():
 
 @pytest.mark.parametrize("what", ["rows of x", "rows of the weight"])
 def test_inside_a_shard_map(what):
-    """x or the weight sharded, the other not: products and gradients are those of one device."""
+    """Either x or the weight is sharded: products and gradients equal one device's."""
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     codes, scales, _ = Weight(8, 128, (1, 64)).arrays("nf4")
     x = rows_of(8, 128, "float32")

@@ -1,4 +1,4 @@
-"""Which backend runs: what can, what was checked, and what is said when it cannot."""
+"""The choice of a backend: which ones can run, which were checked, and the message when none can."""
 
 import re
 
@@ -31,7 +31,7 @@ def request_for(**fields) -> Request:
     "features", [{}, {"packed": True}, {"window": 64}, {"soft_cap": 30.0}, {"sinks": True}, {"head_dim": 256}], ids=str
 )
 def test_cards_take_the_checked_kernel_by_themselves(card, features):
-    """Mosaic on Hopper GPUs, where it was measured, if it can run the request; Triton elsewhere."""
+    """Mosaic on Hopper GPUs, where it was measured, if it can run the request; Triton on other GPUs."""
     mosaic = CARDS[card].capability == (9, 0) and not features.keys() & {"soft_cap", "head_dim"}
     expected = "mosaic" if mosaic else "triton"
     assert choose("flash_attention", BACKENDS, CARDS[card], request_for(**features)).name == expected

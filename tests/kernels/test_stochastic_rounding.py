@@ -1,4 +1,4 @@
-"""Stochastic rounding: unbiased, and by bits that look random whatever they are taken along."""
+"""Stochastic rounding: unbiased, with bits that look random along every axis."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ STEPS, ROWS, COLUMNS = 16, 256, 1024
 
 @pytest.fixture(scope="module")
 def uniform():
-    """(steps, rows, columns): the bits that decide, from 0 to 1, of keys as a training run has them."""
+    """(steps, rows, columns): the deciding bits, scaled to 0..1, with keys like those in a training run."""
     row, column = jnp.arange(ROWS, dtype=jnp.uint32)[:, None], jnp.arange(COLUMNS, dtype=jnp.uint32)[None, :]
     keys = jax.vmap(lambda step: jax.random.bits(jax.random.fold_in(jax.random.key(0), step), (2,), jnp.uint32))
     bits = jax.vmap(lambda key: random_bits(key, row, column))(keys(jnp.arange(STEPS)))
@@ -36,7 +36,7 @@ def test_bits_are_those_of_the_published_finaliser():
 
 
 def test_bits_are_uniform(uniform):
-    """Each of 256 parts of the range is as frequent as any other: chi-square, of all and of single steps."""
+    """Each of 256 parts of the range is equally frequent: chi-square, over all steps and for single steps."""
     for sample in (uniform, *uniform):
         counts, _ = np.histogram(sample, 256, (0, 1))
         expected = sample.size / 256
@@ -47,7 +47,7 @@ def test_bits_are_uniform(uniform):
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["successive steps", "successive rows", "neighbours in a row"])
 @pytest.mark.parametrize("distance", [1, 2, 8])
 def test_bits_are_uncorrelated(uniform, axis, distance):
-    """Within five standard errors of 0; so are those of squares, which linear dependence would not show in."""
+    """Correlations are within five standard errors of 0, also of squares, which would show nonlinear dependence."""
     centred = uniform - 0.5
     size = centred.shape[axis]
     ahead, behind = (np.take(centred, range(*ends), axis) for ends in ((distance, size), (0, size - distance)))
@@ -58,7 +58,7 @@ def test_bits_are_uncorrelated(uniform, axis, distance):
 
 
 def test_a_sum_of_many_roundings_is_right(uniform):
-    """A weight that creeps by a thousandth of its distance to the next bfloat16: of each column, row and step."""
+    """A weight moves by a thousandth of the distance to the next bfloat16: for each column, row and step."""
     x = jnp.float32(1.0) + jnp.float32(2.0**-7) * 0.1
     bits = jnp.asarray(uniform * 2**32, jnp.uint32)
     up = np.asarray(to_bfloat16(jnp.broadcast_to(x, bits.shape), bits), np.float64) > 1
@@ -70,7 +70,7 @@ def test_a_sum_of_many_roundings_is_right(uniform):
 
 
 def test_every_low_half_is_carried_by_as_many_bits_as_it_is_far():
-    """All 2^16 bits: of a value that lies n / 2^16 on its way, n of them round up."""
+    """All 2^16 bit patterns: a value at n / 2^16 of the way to the next number is rounded up by n of them."""
     bits = jnp.arange(2**16, dtype=jnp.uint32) << 16
     for low in (0, 1, 0x7FFF, 0x8000, 0xFFFF):
         x = jax.lax.bitcast_convert_type(jnp.uint32(0x3F80 << 16 | low), jnp.float32)

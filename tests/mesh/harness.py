@@ -1,4 +1,4 @@
-"""One claim for any mesh and any kind of training: it equals the same training on one device."""
+"""The same claim for every mesh and every kind of training: it equals the same training on one device."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ from jaxtune.weights.model import read_base
 from jaxtune.weights.values import frozen_parameters, initial_parameters
 
 ROWS, SEQUENCE, STEPS = 8, 24, 3
-# Blocks of 64 x 64 can be shared by fsdp=4 tensor=2, and of the adapters some have moments in 8 bits.
+# fsdp=4 tensor=2 can share blocks of 64 x 64, and some of the adapters have 8-bit moments.
 SIZES = dict(hidden_size=256, intermediate_size=128, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
 
 MESHES = {
@@ -46,7 +46,7 @@ MESHES = {
     "data=2 fsdp=4": Mesh(data=2, fsdp=4),
     "fsdp=4 tensor=2": Mesh(fsdp=4, tensor=2),
     "data=2 fsdp=2 tensor=2": Mesh(data=2, fsdp=2, tensor=2),
-    "tensor=8": Mesh(fsdp=1, tensor=8),  # more devices than heads of keys and values
+    "tensor=8": Mesh(fsdp=1, tensor=8),  # more devices than key/value heads
     "sequence=8": Mesh(fsdp=1, sequence=8),
     "data=2 sequence=2 tensor=2": Mesh(data=2, fsdp=1, sequence=2, tensor=2),
     "fsdp=2 sequence=2 tensor=2": Mesh(fsdp=2, sequence=2, tensor=2),
@@ -57,7 +57,7 @@ MESHES = {
     "data=2 fsdp=2 stage=2": Mesh(data=2, fsdp=2, stage=2),
     "stage=2 sequence=2 tensor=2": Mesh(fsdp=1, stage=2, sequence=2, tensor=2),
 }
-# How the linear layers of the base are stored; operands are what their products take, in training without adapters too.
+# Storage of the base's linear layers; operands are stored in the products' format, also in training without adapters.
 STORAGE: dict[str, dict[str, Any]] = {
     "float32": {},
     "bf16": {"precision": Precision("bf16")},
@@ -73,8 +73,10 @@ ADAPTERS = ("none", "lora")
 
 
 class Named(NamedTuple):
-    """A kind of model, its sizes, the linear layers that have adapters, and those that are neither adapted, trained nor
-    quantized."""
+    """A kind of model, its sizes, and its linear layers by use.
+
+    `adapted` have adapters; `others` are neither adapted, trained nor quantized.
+    """
 
     kind: str
     sizes: dict[str, Any]
@@ -94,7 +96,7 @@ MODELS = {
     ),
     "hybrid": Named(
         "Qwen3_5Text",
-        # With a smaller epsilon norms of what delta nets read, which is small here, would be made of rounding.
+        # With a smaller epsilon, the norms of a delta net's small inputs would consist mostly of rounding.
         dict(
             rms_norm_eps=1e-2,
             linear_num_key_heads=8,
@@ -106,33 +108,33 @@ MODELS = {
         r"[qvo]_proj|gate_proj|up_proj|in_proj",
     ),
 }
-# How far losses may be apart, relatively: moments in 8 bits and signs of gradients jump where a sum in another order
-# takes them over an edge.
+# Allowed relative difference of losses: 8-bit moments and signs of gradients jump if a sum in another order
+# crosses a boundary.
 OPTIMIZERS = {
     "adamw": 1e-6,
     "sgd": 1e-6,
-    "adafactor": 1e-5,  # of what is too narrow for factors, its first update is the sign of the gradient
+    "adafactor": 1e-5,  # for parameters too narrow for factors, the first update is the sign of the gradient
     "schedule_free": 1e-6,
     "muon": 1e-5,
     "normuon": 1e-5,
     "lion": 1e-5,
     "adamw_8bit": 1e-4,
 }
-# Lion moves every element by the whole rate, whose sign may hang on rounding: at AdamW's rate losses part in ten steps.
+# Lion moves every element by the full rate, in a direction that may depend on rounding: losses diverge at AdamW's rate.
 RATE, RATES = 1e-3, {"lion": 3e-5}
 LOW_PRECISION = 5e-3  # the same for recipes that round activations to bfloat16
-NORM = 1e-5  # of the first gradient, which no update has moved yet
-PARAMETERS = 1e-4  # of the largest, where the optimizer does not jump
+NORM = 1e-5  # allowed for the first gradient norm, before any update
+PARAMETERS = 1e-4  # allowed relative to a parameter's largest element, unless the optimizer jumps
 OBJECTIVES = {"cross_entropy": 0.0, "z-loss": 1e-2}
-# In place of an objective: another head, pairs of answers, rewarded completions, a teacher. Their tests are their own.
+# In place of an objective: another head, pairs of answers, rewarded completions, a teacher. They have separate tests.
 CLASSIFICATION, PREFERENCE, SCORED = "classification", "preference", "preference, reference scored before"
 REWARDED, DISTILLED, TOP_K = "rewarded completions", "distillation", 5
 REMAT = ("none", "dots", "block", "offload")
-HELD = tempfile.TemporaryDirectory()  # of models, until the process ends
+HELD = tempfile.TemporaryDirectory()  # models, until the process ends
 
 
 class Case(NamedTuple):
-    """A training on a mesh, by the names above."""
+    """A training on a mesh; the values are names defined above."""
 
     mesh: str
     storage: str = "float32"
@@ -144,7 +146,7 @@ class Case(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """Losses and gradient norms, the values that training starts from, and the trained parameters afterwards."""
+    """Losses and gradient norms, the initial values, and the trained parameters."""
 
     losses: np.ndarray
     norms: np.ndarray
@@ -153,9 +155,9 @@ class Trained(NamedTuple):
 
 
 def equal(case: Case, steps: int = STEPS, whole: bool = False) -> np.ndarray:
-    """Assert that a training on eight devices equals that on one, and return its losses.
+    """Assert that a training on eight devices equals the training on one, and return its losses.
 
-    A `whole` model has two stacks, and adapters on every linear layer. Rows make several micro-batches where they can.
+    A `whole` model has two stacks, and adapters on every linear layer. Rows form several micro-batches if possible.
     """
     expected = one_device(case, steps, whole)
     mesh = MESHES[case.mesh]
@@ -166,12 +168,12 @@ def equal(case: Case, steps: int = STEPS, whole: bool = False) -> np.ndarray:
 
 
 def micro_batches(mesh: Mesh) -> int:
-    """Of a step: a few, or fewer where each device then has less than a row."""
+    """Micro-batches of a step: a few, or fewer if a device would have less than a row."""
     return min(4 if mesh.stage > 1 else 2, ROWS // (mesh.data * mesh.fsdp * mesh.expert))
 
 
 def assert_equal(found: Trained, expected: Trained, bound: float = 1e-6) -> None:
-    """Losses within a relative bound; codes and scales as they are; parameters where nothing jumps."""
+    """Compare losses within a relative bound, codes and scales exactly, and parameters unless the optimizer jumps."""
     assert found.start.keys() == expected.start.keys()
     for name, value in expected.start.items():
         np.testing.assert_allclose(found.start[name], value, rtol=1e-6, err_msg=name)
@@ -182,7 +184,7 @@ def assert_equal(found: Trained, expected: Trained, bound: float = 1e-6) -> None
 
 
 def one_device(case: Case, steps: int = STEPS, whole: bool = False) -> Trained:
-    """What a training on any mesh and with any rematerialisation must equal."""
+    """The reference for training on any mesh and with any rematerialisation."""
     return _trained_once(case._replace(mesh="", remat="none"), steps, whole)
 
 
@@ -201,7 +203,7 @@ def train(
     parallel: Parallel = Parallel(),
     offloaded: tuple[str, ...] = (),
 ) -> Trained:
-    """The program of a run, on so many devices."""
+    """Run the program of a training on the given number of devices."""
     made = make_mesh(mesh, jax.devices()[:devices], parallel)
     rows = ROWS // accumulate // data_shards(made)
     config = config_of(case, mesh, Train(max_steps=steps, micro_batch_size=rows, grad_accum_steps=accumulate), whole)
@@ -229,21 +231,21 @@ def train(
 
 
 def fetched(values: Any) -> dict[str, np.ndarray]:
-    """Arrays by their path; a quantized parameter has several."""
+    """Fetch arrays by path; a quantized parameter has several."""
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(values)}
 
 
 def config_of(case: Case, mesh: Mesh, length: Train, whole: bool) -> Config:
-    """The run that a case stands for.
+    """Return the config of a case.
 
-    Most of what is to be compiled are linear layers that are trained, adapted or quantized. But for a whole model those
-    are two: one whose outputs and one whose inputs are sharded over the tensor axis.
+    Compile time goes mostly to linear layers that are trained, adapted or quantized. Unless the model is whole, only
+    two are: one with outputs and one with inputs sharded over the tensor axis.
     """
     adapters, named = case.adapter == "lora", MODELS[case.model]
     targets = "all-linear" if whole else named.adapted
     others = None if whole else named.others
     sections = {name: dataclasses.replace(section, exclude=others) for name, section in STORAGE[case.storage].items()}
-    # AdamW would move an element whose gradient is nearly 0 by what the rounding of that gradient happens to be.
+    # AdamW would move an element with a gradient near 0 in a direction that depends on the gradient's rounding.
     rate = RATES.get(case.optimizer, RATE)
     head: Any = {"head": "classification", "num_labels": 3} if case.objective == CLASSIFICATION else {}
     epsilon = {"epsilon": 1e-4} if case.optimizer in ("adamw", "schedule_free") else {}
@@ -272,15 +274,15 @@ def config_of(case: Case, mesh: Mesh, length: Train, whole: bool) -> Config:
 
 
 def is_refused(case: Case) -> bool:
-    """Whether the product refuses such a config, whatever the mesh."""
+    """Whether the product refuses such a config on every mesh."""
     return bool(check(config_of(case, MESHES[case.mesh], Train(max_steps=STEPS), False)))
 
 
 @functools.cache
 def folder(model: str, tied: bool, whole: bool) -> Path:
-    """A model of two layers, equal and windowed without adapters; a whole one has three, the last a stack of its own.
+    """A model of two layers, equal and windowed without adapters; a whole model has three, the last in its own stack.
 
-    A hybrid one has two pairs of a delta net and attention.
+    A hybrid model has two pairs of a delta net and attention.
     """
     kinds = ["full_attention", "sliding_attention"]
     layers = [kinds[0], kinds[0], kinds[1]] if whole else [kinds[tied]] * 2
@@ -296,9 +298,9 @@ def folder(model: str, tied: bool, whole: bool) -> Path:
 
 @functools.cache
 def fields(steps: int, devices: int = 1) -> dict[str, np.ndarray]:
-    """Ragged packed rows, a different number of targets in each; the same ones in every step, which can be learned.
+    """Ragged packed rows, each with a different number of targets; the same in every step, so that they can be learned.
 
-    They are dealt to so many devices.
+    They are distributed over the given number of devices.
     """
     rng = np.random.default_rng(0)
     tokens = np.repeat(rng.integers(0, 256, (1, ROWS, SEQUENCE)).astype(np.int32), steps, axis=0)

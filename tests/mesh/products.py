@@ -25,18 +25,18 @@ MESHES = {
     "sequence": Mesh(fsdp=2, sequence=2, tensor=2),
     "two axes": Mesh(fsdp=2, expert=2, tensor=2),
 }
-# A linear layer whose products are sharded over the mesh's tensor axis, and one whose sums are.
+# A linear layer with products sharded over the mesh's tensor axis, and one with sums sharded over it.
 SHAPES = {("mlp", "embed"): (96, 64), ("embed", "mlp"): (64, 96)}
 
 
 def case(axes, dyadic: bool):
-    """Stacked weights, x and dy: normal, or small integers, which both formats hold exactly."""
+    """Stacked weights, x and dy: normal, or small integers, which both formats represent exactly."""
     out, inner = SHAPES[axes]
     rng = np.random.default_rng(0)
     shapes = (LAYERS, out, inner), (ROWS, LENGTH, inner), (ROWS, LENGTH, out)
     if not dyadic:
         return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
-    # 7 over the largest of e4m3 and of e5m2 is a power of two, so scales round nothing.
+    # 7 over the largest value of e4m3 or e5m2 is a power of two, so scales round nothing.
     arrays = [rng.integers(-2, 3, shape).astype(np.float32) for shape in shapes]
     arrays[0][:, 0, 0] = arrays[1][0, 0, 0] = 7.0
     arrays[2][0, 0, 0] = 7.0
@@ -45,7 +45,7 @@ def case(axes, dyadic: bool):
 
 @functools.cache
 def computed(numbers, axes, mesh: Mesh, devices: int, dyadic: bool = False):
-    """(operands, y, dx, dW, amax), fetched: dW is of both layers, each made by a scan."""
+    """Return (operands, y, dx, dW, amax), fetched; dW is for both layers, each computed by a scan."""
     make_mesh(mesh, jax.devices()[:devices])
     w, x, dy = case(axes, dyadic)
     axis, place = used(axes[0]), spec(*axes)

@@ -15,7 +15,7 @@ from jaxtune.parallel.mesh import make_mesh
 
 RATE = 1e-2
 RULE = adamw_8bit(0.9, 0.99, 1e-8)
-# A matrix whose blocks lie in rows, one whose blocks are 32 x 8, a vector, and a parameter that stays in float32.
+# A matrix with blocks inside rows, one with blocks of 32 x 8, a vector, and a parameter that stays in float32.
 PARAMETERS = {
     "wide": ((16, 2048), jax.P("tensor", "fsdp")),
     "narrow": ((2048, 8), jax.P("fsdp", None)),
@@ -53,7 +53,7 @@ def trained(mesh: Mesh, devices: int):
 @pytest.mark.every_jax
 @pytest.mark.parametrize("mesh", [Mesh(fsdp=8), Mesh(fsdp=4, tensor=2)], ids=["fsdp8", "fsdp4-tensor2"])
 def test_eight_devices_equal_one(mesh):
-    """Bit for bit, but where the compiler's other choice of fused multiply-adds takes a moment over a tie."""
+    """Bit for bit, except if the compiler's other choice of fused multiply-adds moves a moment across a tie."""
     (expected, expected_states), (found, states) = trained(Mesh(fsdp=1), 1), trained(mesh, 8)
     for name, parameter in found.items():
         apart = np.abs(parameter - expected[name])
@@ -74,7 +74,7 @@ def test_nothing_crosses_devices():
     assert not any(kind in text for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
 
 
-# Leading axes, shape, layout, and that of state and update where it is another. "small" stays float32.
+# Leading axes, shape, layout, and the layout of state and update if different. "small" stays float32.
 ROUNDED = {
     "stack": ((3,), (3, 16, 2048), jax.P(None, "tensor", "fsdp"), None),
     "vectors": ((3,), (3, 4096), jax.P(None, "fsdp"), None),
@@ -86,7 +86,7 @@ ROUNDED = {
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw"])
 def test_bfloat16_is_rounded_by_the_same_bits_on_any_mesh(name):
-    """Two updates on eight devices and on one: but for ties, each weight goes to the same of its two neighbours."""
+    """Two updates on eight devices and on one: except for ties, each weight is rounded to the same neighbour."""
 
     def after(mesh: Mesh, devices: int) -> dict[str, np.ndarray]:
         made = make_mesh(mesh, jax.devices()[:devices])

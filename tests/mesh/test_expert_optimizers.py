@@ -1,4 +1,4 @@
-"""Parameters whose experts are divided among devices take the same steps as on one device."""
+"""Parameters with experts that are divided over devices take the same steps as on one device."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ NAMES = tuple(
 
 
 def steps_on(mesh: Mesh, devices: int, name: str) -> np.ndarray:
-    """The parameter after three steps, whose rate differs by layer and by expert."""
+    """The parameter after three steps, with rates that differ by layer and by expert."""
     multipliers = (r"layers\.0\.=0.5", r"experts\.3\.=0.1")
     optim = Optim(name, learning_rate=1e-2, schedule="constant", weight_decay=0.1, lr_multipliers=multipliers)
     spec = jax.P(None, "expert" if mesh.expert > 1 else None, "tensor", None)

@@ -1,4 +1,4 @@
-"""What families have beside Qwen3, on eight devices: parts of fused modules, other norms and ropes, and experts."""
+"""Features of families other than Qwen3 on eight devices: parts of fused modules, other norms and ropes, experts."""
 
 import dataclasses
 import itertools
@@ -75,13 +75,13 @@ SPECS = {
     "qwen3_5_moe_text": spec((NETS, GATED), family="qwen3_5_moe_text", hidden=64),
     "qwen3_next": spec((FUSED_NETS, GATED), family="qwen3_next", hidden=64),
     "qwen3_moe": spec((SPARSE, SPARSE), family="qwen3_moe", hidden=64, router_loss=0.1),
-    # Stages divide four layers of the first of these, and leave over those around them; and two periods of the other.
+    # The first has four layers that stages divide, and others around them that remain; the other has two periods.
     "deepseek_v3 longer": spec(
         (dataclasses.replace(LATENT, feed_forward=FUSED.feed_forward), *[LATENT] * 5), family="deepseek_v3", hidden=64
     ),
     "qwen3_5_moe_text longer": spec((NETS, GATED) * 2, family="qwen3_5_moe_text", hidden=64),
 }
-# Beside what config.json says, where all parameters are trained.
+# In addition to config.json, if all parameters are trained.
 BALANCED = Options(router_loss=0.1, router_loss_over="sequence", router_z_loss=0.01, bias_update_rate=0.1)
 OPTIONS = {"deepseek_v3": BALANCED, "deepseek_v3 longer": BALANCED}
 
@@ -107,9 +107,9 @@ def train(
     chunks: int = 1,
     dispatch: Literal["all_gather", "all_to_all"] = "all_gather",
 ) -> tuple[np.ndarray, dict]:
-    """Losses of two steps of so many micro-batches, and the trained parameters afterwards.
+    """Return the losses of two steps of `parts` micro-batches, and the trained parameters.
 
-    `collapsed`: all tokens go to the first experts. `chunks`: of a stage.
+    `collapsed`: all tokens go to the first experts. `chunks`: virtual stages of a stage.
     """
     parallel = Parallel(virtual_stages=chunks)
     made = make_mesh(mesh, jax.devices()[:devices], parallel)
@@ -125,7 +125,7 @@ def train(
     )
     program = assemble(Base(SPECS[family]), config, made)
     trained, frozen = (randomize(of, 0) for of in (program.model.trained, program.model.frozen))
-    if collapsed:  # of equal scores the first are the largest
+    if collapsed:  # the first of equal scores count as the largest
         routers = {name: p for name, p in program.model.frozen.items() if p.kind == "router"}
         assert routers
         frozen |= {name: jnp.zeros_like(frozen[name]) for name in routers}
@@ -196,7 +196,7 @@ def test_a_pipeline_and_the_layers_around_it_equal_one_device(family, lora, mesh
     assert np.abs(found / expected - 1).max() <= 1e-6
 
     def moved(trained: dict) -> np.ndarray:
-        """Corrections of all layers, each of which is moved by the same rate or not at all."""
+        """Router corrections of all layers; each is moved by the same rate or not at all."""
         return np.sort(np.concatenate([value for name, value in trained.items() if "correction" in name]), axis=None)
 
     assert any("correction" in name for name in on_one) == (family == "deepseek_v3 longer")
@@ -242,6 +242,6 @@ def test_experts_are_read_where_they_are_divided_and_exported_as_from_one_device
         held.append(fetched(parameters))
         export_full(model, {**parameters, **randomize(model.new, 0)}, config, tmp_path / str(devices))
         written.append(load_file(tmp_path / str(devices) / "model.safetensors"))
-    # Codes are the same; a mean of NF4's scales is summed in another order.
+    # Codes are the same; a mean over NF4's scales is summed in another order.
     for before, after in (held, written):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), before, after)

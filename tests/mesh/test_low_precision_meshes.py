@@ -1,4 +1,4 @@
-"""A linear layer in FP8 or NVFP4 on eight devices equals that on one: scales, product and gradients."""
+"""A linear layer in FP8 or NVFP4 on eight devices equals the one on a single device: scales, product and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def test_a_shard_holds_its_part_of_the_codes():
 
 
 def test_a_mesh_that_splits_a_block_of_16_is_refused():
-    """Also the only one: its numbers would be rotated, or scaled, across rows."""
+    """Even if it is the only block, because values would be rotated, or scaled, across rows."""
 
     def parameter(rows, columns):
         zeros = jax.nn.initializers.zeros

@@ -1,6 +1,6 @@
-"""The same training on every mesh: losses and parameters equal those of one device.
+"""The same training on every mesh: losses and parameters equal those on one device.
 
-`rows.csv` is a pairwise covering array: a fault that needs two levels at once, such as NF4 and the tensor axis, shows
+`rows.csv` is a pairwise covering array: a fault that needs two levels together, such as NF4 and the tensor axis, shows
 in some row. tests/nightly trains a larger model for longer.
 """
 
@@ -45,8 +45,8 @@ with (Path(__file__).parent / "rows.csv").open(newline="") as file:
 
 LEVELS = {
     "axis": ("data", "fsdp", "stage", "context", "sequence", "tensor"),  # a mesh has every level that it spreads over
-    # Products in NVFP4 are emulated here, for which XLA takes a minute to compile a step: nightly trains with them, and
-    # test_low_precision_meshes has the products themselves.
+    # NVFP4 products are emulated here, and XLA needs a minute to compile such a step: nightly trains with them, and
+    # test_low_precision_meshes tests the products themselves.
     "storage": tuple(STORAGE.keys() - {"nvfp4 operands"}),
     "adapter": ADAPTERS,
     "optimizer": tuple(OPTIMIZERS),
@@ -54,9 +54,9 @@ LEVELS = {
     "remat": REMAT,
     "model": tuple(MODELS),
 }
-# Factors that never meet in the program: the optimizer sees gradients, whatever layers made them, of parameters that
-# are not quantized; what is kept for the backward pass is named in the decoder, whatever its weights are; and the
-# objective sees hidden states and the head, which is stored as it is.
+# Factors that never interact in the program: the optimizer sees gradients, whichever layers made them, of
+# parameters that are not quantized; the decoder names the arrays saved for the backward pass, whatever its weights are;
+# and the objective sees hidden states and the head, which is stored unchanged.
 APART = [
     {"optimizer", "storage"},
     {"optimizer", "objective"},
@@ -78,7 +78,7 @@ def pairs_of(case: Case) -> set[Pair]:
 
 
 def is_wanted(pair: Pair) -> bool:
-    """Whether its factors meet, and the product does not refuse it."""
+    """Whether the pair's factors interact and the product does not refuse it."""
     factors = {factor for factor, _ in pair}
     if len(factors) == 1 or factors in APART:
         return False
@@ -87,7 +87,7 @@ def is_wanted(pair: Pair) -> bool:
 
 
 def test_a_classifier_equals_one_device():
-    """Its head is trained in full beside adapters."""
+    """Its head is trained in full together with adapters."""
     equal(Case("data=2 fsdp=2 tensor=2", adapter="lora", objective=CLASSIFICATION))
 
 
@@ -100,7 +100,7 @@ def test_a_classifier_equals_one_device():
     ],
 )
 def test_preferences_equal_one_device(mesh, adapter, objective):
-    """A pair is a row, whose positions devices may share. The reference is a copy, no adapters, or a column."""
+    """A row is a pair, and devices may share its positions. The reference is a copy, no adapters, or a column."""
     equal(Case(mesh, adapter=adapter, objective=objective))
 
 
@@ -113,7 +113,7 @@ def test_preferences_equal_one_device(mesh, adapter, objective):
     ],
 )
 def test_distillation_equals_one_device(mesh, adapter):
-    """What the teacher said are columns of several values a position; the vocabulary may be sharded."""
+    """The teacher's predictions are columns of several values a position; the vocabulary may be sharded."""
     equal(Case(mesh, adapter=adapter, objective=DISTILLED))
 
 
@@ -121,7 +121,7 @@ def test_distillation_equals_one_device(mesh, adapter):
     ("mesh", "adapter"), [("data=2 fsdp=2 tensor=2", "lora"), ("data=2 context=2 sequence=2", "none")]
 )
 def test_rewarded_completions_equal_one_device(mesh, adapter):
-    """Of which ratios are those of a whole row. The reference is no adapters, or a copy."""
+    """Sequence-level ratios are over a whole row. The reference is the model without adapters, or a copy."""
     equal(Case(mesh, adapter=adapter, objective=REWARDED))
 
 
@@ -141,7 +141,7 @@ def test_equals_one_device(case):
 
 
 def is_aborted_by_xla(case: Case) -> bool:
-    """Whether XLA of this jax fails a check of its partitioner on such a step, which the product refuses."""
+    """Whether this jax's XLA fails a check in its partitioner on such a step, which the product refuses."""
     staged = MESHES[case.mesh].stage > 1
     return (
         jax.__version_info__ < (0, 11) and staged and case.model == "hybrid" and case.optimizer in ("muon", "normuon")
@@ -170,7 +170,7 @@ def test_a_quantized_base_without_an_adapter_is_the_only_pair_that_is_refused():
 
 def test_optimizers_and_rematerialisation_have_every_level_of_the_schema():
     assert set(OPTIMIZERS) == set(get_args(get_type_hints(schema.Optim)["name"]))
-    # Without experts there is no recomputing them; other parts of a block are between nothing and all of it.
+    # A model without experts cannot recompute them; other parts of a block lie between "none" and "block".
     parts = {"experts", "ffn", "qkv", "attention+qkv"}
     assert {*REMAT, *parts, "auto"} == set(get_args(get_type_hints(schema.Memory)["remat"]))
 

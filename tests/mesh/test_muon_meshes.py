@@ -26,7 +26,7 @@ UPDATES = 3
 
 
 def sharded(value, mesh):
-    """As q, k, v, gate and up are: (heads or mlp, embed)."""
+    """As for q, k, v, gate and up: (heads or mlp, embed)."""
     spec = jax.P(*(None,) * (value.ndim - 2), "tensor", "fsdp")
     return jax.device_put(jnp.float32(value), jax.NamedSharding(mesh, spec))
 
@@ -71,7 +71,7 @@ def test_eight_devices_equal_one(name, shape, mesh):
 
 
 def collectives(function, *arguments) -> dict[str, int]:
-    """Kind -> elements of its results on a device."""
+    """Kind -> number of result elements on a device."""
     found = {}
     kinds = "|".join(COLLECTIVES)
     hlo = jax.jit(function).lower(*arguments).compile().as_text() or ""
@@ -85,13 +85,13 @@ def collectives(function, *arguments) -> dict[str, int]:
 @pytest.mark.parametrize(("mesh", "exchanges"), [("fsdp=8", 2), ("fsdp=4 tensor=2", 4)])
 @pytest.mark.parametrize("layers", [3, 8])
 def test_a_device_gets_its_share_of_a_stack_and_no_more(layers, mesh, exchanges):
-    """For each mesh axis one all-to-all there and one back, of the part that the device has anyway."""
+    """For each mesh axis, one all-to-all there and one back, of the device's own part."""
     stack = sharded(np.ones((layers, 24, 32)), make_mesh(MESHES[mesh]))
     assert collectives(orthogonalize, stack) == {"all-to-all": exchanges * 8 * 24 * 32 // 8}
 
 
 def test_replicas_share_the_work():
-    """Each half of the data axis orthogonalises its half of the layers; the other half comes by an all-gather."""
+    """Each half of the data axis orthogonalises its half of the layers; an all-gather brings the other half."""
     stack = sharded(np.ones((8, 24, 32)), make_mesh(MESHES["data=2 fsdp=4"]))
     share = 8 * 24 * 32 // 4
     assert collectives(orthogonalize, stack) == {"all-to-all": 2 * share // 2, "all-gather": share}

@@ -1,4 +1,4 @@
-"""A pipeline from its files to an export: each stage holds its own layers, and a run goes on with other stages."""
+"""A pipeline from files to export: each stage holds its own layers, and a run continues with other stages."""
 
 import dataclasses
 from functools import partial

@@ -1,4 +1,4 @@
-"""Other rules than the default train as one device does: ZeRO 1 and 2, weights that stay whole, two axes at once."""
+"""Sharding rules other than the default equal one device: ZeRO 1 and 2, unsharded weights, two axes together."""
 
 import dataclasses
 import math
@@ -46,14 +46,14 @@ def test_an_option_equals_one_device(parallel, mesh, optimizer):
     ],
 )
 def test_gradients_are_summed_once_a_step_over_devices_that_divide_rows_alone(zero, shards, group):
-    """Those of all parameters, in float32, after four micro-batches; in none of these is anything summed over them."""
+    """All gradients are summed in float32 over these devices after four micro-batches, and not during any of them."""
     parallel, mesh = Parallel(zero=zero), Mesh(data=2, fsdp=2)
     made = make_mesh(mesh, jax.devices()[:4], parallel)
     config = config_of(Case(""), mesh, Train(micro_batch_size=1, grad_accum_steps=4), False)
     program = assemble(read_base(config), dataclasses.replace(config, parallel=parallel), made)
     launches = read_program(compile_step(program, config).as_text()).launches
     sums = [launch for launch in launches if launch.kind in ("all-reduce", "reduce-scatter")]
-    # XLA writes a sum over one device, too; of a group that cannot be read nothing is known.
+    # XLA also writes a sum over one device; a group that cannot be read counts as unknown.
     over_them = [launch for launch in sums if not launch.group or group & {*launch.group} > {0}]
     assert all(launch.count == 1 for launch in over_them)
     once = sum(launch.written for launch in over_them if {*launch.group} == group)
@@ -92,7 +92,7 @@ def test_a_dimension_over_two_axes_equals_one_device():
 
 
 def test_weights_that_stay_whole_are_gathered_once():
-    """Of two layers in a loop, the seven weights of one in the forward pass, and again in the backward pass or not."""
+    """In a loop of two layers: one layer's seven weights in the forward pass, and again in the backward pass or not."""
     config = config_of(Case("", remat="block"), Mesh(), Train(micro_batch_size=1), False)
 
     def gathers(parallel: Parallel) -> int:
@@ -115,7 +115,7 @@ def test_each_layout_says_where_its_arrays_are():
     config, made = config_of(Case(""), mesh, Train(), False), make_mesh(mesh)
 
     def parts(rules: Rules) -> tuple[int, int]:
-        """Into which the largest of the parameters and of the optimizer's moments is divided."""
+        """Number of parts of the largest parameter, and of its optimizer moment."""
         with RULES(rules):
             state = assemble(read_base(config), config, made).state
         name = max(state.trained, key=lambda name: state.trained[name].size)
@@ -128,7 +128,7 @@ def test_each_layout_says_where_its_arrays_are():
 
 
 def test_a_dimension_that_the_optimizers_layout_does_not_divide_is_told():
-    """The layout in which parameters are stored does."""
+    """The layout in which parameters are stored divides it."""
     mesh = Mesh(data=1, fsdp=1, tensor=8)
     whole = Layout(kv_heads=(), heads=())
     config, made = config_of(Case(""), mesh, Train(), False), make_mesh(mesh, jax.devices())

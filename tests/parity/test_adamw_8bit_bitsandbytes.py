@@ -24,7 +24,7 @@ def test_the_maps_are_bitsandbytes(signed, table):
 
 
 def run(steps: int):
-    """(gradient, theirs before, theirs after) of steps of bitsandbytes: the parameter, and its moments."""
+    """Run bitsandbytes' steps; return (gradient, state before, state after) of each: the parameter and its moments."""
     rng, steps_taken = np.random.default_rng(0), []
     parameter = torch.nn.Parameter(torch.tensor(rng.normal(size=SHAPE), dtype=torch.float32))
     theirs = bitsandbytes.optim.AdamW8bit([parameter], lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY)
@@ -54,7 +54,7 @@ def dequantized(state: dict[str, Moment]) -> dict[str, np.ndarray]:
 
 
 def test_an_update_from_their_state_is_theirs(one_device):
-    """The parameter and the scales; of their codes on a CPU 3% are not the nearest after one step, 0.2% later."""
+    """Parameter and scales match. On a CPU, 3% of bitsandbytes' codes are not nearest after one step, 0.2% later."""
     update = jax.jit(RULE.update)
     for count, (gradient, (parameter, before), (expected, state)) in enumerate(run(10)):
         before = before or jax.jit(RULE.init)(jnp.asarray(parameter))
@@ -82,7 +82,7 @@ def test_twenty_steps_go_where_theirs_go(one_device):
 
 @pytest.mark.parametrize("shape", [(32, 896), (64, 100), (512, 16), (16, 1536), (16, 2048)], ids=str)
 def test_where_rows_differ_in_size_we_are_as_close_to_adamw_as_they_are(one_device, shape):
-    """Widths that 256 does not divide too: no block is shared by more rows than theirs."""
+    """Also for widths that 256 does not divide: no block spans more rows than in bitsandbytes."""
     rng = np.random.default_rng(0)
     start, sizes = np.float32(rng.normal(size=shape)), np.exp(2 * rng.normal(size=(shape[0], 1)))
     gradients = [np.float32(sizes * rng.normal(size=shape)) for _ in range(20)]

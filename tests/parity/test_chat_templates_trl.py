@@ -1,6 +1,6 @@
-"""Named chat templates write what their families' own templates write, which TRL has copies of.
+"""Named chat templates write the same text as their families' own templates, of which TRL has copies.
 
-The same is trained of the families' own templates as TRL marks.
+With the families' own templates, the tokens that are trained on are the ones that TRL marks.
 """
 
 import importlib.resources
@@ -35,7 +35,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "f", "description": "Finds.", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "g", "description": "Goes."}},
 ]
-THOUGHT = {"reasoning_content": "Hm.", "thinking": "Hm."}  # Qwen's name of it, and that of gpt-oss
+THOUGHT = {"reasoning_content": "Hm.", "thinking": "Hm."}  # Qwen's key, and gpt-oss's
 CONVERSATIONS = {
     "multi-turn": ([USER, ANSWER, MORE, LAST], None),
     "system": ([SYSTEM, USER, ANSWER, MORE], None),
@@ -71,7 +71,7 @@ def test_a_named_template_writes_the_family_s_format(tmp_path, name):
             assert Template(ours).render(**variables)[0] == Template(other).render(**variables)[0]
 
 
-# Published templates: TRL's copies, and those that it trains with, which have {% generation %} marks.
+# Published templates: TRL's copies, and its training versions with {% generation %} marks.
 TRAINED = (
     *("qwen2_5", "qwen3", "qwen3_5_think", "qwen3_6", "qwen3_instruct_2507", "gptoss", "glm4moe", "nemotron_3_nano"),
     "lfm2_v2",

@@ -1,4 +1,4 @@
-"""Classifiers against transformers' and peft's: logits, loss, gradients, packed rows, and the way back."""
+"""Classifiers against transformers and peft: logits, loss, gradients, packed rows, and the way back."""
 
 import dataclasses
 
@@ -27,15 +27,15 @@ torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-PADDING = 319  # the last token; no document holds it
-LENGTHS = (1, 20, 7, 30)  # of the documents in a row, with 6 positions of padding after them
+PADDING = 319  # the last token; it is in no document
+LENGTHS = (1, 20, 7, 30)  # lengths of the documents in a row, followed by 6 positions of padding
 LABELS = np.array([2, 0, 1, 1])
 NAMES = ("bad", "fair", "good")
 LORA = Lora(enabled=True, rank=4, alpha=8.0)
 
 
 def opened(folder, mesh, **options):
-    """(config, model, its values) of the classifier that a folder holds or starts."""
+    """Return (config, model, values) for the classifier in a folder, or a new one on the folder's language model."""
     model = Model(path=str(folder), dtype="float32", head="classification", id2label=options.pop("id2label", ()))
     config = labelled(Config(model=model, data=Data(seq_len=64), **options))
     declared = declare_model(read_base(config), config, mesh)
@@ -43,7 +43,7 @@ def opened(folder, mesh, **options):
 
 
 def packed(mesh, labels=LABELS):
-    """(a row of documents that are packed, and the same documents as transformers gets them)."""
+    """Return (a row of packed documents, the same documents in transformers' format)."""
     row = tokens(1, 64) % PADDING
     stops = np.cumsum(LENGTHS)
     alone = np.full((len(LENGTHS), max(LENGTHS)), PADDING)
@@ -62,7 +62,7 @@ def packed(mesh, labels=LABELS):
 
 
 def sums(config, model, parameters, batch):
-    """(sums of the objective, gradients of its loss, logits of each document)."""
+    """Return (sums of the objective, gradients of its loss, logits of each document)."""
 
     @jax.jit
     def compute(parameters, batch):
@@ -121,7 +121,7 @@ def test_packed_documents_are_classified_as_each_alone_in_transformers(family, l
 
 
 def test_a_language_model_starts_a_classifier_whose_adapter_goes_to_peft_and_back(one_device, tmp_path):
-    """The head is new, of the seed, and trained in full beside the adapters; merged, the logits are the same."""
+    """The head is new, drawn from the seed, and trained in full with the adapters; merged, the logits are the same."""
     base = tmp_path / "base"
     lm = torch_model("llama, llama3 rope, untied, biases", base, num_hidden_layers=2)
     byte_tokenizer(base)
@@ -159,7 +159,7 @@ def test_a_language_model_starts_a_classifier_whose_adapter_goes_to_peft_and_bac
 
 
 def test_a_reward_model_is_scored_at_the_token_that_ends_an_answer(one_device, tmp_path):
-    """As in the run, by transformers and the exported tokenizer alone, whose base has no padding token."""
+    """transformers and the exported tokenizer give the run's result, for a base without a padding token."""
     base = tmp_path / "base"
     torch_model("llama, llama3 rope, untied, biases", base, num_hidden_layers=2, eos_token_id=258)
     byte_tokenizer(base, CHATML.replace("<|im_end|>\n", "<|im_end|>"))
@@ -196,7 +196,7 @@ def test_the_families_that_can_classify_are_those_of_transformers(tmp_path):
     decoders = set(families.FAMILIES) - {
         "gemma3",
         "qwen3_5",
-    }  # which transformers classifies with the images that they see
+    }  # transformers classifies these only together with images
     assert {kind: known[kind] for kind in decoders if kind in known} == families.classifiers()
     kind, fields = FAMILIES["granite, scaled"]
     getattr(transformers, kind)(**fields).save_pretrained(tmp_path)

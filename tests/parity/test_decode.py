@@ -1,4 +1,4 @@
-"""Decoding with a cache: the same tokens as transformers, and the same tokens to choose from."""
+"""Decoding with a cache: the same tokens as transformers, and the same candidate tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def test_greedy_tokens_equal_transformers(family, one_device, tmp_path):
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
     def theirs(prompt):
-        # Without a mask transformers hides every token 0 of the prompt, as padding.
+        # Without a mask, transformers treats every token 0 of the prompt as padding.
         everything = torch.ones((1, len(prompt)), dtype=torch.long)
         return reference.generate(torch.tensor([prompt]), attention_mask=everything, **options)[0].tolist()
 

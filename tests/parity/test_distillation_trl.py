@@ -1,4 +1,4 @@
-"""The divergence from a teacher whose every token is kept is that of TRL's GKD trainer, values and gradients."""
+"""The divergence from a teacher with all tokens kept equals TRL's GKD trainer's, in values and gradients."""
 
 import jax
 import jax.numpy as jnp

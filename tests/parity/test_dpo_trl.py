@@ -1,4 +1,4 @@
-"""DPO (arXiv:2305.18290) of adapters, with the model without them as the reference: TRL's loss and gradients."""
+"""DPO (arXiv:2305.18290) of adapters, with the base model as the reference: TRL's loss and gradients."""
 
 import dataclasses
 

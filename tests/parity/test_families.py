@@ -26,10 +26,10 @@ from jaxtune.weights.values import read_parameters
 BATCH, SEQUENCE = 2, 96
 
 
-# A group a family: its tests share a model, and the families are divided among processes where the lane groups.
+# One group for each family: its tests share a model, and a lane that groups divides the families over processes.
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in FAMILIES])
 def case(request, tmp_path_factory):
-    """(folder, torch model, tokens) of one family."""
+    """Return (folder, torch model, tokens) for a family."""
     folder = tmp_path_factory.mktemp("model")
     return folder, torch_model(request.param, folder), tokens(BATCH, SEQUENCE)
 
@@ -49,8 +49,8 @@ def test_loss_and_gradients(case, one_device, tmp_path):
     import torch
 
     model, parameters, config = read(folder, one_device)
-    # In float64, but for experts, which torch groups in float32 alone: in float32 its gradients of some norms differ
-    # between CPUs by as much as ours may from them.
+    # In float64, except for experts, which torch groups only in float32: its float32 gradients of some norms vary
+    # between CPUs by as much as the allowed difference.
     (reference if model.spec.has_experts else reference.double()).zero_grad()
     expected = reference(torch.tensor(rows), labels=torch.tensor(rows)).loss
     expected.backward()
@@ -77,7 +77,7 @@ def test_loss_and_gradients(case, one_device, tmp_path):
 
 
 def gradients_in_files(model, folder: Path) -> dict[str, np.ndarray]:
-    """The gradients of a torch model, by the names and in the layout that its parameters have in files."""
+    """Return the gradients of a torch model, by the names and in the layout of its parameters in files."""
     import torch
     from safetensors.numpy import load_file
 
@@ -91,14 +91,14 @@ def gradients_in_files(model, folder: Path) -> dict[str, np.ndarray]:
 
 
 def test_bfloat16_is_within_its_noise(case, one_device):
-    """Our bfloat16 logits are as far from the float32 ones as those of transformers in bfloat16."""
+    """Our bfloat16 logits are as far from the float32 ones as transformers' bfloat16 logits."""
     folder, reference, rows = case
     import torch
 
     model, parameters, _ = read(folder, one_device, dtype="bfloat16")
     noise = np.mean
     if model.spec.has_experts:
-        # Where two experts are almost equal, rounding chooses between them, here as there, and moves all tokens after.
+        # If two experts score almost equally, rounding chooses between them in both programs, and later tokens change.
         rows, noise = rows.reshape(-1, 8), np.median
     ours = logits(model, parameters, make_batch(rows, one_device), jnp.bfloat16)
     half = type(reference).from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
@@ -128,7 +128,7 @@ def test_export_gives_back_every_bit(case, one_device, tmp_path):
     [("deepseek_v3, latent attention", "model.layers.2.eh_proj"), ("qwen3_5_text, delta nets", "mtp.layers.0.norm")],
 )
 def test_a_layer_that_predicts_more_tokens_is_exported_as_it_is(one_device, tmp_path, family, layer, caplog):
-    """transformers leaves it out; vLLM drafts with it. A warning before training names one that cannot be written."""
+    """transformers omits it; vLLM drafts with it. A warning before training names a layer that cannot be written."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -153,7 +153,7 @@ def test_a_layer_that_predicts_more_tokens_is_exported_as_it_is(one_device, tmp_
 
 @pytest.mark.parametrize("scaling", ["linear", "dynamic", "yarn"])
 def test_a_rope_that_an_option_stretches_is_that_of_transformers(tmp_path, one_device, scaling):
-    """Of the export, to three times the positions; a dynamic one by the length of the rows."""
+    """Checked on the export, up to three times the positions; dynamic scaling follows the length of the rows."""
     import torch
 
     reference = torch_model("seed_oss, biases", tmp_path, max_position_embeddings=32)
@@ -171,7 +171,7 @@ def test_a_rope_that_an_option_stretches_is_that_of_transformers(tmp_path, one_d
 
 @pytest.mark.parametrize("name", ["gpt_oss, stacked experts", "mixtral"])
 def test_experts_can_be_quantized(tmp_path, one_device, name):
-    """In 8 bits the logits move little: each expert is read from its own place, however files hold it."""
+    """In 8 bits the logits change little: each expert is read from its own place, in every file layout of experts."""
     torch_model(name, tmp_path)
     batch = make_batch(tokens(BATCH, 8), one_device)
     model, parameters, _ = read(tmp_path, one_device)

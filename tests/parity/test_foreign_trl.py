@@ -7,7 +7,7 @@ import pytest
 from jaxtune.config import foreign
 from jaxtune.config.foreign import Option
 
-# Of older versions, and of a list of datasets.
+# Options of older versions, and of a list of datasets.
 NOT_FIELDS = {
     *(
         "torch_dtype",
@@ -20,7 +20,7 @@ NOT_FIELDS = {
     ),
     *("overwrite_output_dir", "group_by_length", "logging_dir", "save_safetensors", "use_liger"),
 }
-# What differs between their commands.
+# Options with different defaults in TRL's commands.
 OF_A_COMMAND = {"learning_rate", "loss_type"}
 
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build
 
 
 def test_equals_transformers():
-    """Shared key heads, a last chunk in part, a state given: one document, as transformers' function knows no more."""
+    """Shared key heads, an incomplete last chunk, a given state; transformers supports only one document."""
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
     rng = np.random.default_rng(0)

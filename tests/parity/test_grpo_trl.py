@@ -1,4 +1,4 @@
-"""Losses of rewarded completions, their gradients, metrics and advantages: those of TRL's GRPOTrainer."""
+"""Losses of rewarded completions, their gradients, metrics and advantages equal those in TRL's GRPOTrainer."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -16,13 +16,13 @@ torch = pytest.importorskip("torch", reason="the reference is TRL, which needs t
 trl = pytest.importorskip("trl", reason="the reference is TRL, which needs torch (Python 3.11 here)")
 accelerate = pytest.importorskip("accelerate")
 
-PROMPT, LENGTHS, LONGEST = 3, (5, 2, 7, 4), 9  # tokens of a prompt; of each completion; of the longest allowed
+PROMPT, LENGTHS, LONGEST = 3, (5, 2, 7, 4), 9  # tokens of a prompt, of each completion, and at most of a completion
 THERE = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
 ADVANTAGES = np.array([0.7, -0.2, 1.3, -1.8], np.float32)
 
 
 def drawn() -> dict[str, np.ndarray]:
-    """(completions, positions): log-probabilities by the model, before training it, and by the reference."""
+    """Log-probabilities (completions, positions) by the model, by the model before training, and by the reference."""
     random = np.random.default_rng(0)
     model = -random.exponential(1.0, THERE.shape).astype(np.float32)
     near = (random.normal(0.0, 0.3, THERE.shape).astype(np.float32) for _ in range(2))
@@ -30,7 +30,7 @@ def drawn() -> dict[str, np.ndarray]:
 
 
 def theirs(options: Grpo, values: dict[str, np.ndarray]):
-    """(loss, gradient of the log-probabilities, metrics)."""
+    """Return TRL's (loss, gradient of the log-probabilities, metrics)."""
     log_probs = torch.tensor(values["model"], requires_grad=True)
     trainer = object.__new__(trl.GRPOTrainer)
     trainer.__dict__.update(
@@ -65,7 +65,7 @@ def theirs(options: Grpo, values: dict[str, np.ndarray]):
 
 
 def ours(options: Grpo, values: dict[str, np.ndarray]):
-    """The same, of rows of a prompt and its completion."""
+    """Return our (loss, gradient, metrics), for rows of a prompt and its completion."""
 
     def rows(x: np.ndarray) -> jax.Array:
         return jnp.pad(jnp.asarray(x, jnp.float32), ((0, 0), (PROMPT - 1, 2)))
@@ -117,7 +117,7 @@ def test_losses_of_completions(options):
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_advantages(scale):
-    """As _generate_and_score_completions of TRL computes them, whose other lines need a model."""
+    """As computed in TRL's _generate_and_score_completions; its other lines need a model."""
     from trl.trainer.utils import nanstd
 
     rewards = np.random.default_rng(0).normal(size=12)

@@ -1,4 +1,4 @@
-"""A decoder inside a model that sees images: the rest is neither read nor changed."""
+"""A decoder inside a vision-language model: the rest is neither read nor changed."""
 
 import json
 
@@ -19,7 +19,7 @@ MISTRAL = "mistral3, inside a model that sees, untied"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(folder, torch model); nothing in its config.json says that the head is not tied, as in Mistral Small 3.1."""
+    """Return (folder, torch model). config.json does not say that the head is untied, as in Mistral Small 3.1."""
     folder = tmp_path_factory.mktemp("model")
     model = torch_model(MISTRAL, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -30,7 +30,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("older", [True, False], ids=["older names", "names of now"])
 def test_the_rest_is_exported_bit_by_bit_under_its_names(saved, one_device, tmp_path, older):
-    """Whatever its dtype, and whatever that of the decoder; transformers loads the whole as it loaded the original."""
+    """Independent of its own and the decoder's dtype; transformers loads the whole model like the original."""
     import torch
     from safetensors.torch import load_file, save_file
 

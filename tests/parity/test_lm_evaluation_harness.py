@@ -1,4 +1,4 @@
-"""Benchmark tasks: the log-likelihoods, greedy flags and texts that the harness's own class for transformers gives."""
+"""Benchmark tasks: log-likelihoods, greedy flags and texts equal the harness's own class for transformers."""
 
 import jax
 import pytest
@@ -15,7 +15,7 @@ FAMILY = "llama, llama3 rope, untied, biases"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model with a tokenizer that begins texts, and tasks beside it."""
+    """A folder with a model, a tokenizer that adds a begin-of-text token, and tasks."""
     folder = tmp_path_factory.mktemp("model")
     torch_model(FAMILY, folder, max_position_embeddings=128)
     byte_tokenizer(folder, bos="<|endoftext|>")
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def theirs(folder):
-    """What lm-eval makes of the folder by itself."""
+    """lm-eval's own model class on the folder."""
     from lm_eval.models.huggingface import HFLM
 
     return HFLM(str(folder), device="cpu", dtype="float32", batch_size=2)
@@ -42,7 +42,7 @@ def ours(folder, mesh):
 
 
 def asked(folder, lm, chat: bool) -> dict[str, list]:
-    """What each task asks of a model, and what it answers."""
+    """Return the requests of each task, and the model's responses."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -54,7 +54,7 @@ def asked(folder, lm, chat: bool) -> dict[str, list]:
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, fsdp=2, tensor=2), Mesh(fsdp=2, context=2, sequence=2)], ids=str)
 def test_tasks_are_answered_as_by_hflm(folder, theirs, mesh):
-    """With a chat template on several devices. The longest texts are cut: they have more tokens than 128 positions."""
+    """With a chat template on several devices. The longest texts exceed the 128 positions and are cut."""
     several = mesh != Mesh()
     devices = make_mesh(mesh, jax.devices() if several else jax.devices()[:1])
     found, expected = (asked(folder, lm, several) for lm in (ours(folder, devices), theirs))
@@ -86,7 +86,7 @@ def test_texts_end_and_tokens_are_greedy_where_those_of_hflm_are(folder, theirs,
     assert texts(lm, until=stops, max_gen_toks=24) == ended and all(map(len, whole)) and ended != whole
     sampled = [texts(lm, until=[], max_gen_toks=24, do_sample=True, temperature=t) for t in (1e-4, 2.0)]
     assert sampled[0] == whole != sampled[1]
-    # Every token after a prompt, of which one is the likeliest, and it twice.
+    # Every token after a prompt; one is the likeliest, and it also occurs twice in a row.
     context = lm.tok_encode(prompts[0])
     every = [(None, context, [token]) for token in range(256)]
     best = [greedy for _, greedy in theirs._loglikelihood_tokens(every, disable_tqdm=True)].index(True)

@@ -1,4 +1,4 @@
-"""LoRA against peft: the adapter goes both ways, and only adapters are trained."""
+"""LoRA against peft: adapters convert both ways, and only adapters are trained."""
 
 import dataclasses
 import re
@@ -30,7 +30,7 @@ def base(tmp_path_factory):
 
 
 def comes_back(home, config, parameters, mesh) -> None:
-    """The adapter in home/peft, of the base in home/base, is read as the values that it was exported of."""
+    """Check that the adapter in home/peft, for the base in home/base, is read as the values that were exported."""
     config = of_model(str(home / "peft"), config)
     again, _, _ = read(home / "base", mesh, lora=config.lora)
     for name, value in initial_parameters(again, config).items():
@@ -38,7 +38,7 @@ def comes_back(home, config, parameters, mesh) -> None:
 
 
 def adapted(folder, mesh, lora: Lora, seed: int = 0):
-    """(model, all parameters with a random adapter, config)."""
+    """Return (model, all parameters with a random adapter, config)."""
     model, frozen, config = read(folder, mesh, lora=lora)
     rng = np.random.default_rng(seed)
     adapters = {
@@ -55,7 +55,7 @@ def adapted(folder, mesh, lora: Lora, seed: int = 0):
 
 
 def exported(model, parameters, config, home) -> None:
-    """The adapter in home/peft, and the whole model in home/hf."""
+    """Export the adapter to home/peft, and the whole model to home/hf."""
     for kind, merge in (("peft", False), ("hf", True)):
         export(model, parameters, config, RunFolder(home), home / kind, kind, merge=merge, steps=1, tokens=1)
 
@@ -133,7 +133,7 @@ def test_an_adapter_made_by_peft_loads_here(base, one_device, tmp_path):
     ],
 )
 def test_adapters_go_to_peft_and_back(family, targets, one_device, tmp_path):
-    """Modules have other names here, or are several parameters: then A is one, and B is put together of theirs.
+    """Modules have other names here, or are several parameters: these then share one A, and B is joined from theirs.
 
     Experts in one tensor are a parameter of a module, which peft's modules wrap.
     """
@@ -167,7 +167,7 @@ def test_adapters_go_to_peft_and_back(family, targets, one_device, tmp_path):
     ["mixtral", "qwen3_moe, a dense layer, router loss", "glm4_moe, groups, a shared expert"],
 )
 def test_experts_that_are_modules_in_the_files_are_one_parameter_in_peft(family, one_device, tmp_path):
-    """peft makes the adapters of its parameters of those of the modules, and leaves other modules' as they are."""
+    """peft converts adapters of the expert modules to adapters of its parameters, and keeps the others unchanged."""
     import torch
 
     peft = pytest.importorskip("peft")
@@ -203,7 +203,7 @@ def test_an_adapter_of_experts_made_by_peft_loads_here(family, parameters, one_d
         for name, parameter in theirs.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
-    options.base_model_name_or_path = str(tmp_path / "base")  # which get_peft_model took from the model
+    options.base_model_name_or_path = str(tmp_path / "base")  # get_peft_model had copied the model's
     theirs.save_pretrained(tmp_path / "peft")
     config = of_model(str(tmp_path / "peft"), Config(data=Data(seq_len=64)))
     model, frozen, config = read(tmp_path / "base", one_device, lora=config.lora)
@@ -215,7 +215,7 @@ def test_an_adapter_of_experts_made_by_peft_loads_here(family, parameters, one_d
 
 
 def test_only_adapters_have_gradients_and_optimizer_state(base, one_device):
-    """No array of the compiled step but the frozen inputs has the shape of a base weight."""
+    """Among the arrays of the compiled step, only frozen inputs have the shape of a base weight."""
     folder, _ = base
     lora = Lora(enabled=True, rank=4, alpha=8.0)
     config = Config(model=Model(path=str(folder), dtype="float32"), data=Data(seq_len=64), lora=lora)
@@ -271,7 +271,7 @@ def test_layers_without_an_adapter_start_a_new_stack(base, one_device):
 
 
 def test_b_learns_faster_than_a_as_in_lora_plus(base, one_device):
-    """Rates of each adapter of a module are those of peft's optimizer."""
+    """The learning rates of A and B are the ones in peft's optimizer."""
     import torch
     import transformers
 
@@ -296,7 +296,7 @@ def test_b_learns_faster_than_a_as_in_lora_plus(base, one_device):
     ("family", "bias"), [("qwen2, two unlike stacks", "lora_only"), ("starcoder2, layer norm, no gate", "all")]
 )
 def test_biases_are_trained_beside_adapters_as_in_peft(family, bias, one_device, tmp_path):
-    """The same ones, with the same gradients; they go to peft and back."""
+    """The same biases are trained, with the same gradients; they convert to peft and back."""
 
     peft = pytest.importorskip("peft")
     reference = torch_model(family, tmp_path / "base")
@@ -317,7 +317,7 @@ def test_biases_are_trained_beside_adapters_as_in_peft(family, bias, one_device,
 
 
 def same_gradients(theirs, model, parameters, mesh):
-    """Logits, and gradients of all that is trained, are those of a model of peft."""
+    """Check logits, and gradients of all trained parameters, against a peft model."""
     import torch
 
     rows = tokens(2, 48)
@@ -330,14 +330,14 @@ def same_gradients(theirs, model, parameters, mesh):
     loss = jax.jit(jax.grad(lambda trained: jnp.square(logits_of(model, {**parameters, **trained}, batch)).mean()))
     for name, gradient in loss(trained).items():
         for index, place in model.trained[name].elements():
-            expected = place.rows_in(gradients[place.name])  # and, of a part of a fused tensor, those after it
-            rows_of_both = min(len(expected), len(gradient[index]))  # rows of padding are not in files
+            expected = place.rows_in(gradients[place.name])  # a fused tensor's gradient continues with its other parts
+            rows_of_both = min(len(expected), len(gradient[index]))  # files do not have rows of padding
             own, theirs_own = gradient[index][:rows_of_both], expected[:rows_of_both]
             np.testing.assert_allclose(own, theirs_own, atol=1e-5, err_msg=place.name)
 
 
 def plain(name: str) -> str:
-    """peft's name of a parameter, as its file has it, and of the module inside an adapter as that of the model."""
+    """peft's name of a parameter in files; a module wrapped by an adapter gets the model's name."""
     name = re.sub(r"\.(default|base_layer|modules_to_save)(?=\.|$)", "", name.removeprefix("base_model.model."))
     return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
@@ -356,7 +356,7 @@ def test_biases_that_cannot_be_trained_are_refused(family, reason, one_device, t
     [(QWEN, "all-linear"), ("qwen2, two unlike stacks", "all-linear"), (QWEN, ("q_proj", "down_proj", "up_proj"))],
 )
 def test_learned_factors_are_those_of_peft(family, targets, one_device, tmp_path):
-    """(IA)^3: logits, gradients, the way to peft and back, and merged into weights and biases."""
+    """(IA)^3: logits, gradients, conversion to peft and back, and merging into weights and biases."""
     reference = torch_model(family, tmp_path / "base")
     lora = Lora(enabled=True, kind="ia3", target_modules=targets)
     model, parameters, config = adapted(tmp_path / "base", one_device, lora)
@@ -367,7 +367,7 @@ def test_learned_factors_are_those_of_peft(family, targets, one_device, tmp_path
 
 
 def equals_peft(reference, model, parameters, config, home, mesh):
-    """Logits, gradients, the way to peft and back, and merged; returns the model of peft. The base is in home/base."""
+    """Check logits, gradients, conversion to peft and back, and merging; return peft's model. home/base is the base."""
     import torch
 
     peft = pytest.importorskip("peft")
@@ -417,7 +417,7 @@ RELATIVES = {
 
 @pytest.mark.parametrize("relative", RELATIVES)
 def test_relatives_of_lora_are_those_of_peft(relative, one_device, tmp_path):
-    """Logits, gradients of all that is trained, the way to peft and back, and merged into the weights."""
+    """Logits, gradients of all trained parameters, conversion to peft and back, and merging into the weights."""
     family, options = RELATIVES[relative]
     reference = torch_model(family, tmp_path / "base")
     lora = Lora(enabled=True, rank=4, alpha=8.0, **options)
@@ -434,7 +434,7 @@ def test_relatives_of_lora_are_those_of_peft(relative, one_device, tmp_path):
     [(QWEN, "pissa", False), (QWEN, "olora", True), ("phi3, fused, window", "pissa", True)],
 )
 def test_adapters_begin_as_a_part_of_the_weight_as_in_peft(family, init, rslora, one_device, tmp_path):
-    """They change nothing at first, their product is that of peft, and they are exported as plain adapters."""
+    """The model's output is initially unchanged, B A equals peft's, and the export is a plain adapter."""
     import torch
 
     peft = pytest.importorskip("peft")

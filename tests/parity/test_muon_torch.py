@@ -1,4 +1,4 @@
-"""Muon makes torch.optim.Muon's updates: exactly with its products in float64, within bfloat16's rounding as it is."""
+"""Muon's updates equal torch.optim.Muon's: exactly with products in float64, otherwise within bfloat16's rounding."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def error(found, expected, shape):
 @pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("shape", [(32, 96), (96, 32)])
 def test_updates_equal_torchs(shape, adjust_lr, nesterov, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # of its products
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # keeps torch's products in float64
     expected = torchs(shape, nesterov, adjust_lr, torch.float64)
     assert error(ours(shape, nesterov, adjust_lr, jnp.float32), expected, shape) <= 3e-6
 

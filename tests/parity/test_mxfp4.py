@@ -1,4 +1,4 @@
-"""A checkpoint with MXFP4 experts, as gpt-oss is published, is read as transformers dequantizes it."""
+"""A checkpoint with MXFP4 experts, the published format of gpt-oss, is read with the values of transformers."""
 
 import json
 
@@ -23,7 +23,7 @@ BLOCK = 32
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A gpt-oss whose experts are random codes and scales."""
+    """A gpt-oss with random codes and scales as experts."""
     folder = tmp_path_factory.mktemp("gpt_oss")
     torch_model("gpt_oss, stacked experts", folder)
     rng, file = np.random.default_rng(0), folder / "model.safetensors"
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
         experts, columns, rows = tensors.pop(name).shape
         shape = (experts, rows, columns // BLOCK)
         blocks = tensors[f"{name}_blocks"] = rng.integers(0, 256, (*shape, BLOCK // 2), np.uint8)
-        blocks[:, ::5] &= 0x33  # at most 1.5: quantized again, it would get another scale
+        blocks[:, ::5] &= 0x33  # at most 1.5: requantizing would give another scale
         tensors[f"{name}_scales"] = rng.integers(120, 124, shape, np.uint8)
     save_file(tensors, file, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -60,7 +60,7 @@ def test_logits_are_those_of_transformers(folder, one_device):
 
 @pytest.mark.parametrize("mesh", ["fsdp=2", "tensor=2"])
 def test_a_shard_has_its_part(folder, one_device, mesh):
-    """Shards of rows and of columns; tensor=2 cuts the 96 columns of `down` inside a block of 32."""
+    """Shards of rows and of columns; tensor=2 splits the 96 columns of `down` inside a block of 32."""
     _, whole, _ = read(folder, one_device)
     axis, size = mesh.split("=")
     _, parts, _ = read(folder, make_mesh(Mesh(**{"data": 1, axis: int(size)}), jax.devices()[: int(size)]))
@@ -75,7 +75,7 @@ KEPT = Quant(format="mxfp4", exclude="self_attn")
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_codes_and_scales_are_kept_as_they_are(folder, size):
-    """Two shards are of columns of gate and up, of rows of down."""
+    """Two shards, over the columns of gate and up and over the rows of down."""
     _, parameters, _ = read(folder, make_mesh(Mesh(fsdp=size), jax.devices()[:size]), quant=KEPT)
     tensors = load_file(folder / "model.safetensors")
     rows = {"gate": ("gate_up", slice(0, None, 2)), "up": ("gate_up", slice(1, None, 2)), "down": ("down", slice(None))}
@@ -83,7 +83,7 @@ def test_codes_and_scales_are_kept_as_they_are(folder, size):
     assert len(found) == 2 * len(rows)
     for name, array in found.items():
         hf_name, part = rows[name.split(".")[-2]]
-        for number in range(2):  # two layers of each kind: with a window, and without
+        for number in range(2):  # two layers of each kind: with and without a window
             layer = 2 * number + int(name.split(".")[3])
             stored = f"model.layers.{layer}.mlp.experts.{hf_name}_proj"
             blocks = tensors[f"{stored}_blocks"][:, part]

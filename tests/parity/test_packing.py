@@ -1,4 +1,4 @@
-"""Documents packed into a row are computed as if each were alone."""
+"""Documents packed into a row are computed as in separate rows."""
 
 import jax
 import jax.numpy as jnp

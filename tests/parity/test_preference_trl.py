@@ -1,4 +1,4 @@
-"""Losses of preferences, their gradients and metrics, of given log-probabilities: those of TRL's trainers."""
+"""Preference losses, their gradients and metrics for given log-probabilities equal those in TRL's trainers."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -18,11 +18,11 @@ accelerate = pytest.importorskip("accelerate")
 PROMPT, LENGTHS = 3, ((5, 4), (2, 6), (4, 3))  # tokens of each prompt; of each pair's answers
 POSITIONS = max(map(max, LENGTHS))
 OPTIONS = {"beta": 0.3, "label_smoothing": 0.1}
-OURS_ALONE = {"kto_pair"}  # TRL has it no more
+OURS_ALONE = {"kto_pair"}  # removed from TRL
 
 
 def drawn(seed: int = 0) -> dict[str, np.ndarray]:
-    """(2, pairs, positions) of the answers' tokens: log-probabilities by the model and the reference, and which are."""
+    """Log-probabilities (2, pairs, positions) of the answers by the model and the reference, and a mask of tokens."""
     random = np.random.default_rng(seed)
     there = np.arange(POSITIONS) < np.array(LENGTHS).T[..., None]
     model, reference = (-random.exponential(1.0, there.shape).astype(np.float32) * there for _ in range(2))
@@ -30,7 +30,7 @@ def drawn(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def as_rows(values: np.ndarray, rows: int = 2, positions: int = 48) -> np.ndarray:
-    """The answers in packed rows, at the positions where their tokens are targets; the last pair in another row."""
+    """Put the answers into packed rows, at the positions of their targets; the last pair is in another row."""
     found = np.zeros((rows, positions), np.float32)
     for document, row, begin in documents():
         pair, side = divmod(document, 2)
@@ -40,7 +40,7 @@ def as_rows(values: np.ndarray, rows: int = 2, positions: int = 48) -> np.ndarra
 
 
 def documents():
-    """(number, row, first position) of each document."""
+    """Return (number, row, first position) of each document."""
     begin = row = 0
     for document in range(2 * len(LENGTHS)):
         if document == 2 * len(LENGTHS) - 2:
@@ -62,7 +62,7 @@ def batch_of(there: np.ndarray, **columns: np.ndarray) -> dict[str, jax.Array]:
 
 
 def ours(options: Preference, values: dict[str, np.ndarray], **columns: np.ndarray):
-    """(loss, gradient of the model's log-probabilities in rows, metrics)."""
+    """Return our (loss, gradient of the model's log-probabilities in rows, metrics)."""
     objective, batch = preference(options), batch_of(values["there"], **columns)
     reference = jnp.array(as_rows(values["reference"])) if objective.reference else None
 
@@ -76,7 +76,7 @@ def ours(options: Preference, values: dict[str, np.ndarray], **columns: np.ndarr
 
 
 def model_that_gives(log_probs):
-    """A model in TRL's eyes: log-probabilities of the tokens after the first."""
+    """A stand-in for TRL's model, with the given log-probabilities of the tokens after the first."""
     more = {name: torch.zeros(log_probs.shape) for name in ("entropy", "mean_logits", "is_top1")}
     return lambda **_: SimpleNamespace(log_probs=log_probs, **more | {"is_top1": torch.zeros(log_probs.shape) > 0})
 
@@ -87,7 +87,7 @@ def with_prompt(values: np.ndarray) -> np.ndarray:
 
 
 def trainer_of(kind, **attributes):
-    """A trainer of TRL without a model."""
+    """Create a trainer of TRL without a model."""
     trainer = object.__new__(kind)
     trainer.__dict__.update(
         *({"model": SimpleNamespace(training=True), "accelerator": accelerate.Accelerator(cpu=True)},),
@@ -103,7 +103,7 @@ def trainer_of(kind, **attributes):
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"simpo", "cpo", "orpo"} - OURS_ALONE))
 def test_losses_of_dpo(name):
     values = drawn()
-    plain = name in ("sigmoid", "sigmoid_norm")  # TRL smooths the labels of neither any more
+    plain = name in ("sigmoid", "sigmoid_norm")  # TRL no longer smooths labels for this loss
     options = Preference(loss=name, beta=OPTIONS["beta"], label_smoothing=0.0 if plain else OPTIONS["label_smoothing"])
     trainer = trainer_of(
         trl.DPOTrainer,
@@ -192,7 +192,7 @@ def test_answers_that_are_wanted_or_not():
 
 
 def test_kto_of_pairs():
-    """Of TRL before 1.0: each answer against the mean gain of those of the other kind, if that is positive."""
+    """As in TRL before 1.0: each answer against the mean gain of the other kind's answers, if positive."""
     values, beta = drawn(), OPTIONS["beta"]
     chosen, rejected = (values["model"] - values["reference"]).sum(-1)
     expected = np.concatenate(
@@ -206,7 +206,7 @@ def test_kto_of_pairs():
 
 
 def test_rewards_of_a_model():
-    """Bradley-Terry, as RewardTrainer: the reward is after the last token."""
+    """Bradley-Terry, as in RewardTrainer: the reward is taken after the last token."""
     random = np.random.default_rng(0)
     rewards, last = random.normal(size=(2, len(LENGTHS))).astype(np.float32), np.zeros((2, 48), bool)
     logits = np.zeros((2, 48, 1), np.float32)

@@ -1,4 +1,4 @@
-"""A checkpoint that transformers and bitsandbytes quantized is read byte for byte, and dequantized as they do."""
+"""A checkpoint quantized by transformers and bitsandbytes is read byte for byte, with their dequantized values."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ SITES = {
     "mlp.gate_proj": (320, 64),
     "mlp.down_proj": (64, 320),
 }
-SIZES = dict(hidden_size=64, intermediate_size=320, head_dim=16)  # 64 x 320: two outer scales, the second of 64 scales
+SIZES = dict(hidden_size=64, intermediate_size=320, head_dim=16)  # 64 x 320: two outer scales, the second for 64 scales
 
 
 @pytest.mark.parametrize("double_quant", [True, False])

@@ -24,7 +24,7 @@ LORA = Lora(enabled=True, rank=4, alpha=8.0)
 
 @pytest.mark.parametrize(("kind", "double_quant"), [("nf4", False), ("nf4", True), ("fp4", True)])
 def test_loss_and_adapter_gradients_are_those_of_peft_and_bitsandbytes(one_device, tmp_path, kind, double_quant):
-    """Quantized here; or, as bitsandbytes' own 8-bit scales on a CPU are not the nearest, read as it saved them."""
+    """Quantized here; or read from bitsandbytes' files, because on a CPU its 8-bit scales are not the nearest."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     base = tmp_path / "base"
@@ -49,7 +49,7 @@ def test_loss_and_adapter_gradients_are_those_of_peft_and_bitsandbytes(one_devic
     }
     export(model, {**frozen, **adapters}, config, RunFolder(tmp_path), tmp_path / "peft", "peft", steps=1, tokens=1)
     theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft", is_trainable=True)
-    theirs.train()  # in evaluation bitsandbytes multiplies in bfloat16 on a CPU
+    theirs.train()  # in evaluation mode, bitsandbytes multiplies in bfloat16 on a CPU
 
     rows = tokens(2, 48)
     loss = theirs(torch.tensor(rows), labels=torch.tensor(rows)).loss

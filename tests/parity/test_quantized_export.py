@@ -1,4 +1,4 @@
-"""A model that is written quantized is read by transformers with the values that are read here, of every format."""
+"""A model exported quantized, in every format, has the same values in transformers and when read here."""
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from jaxtune.quant import format_of
 torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
 
 SIZES = dict(num_hidden_layers=2, hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4)
-# Experts where readers know them quantized; layer 1 is dense.
+# Experts, for the formats whose readers support quantized experts; layer 1 is dense.
 MIXTURE = ("qwen3_moe, a dense layer, router loss", dict(SIZES, head_dim=64, moe_intermediate_size=128))
 DENSE = ("qwen3, yarn rope, tied", SIZES)
 CASES = {"nf4": DENSE, "fp8": MIXTURE, "nvfp4": DENSE, "int4": MIXTURE}
@@ -21,7 +21,7 @@ CASES = {"nf4": DENSE, "fp8": MIXTURE, "nvfp4": DENSE, "int4": MIXTURE}
 
 @pytest.fixture(scope="module", params=[pytest.param(kind, marks=pytest.mark.xdist_group(kind)) for kind in CASES])
 def case(request, tmp_path_factory):
-    """(kind, folder of the model, that of its export)."""
+    """Return (kind, folder of the model, folder of its export)."""
     kind, home = request.param, tmp_path_factory.mktemp(request.param)
     name, sizes = CASES[kind]
     torch_model(name, home / "model", **sizes)
@@ -32,14 +32,14 @@ def case(request, tmp_path_factory):
 def written(case, one_device, monkeypatch):
     kind, folder, output = case
     if not output.exists():
-        monkeypatch.setattr(write, "_write_tokenizer", lambda *_: None)  # it has none
+        monkeypatch.setattr(write, "_write_tokenizer", lambda *_: None)  # the model has none
         model, parameters, config = read(folder, one_device)
         write.export_full(model, parameters, config, output, kind)
     return case
 
 
 def test_read_again_it_is_what_quantizing_the_weights_gives(written, one_device):
-    """Bit by bit; NVFP4's scale of a matrix to a rounding, as files have its reciprocal, and shared as servers want."""
+    """Bit by bit; NVFP4's matrix scale within a rounding (files hold its reciprocal), and shared as servers need."""
     kind, folder, output = written
     model, found, _ = read(output, one_device)
     assert model.base.scheme.options == SCHEMES[kind] and model.base.scheme.modules
@@ -72,10 +72,10 @@ def test_transformers_has_the_same_logits(written, one_device):
         pytest.importorskip("compressed_tensors")
         how = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
     theirs = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32, attn_implementation="eager", **how)
-    theirs.train()  # in evaluation bitsandbytes multiplies in bfloat16 on a CPU
+    theirs.train()  # in evaluation mode, bitsandbytes multiplies in bfloat16 on a CPU
     assert (kind == "nf4") == any(type(module).__name__ == "Linear4bit" for module in theirs.modules())
     model, found, _ = read(output, one_device)
-    if kind == "nvfp4":  # in bfloat16, whatever is asked for; so weights are compared, not what layers make of rounding
+    if kind == "nvfp4":  # always bfloat16, whatever is requested; so compare weights, not layer outputs
         weights = theirs.state_dict()
         for name, parameter in model.quantized.items():
             values = jax.jit(lambda array: array.dequantize())(found[name])

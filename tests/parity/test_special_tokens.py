@@ -1,4 +1,4 @@
-"""Tokens that a tokenizer gets: embeddings that grow as in transformers, and are exported with them."""
+"""Tokens added to a tokenizer: the embedding grows as in transformers, and is exported with them."""
 
 import jax
 import numpy as np
@@ -36,7 +36,7 @@ def test_embeddings_grow_by_their_mean_and_are_exported_with_the_tokenizer(tmp_p
     export_full(model, read_parameters(model, model.parameters), config, tmp_path / "out")
 
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    reference.resize_token_embeddings(259)  # draws the rows close around their mean
+    reference.resize_token_embeddings(259)  # draws the new rows close to the old rows' mean
     assert loaded.config.vocab_size == 259
     for (name, ours), (_, theirs) in zip(loaded.named_parameters(), reference.named_parameters(), strict=True):
         if name in ("model.embed_tokens.weight", "lm_head.weight"):

@@ -1,4 +1,4 @@
-"""What is kept of a teacher, in the rows of any mesh: the likeliest tokens by the logits of transformers."""
+"""The saved predictions of a teacher, in the rows of any mesh: the likeliest tokens by transformers' logits."""
 
 import json
 
@@ -24,7 +24,7 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A student's folder, a teacher with embeddings of more tokens, and texts shorter and longer than a row."""
+    """Return a student's folder, a teacher with embeddings for more tokens, and texts shorter and longer than a row."""
     home = tmp_path_factory.mktemp("teacher")
     tokenizer = byte_tokenizer(home / "teacher")
     model_folder(home / "student", vocab_size=len(tokenizer) + 8)
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     lengths = [5, 9, 20, 70, 31, 100, 12, 3, 40]
     texts = ("".join(random.choice(list("abcdefgh "), length)) for length in lengths)
     (home / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    asked = ({"instruction": "a" * i, "output": "b" * 6} for i in range(3))  # of which the output alone is trained
+    asked = ({"instruction": "a" * i, "output": "b" * 6} for i in range(3))  # only the output is trained
     (home / "asked.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in asked))
     return home
 

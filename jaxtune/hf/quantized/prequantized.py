@@ -33,14 +33,15 @@ _SUPPORTED = (
     "bitsandbytes in 4 bits, fp8 in square blocks of 64, 128 or 256, compressed-tensors nvfp4-pack-quantized and "
     "pack-quantized (symmetric 4-bit integers, in groups or channels), mxfp4"
 )
-_WAY_OUT = "take the checkpoint that is not quantized: quant.format quantizes it while it is read"
-# Fields of quantization_config that an error quotes, to say which scheme it is.
-_TELLING = ("load_in_8bit", "bits", "format", "transform_config", "fmt", "weight_block_size", "quant_algo")
+_WAY_OUT = "use the unquantized checkpoint instead, and quantize it on loading with quant.format"
+# Fields of quantization_config that an error message quotes to identify the scheme.
+_IDENTIFYING = ("load_in_8bit", "bits", "format", "transform_config", "fmt", "weight_block_size", "quant_algo")
 _FP8_BLOCKS = (64, 128, 256)
 _BITSANDBYTES_BLOCKS = (64, 128, 256, 512)
 _STATE = "weight.quant_state.bitsandbytes__"  # followed by nf4 or fp4
 _LARGEST_STATE = 2**16  # bytes; a real one has about 170
-# Scales of activations, which are not quantized here; they are recognised so that they are not unexpected tensors.
+# Scales of activations. Activations are not quantized here; the names keep check_tensors from reporting the scales as
+# unexpected tensors.
 _ACTIVATIONS = ("input_global_scale", "input_scale", "activation_scale")
 
 Decode = Callable[[Shaped[np.ndarray, "..."]], Shaped[np.ndarray, "..."]]
@@ -59,7 +60,7 @@ class Scheme:
     modules: frozenset[str]
 
     def weight_of(self, name: str) -> str:
-        """The name of the weight that a tensor in the files is a part of; for other tensors, their own name.
+        """Return the name of the weight that a tensor in the files is a part of; for other tensors, their own name.
 
         "x.down_proj.weight.absmax" and "x.down_proj.weight_packed" are parts of "x.down_proj.weight".
         """
@@ -71,12 +72,14 @@ class Scheme:
 
 
 def read_scheme(folder: Path, described: Mapping[str, Any] | None = None) -> Scheme | None:
-    """How the weights of a Hugging Face folder are quantized, from its config.json and the headers of its files.
+    """Determine how the weights of a Hugging Face folder are quantized, from its config.json and its files' headers.
 
-    described: That config.json, where it is not the folder's.
+    Args:
+        folder: the Hugging Face folder.
+        described: the config.json to use instead of the folder's; None: the folder's.
 
     Returns:
-        None if config.json has no quantization_config, or says MXFP4, which quant.format='mxfp4' keeps as it is.
+        None if config.json has no quantization_config, or names MXFP4, which quant.format='mxfp4' keeps unchanged.
 
     Raises:
         UserError: the scheme is not supported; a tensor that a quantized weight needs is missing or has the wrong
@@ -86,7 +89,7 @@ def read_scheme(folder: Path, described: Mapping[str, Any] | None = None) -> Sch
     if config is None:
         return None
     if isinstance(config, dict) and config.get("quant_method") == "mxfp4":
-        log.info("weights that are MXFP4 in the files stay so with quant.format='mxfp4', and are dequantized without")
+        log.info("weights that are MXFP4 in the files are kept by quant.format='mxfp4', and dequantized otherwise")
         return None
     _check_config(folder / "config.json", config)
     sources = open_weights(folder)
@@ -95,7 +98,7 @@ def read_scheme(folder: Path, described: Mapping[str, Any] | None = None) -> Sch
             name = min((name for name in sources if f".{_STATE}" in name), default=None)
             if name is None:
                 raise UserError(f"{folder}: config.json says bitsandbytes, but no tensor has {_STATE}; {_WAY_OUT}")
-            options = _state(name, sources)[0]
+            options = _read_state(name, sources)[0]
         case "fp8":
             options = Quant(format="fp8", block_size=int(config["weight_block_size"][0]))
         case _:
@@ -117,16 +120,16 @@ def read_scheme(folder: Path, described: Mapping[str, Any] | None = None) -> Sch
 def read_quantized(
     folder: Path, scheme: Scheme, targets: Mapping[str, tuple[QuantizedArray, tuple[str, ...]]]
 ) -> dict[str, QuantizedArray]:
-    """Read quantized weights into their shards as the files have them.
+    """Read quantized weights into their shards without changing codes or scales.
 
-    Every process calls this and reads what its devices hold.
+    Every process calls this and reads the shards of its own devices.
 
     Args:
         folder: the Hugging Face folder that the scheme describes.
         scheme: from `read_scheme`.
-        targets: by parameter name: the shapes, dtypes and shardings of a stack of matrices (from `Format.abstract` with
-            the scheme's options), and the Hugging Face names of its weights ("model.layers.3.mlp.down_proj.weight"),
-            all of which must be modules of the scheme.
+        targets: for each parameter name, the shapes, dtypes and shardings of a stack of matrices (from
+            `Format.abstract` with the scheme's options), and the Hugging Face names of the stack's weights
+            ("model.layers.3.mlp.down_proj.weight"). Every weight must belong to a module of the scheme.
 
     Raises:
         UserError: a tensor's shape is not the one that config.json implies, or bitsandbytes' tables are not the known
@@ -150,7 +153,8 @@ def read_quantized(
                 parts = [_part(f"{module}.{ending}", tensor, leaf.shape[lead:], sources) for module in modules]
                 leaves[name, tensor.field] = target, parts
     log.info(
-        "%d weights are %s in the checkpoint and stay so; activations are not quantized, whatever the checkpoint says",
+        "%d weights are %s in the checkpoint and keep that format; activations are not quantized, even if the "
+        "checkpoint's config requests it",
         sum(len(weights) for _, weights in targets.values()),
         scheme.options.format,
     )
@@ -179,7 +183,7 @@ def _check_config(file: Path, config: Any) -> None:
     }
     method = config.get("quant_method")
     if not (isinstance(method, str) and supported.get(method)):
-        details = "".join(f", {key}={config[key]!r}" for key in _TELLING if config.get(key))
+        details = "".join(f", {key}={config[key]!r}" for key in _IDENTIFYING if config.get(key))
         raise UserError(
             f"{file}: weights quantized with quant_method={method!r}{details} are not supported; supported are "
             f"{_SUPPORTED}; or {_WAY_OUT}"
@@ -187,7 +191,7 @@ def _check_config(file: Path, config: Any) -> None:
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Quant | None:
-    """The options of a format of compressed-tensors; None: it is not supported."""
+    """Return the options for a compressed-tensors format; None: the format is not supported."""
     if config.get("format") == "nvfp4-pack-quantized":
         return Quant(format="nvfp4", block_size=16)
     groups = config.get("config_groups")
@@ -197,7 +201,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quant | None:
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict) or (weights.get("num_bits"), weights.get("type", "int")) != (4, "int"):
         return None
-    # Of columns that are in another order, the tensors would be there, but not in their places.
+    # Other values of actorder permute the columns: the file would pass the checks, but be read wrongly.
     if weights.get("symmetric", True) is not True or weights.get("actorder") not in (None, "weight", "static"):
         return None
     size = weights.get("group_size")
@@ -209,41 +213,48 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quant | None:
     return None
 
 
-# Decoders of a tensor's bytes. They raise ValueError, saying what is wrong with the values.
+# Decoders from the file's values to a QuantizedArray's. They raise ValueError with a description of a bad value.
 
 
-def swapped(found: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
-    """Moves the first of two codes into the high bits, or back; compressed-tensors packs it into the low bits."""
-    return (found << 4) | (found >> 4)
+def swapped(codes: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
+    """Swap the two 4-bit codes in each byte.
+
+    compressed-tensors packs the first code into the low bits, QuantizedArray into the high bits.
+    """
+    return (codes << 4) | (codes >> 4)
 
 
-def twos_complement(found: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
-    """Pairs of 4-bit integers, of each 8 more, and the first in the low bits, as integers; or back."""
-    return swapped(found) ^ 0x88
+def twos_complement(codes: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
+    """Convert between compressed-tensors' and QuantizedArray's packing of two signed 4-bit integers in a byte.
+
+    compressed-tensors stores value + 8, the first in the low bits; QuantizedArray two's complement, the first in the
+    high bits. The function is its own inverse.
+    """
+    return swapped(codes) ^ 0x88
 
 
-def _e4m3(found: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
-    if ((found & 0x7F) == 0x7F).any():  # e4m3 has no infinity, and one NaN of either sign
+def _e4m3(bits: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
+    if ((bits & 0x7F) == 0x7F).any():  # e4m3 has no infinity, and one NaN of each sign
         raise ValueError("NaN")
-    return found
+    return bits
 
 
-def _finite(found: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-    if not np.isfinite(found).all():
+def _finite(values: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+    if not np.isfinite(values).all():
         raise ValueError("NaN or infinity")
-    return found
+    return values
 
 
-def _positive(found: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-    found = found.astype(np.float32)
-    if not ((found >= np.finfo(np.float32).tiny) & (found < np.inf)).all():  # XLA may flush subnormals to 0
+def _positive(scales: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+    scales = scales.astype(np.float32)
+    if not ((scales >= np.finfo(np.float32).tiny) & (scales < np.inf)).all():  # XLA may flush subnormals to 0
         raise ValueError("a scale that is zero, negative, NaN or infinite")
-    return found
+    return scales
 
 
-def _reciprocal(found: Float[np.ndarray, " 1"]) -> Float[np.ndarray, " 1"]:
-    """The scale of a matrix: compressed-tensors stores what to divide by, QuantizedArray what to multiply with."""
-    return _positive(1 / _positive(found))
+def _reciprocal(divisor: Float[np.ndarray, " 1"]) -> Float[np.ndarray, " 1"]:
+    """The scale of a whole matrix: compressed-tensors stores a divisor, QuantizedArray a factor."""
+    return _positive(1 / _positive(divisor))
 
 
 @dataclass(frozen=True)
@@ -251,22 +262,22 @@ class _Tensor:
     """How a tensor of a quantized module is stored in the files.
 
     Attributes:
-        dtypes: the dtypes that it may have in the file.
+        dtypes: dtypes allowed in the file.
         field: the field of QuantizedArray that it becomes; None: it is only checked.
-        decode: from the file's values to those of the field.
-        flat: whether the file has it as a list or a column; the field has the shape of the weight or of its blocks.
-        words: whether it is read as bytes, four of each of its elements.
+        decode: maps the file's values to the field's.
+        flat: whether the file stores it as a list or a column; the field has the shape of the weight or of its blocks.
+        words: whether its elements are 32-bit words, read as four bytes each.
     """
 
     dtypes: tuple[str, ...]
     field: str | None = None
-    decode: Decode = lambda found: found
+    decode: Decode = lambda values: values
     flat: bool = False
     words: bool = False
 
 
-# FP8 in square blocks, as DeepSeek-V3 and Qwen3-FP8 store it. W = weight * weight_scale_inv of its block: in spite of
-# the name, the scale is multiplied by. weight is (out, in), weight_scale_inv (out / block, in / block).
+# FP8 in square blocks, as DeepSeek-V3 and Qwen3-FP8 store it. W = weight * weight_scale_inv of its block: despite its
+# name, the scale is a factor, not a divisor. weight is (out, in), weight_scale_inv (out / block, in / block).
 _FP8 = {
     "weight": _Tensor(("F8_E4M3",), "codes", _e4m3),
     "weight_scale_inv": _Tensor(("F32", "BF16"), "scales", _positive),
@@ -286,15 +297,15 @@ _INT4 = {
     "weight_shape": _Tensor(("I64", "I32")),
 }
 # bitsandbytes in 4 bits. The matrix is one long list, row after row: weight is (out * in / 2, 1), two codes a byte, the
-# first in the high bits; absmax has one float32 scale for each block of the list; W = quant_map[code] * absmax. What
-# the tensors do not tell (the matrix's shape, the block's size) is JSON in a tensor whose name begins with _STATE.
+# first in the high bits; absmax has one float32 scale for each block of the list; W = quant_map[code] * absmax. The
+# matrix's shape and the block size are in JSON, stored as a tensor whose name begins with _STATE.
 _BITSANDBYTES = {
     "weight": _Tensor(("U8",), "codes", flat=True),
     "weight.absmax": _Tensor(("F32",), "scales", _finite, flat=True),
     "weight.quant_map": _Tensor(("F32",)),
 }
 # With double quantization absmax is uint8 codes, in groups of 256 (SCALES_PER_OUTER) that share a nested_absmax:
-# scale = nested_quant_map[absmax] * nested_absmax + nested_offset, the last being a number in the JSON.
+# scale = nested_quant_map[absmax] * nested_absmax + nested_offset, where nested_offset is a number in the JSON.
 _DOUBLE_QUANT = {
     "weight.absmax": _Tensor(("U8",), "scales", flat=True),
     "weight.nested_absmax": _Tensor(("F32",), "outer_scales", _finite, flat=True),
@@ -315,17 +326,17 @@ def _check_header(folder: Path, options: Quant, module: str, sources: Mapping[st
     for ending, tensor in _tensors(options).items():
         name = f"{module}.{ending}"
         if name not in sources:
-            raise UserError(f"{folder}: {name} is missing, without which {module} cannot be read; {_WAY_OUT}")
+            raise UserError(f"{folder}: {name} is missing, so {module} cannot be read; {_WAY_OUT}")
         if sources[name].dtype not in tensor.dtypes:
-            found, must = sources[name].dtype, " or ".join(tensor.dtypes)
-            raise UserError(f"{sources[name].file}: {name} is {found}; it must be {must}; {_WAY_OUT}")
+            dtype, must = sources[name].dtype, " or ".join(tensor.dtypes)
+            raise UserError(f"{sources[name].file}: {name} is {dtype}; it must be {must}; {_WAY_OUT}")
     codes = f"{module}.{next(iter(_tensors(options)))}"
     if options.format in ("nf4", "fp4"):
-        found, shape, _ = _state(f"{module}.{_STATE}{options.format}", sources)
-        if found != options:
+        stated, shape, _ = _read_state(f"{module}.{_STATE}{options.format}", sources)
+        if stated != options:
             raise UserError(
-                f"{sources[codes].file}: {module}.weight is in blocks of {found.block_size}, double_quant="
-                f"{found.double_quant}, others in {options.block_size}, {options.double_quant}; {_WAY_OUT}"
+                f"{sources[codes].file}: {module}.weight is in blocks of {stated.block_size}, double_quant="
+                f"{stated.double_quant}, others in {options.block_size}, {options.double_quant}; {_WAY_OUT}"
             )
     else:
         shape = sources[codes].shape
@@ -339,7 +350,7 @@ def _check_header(folder: Path, options: Quant, module: str, sources: Mapping[st
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor in a file, read in the shape that it has in a QuantizedArray."""
+    """A tensor in a file, reshaped on reading to its shape in a QuantizedArray."""
 
     name: str
     source: Source
@@ -352,12 +363,12 @@ class _Part:
         return self.source.itemsize
 
     def rows(self, first: int, count: int, rest: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
-        """Rows [first, first + count) and a part of the other dimensions; UserError for what cannot be right."""
+        """Rows [first, first + count) and a part of the other dimensions. Raises UserError for an impossible value."""
         width = self.source.shape[0] // self.shape[0]  # file rows per row: 1, or a row's length if the file has a list
         whole = tuple(slice(0, size) for size in self.source.shape[1:])
-        found = self.source.rows(first * width, count * width, whole).reshape(count, *self.shape[1:])
+        stored = self.source.rows(first * width, count * width, whole).reshape(count, *self.shape[1:])
         try:
-            return self.decode(found[(slice(None), *rest)])
+            return self.decode(stored[(slice(None), *rest)])
         except ValueError as error:
             raise UserError(f"{self.source.file}: {self.name} holds {error}; {_WAY_OUT}") from error
 
@@ -372,8 +383,8 @@ def _part(name: str, tensor: _Tensor, shape: tuple[int, ...], sources: Mapping[s
     return _Part(name, source, shape, tensor.decode)
 
 
-def _state(name: str, sources: Mapping[str, Source]) -> tuple[Quant, tuple[int, int], float | None]:
-    """bitsandbytes' JSON about a weight, stored as a tensor: (how it is quantized, its shape, the scales' offset)."""
+def _read_state(name: str, sources: Mapping[str, Source]) -> tuple[Quant, tuple[int, int], float | None]:
+    """Read bitsandbytes' JSON about a weight, stored as a tensor: (options, shape of the weight, offset of scales)."""
     source = sources[name]
     if source.dtype != "U8" or len(source.shape) != 1 or source.shape[0] > _LARGEST_STATE:
         raise UserError(f"{source.file}: {name} is {source.dtype} {source.shape}; it must be a few bytes of JSON")
@@ -398,9 +409,9 @@ def _state(name: str, sources: Mapping[str, Source]) -> tuple[Quant, tuple[int, 
 
 
 def _checked_offset(options: Quant, module: str, array: QuantizedArray, sources: Mapping[str, Source]) -> float | None:
-    """The offset of a weight's scales. UserError if its shape is not the model's, or its tables are unknown."""
+    """Return the offset of a weight's scales. Raises UserError if its shape is wrong or one of its tables unknown."""
     name = f"{module}.{_STATE}{options.format}"
-    _, shape, offset = _state(name, sources)
+    _, shape, offset = _read_state(name, sources)
     if shape != array.shape[-2:]:
         raise UserError(
             f"{sources[name].file}: {name} has shape {shape}; the model of config.json needs {array.shape[-2:]}"
@@ -411,7 +422,7 @@ def _checked_offset(options: Quant, module: str, array: QuantizedArray, sources:
     for ending, table in tables.items():
         name = f"{module}.weight.{ending}"
         source = sources[name]
-        # Not to the last bit: torch.linspace, which makes the map, may round differently on another device.
+        # Approximately, because torch.linspace, which makes the map, may round differently on another device.
         if source.shape != table.shape or not np.allclose(source.rows(0, len(table), ()), table, rtol=1e-6, atol=0):
             raise UserError(f"{source.file}: {name} is not the table of {options.format}; {_WAY_OUT}")
     return offset

@@ -1,6 +1,6 @@
-"""Weights quantized while they are written, as bitsandbytes, transformers' FP8 and compressed-tensors read them.
+"""Quantize weights on export, in the file layouts of bitsandbytes, transformers' FP8 and compressed-tensors.
 
-The layouts are described in `hf.quantized.prequantized`, which reads them. Codes and scales are those of jaxtune.quant.
+`hf.quantized.written.prequantized`, which reads the layouts, describes them. jaxtune.quant computes the codes and scales.
 """
 
 import json
@@ -22,20 +22,20 @@ from jaxtune.hf.weights import Tensor
 from jaxtune.quant import Format, QuantizedArray, format_of
 from pallas_kernels.quant_matmul import ELEMENTS
 
-# transformers 5 puts the experts of a layer into one tensor while it reads them, if files have them apart. It refuses
-# those of bitsandbytes then, and forgets weight_global_scale of NVFP4.
+# Formats in which experts can be quantized. transformers 5 fuses separate experts into one tensor when it reads them;
+# it then refuses experts in bitsandbytes' format, and drops the weight_global_scale of NVFP4.
 OF_EXPERTS = ("fp8", "int4")
-# Of what compressed-tensors has quantized, it refuses experts that are not.
+# Formats of compressed-tensors. In such a file transformers refuses experts that are not quantized.
 WITH_EXPERTS = ("nvfp4", "int4")
-# Layers that servers (vLLM, SGLang) multiply as one matrix: of NVFP4 they take the largest weight_global_scale of these
-# for all of them, so that they must share one.
+# Layers that servers (vLLM, SGLang) fuse into one matrix. For NVFP4 they use the largest weight_global_scale of the
+# group for all its layers, so the layers must share one scale.
 _TOGETHER = (
     ("q_proj", "k_proj", "v_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
-_WEIGHTS = {  # as compressed-tensors describes them
+_WEIGHTS = {  # in the notation of compressed-tensors' config
     "nvfp4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"},
     "int4": {"num_bits": 4, "type": "int", "strategy": "group"},
 }
@@ -43,25 +43,25 @@ _COMPRESSED_TENSORS = {"nvfp4": "nvfp4-pack-quantized", "int4": "pack-quantized"
 
 
 def together(name: str) -> str:
-    """What the weights of layers that are quantized together, or not at all, have in common; of others, their name.
+    """Return a key shared by the weights that must be quantized together or not at all; for others, the name itself.
 
-    These are layers that servers multiply as one matrix, and the experts of a layer: "model.layers.3.mlp.experts".
+    These are the layers that servers fuse into one matrix, and the experts of a layer ("model.layers.3.mlp.experts").
     """
-    before, found, _ = name.partition(".experts.")
-    if found:
+    before, separator, _ = name.partition(".experts.")
+    if separator:
         return f"{before}.experts"
     module, _, last = name.removesuffix(".weight").rpartition(".")
     return next((f"{module}.{'+'.join(names)}" for names in _TOGETHER if last in names), name)
 
 
 def quantize(tensors: Iterable[Tensor], kind: str, chosen: Collection[str]) -> Iterator[Tensor]:
-    """The tensors, with codes and scales in place of weights.
+    """Replace the chosen weights by tensors of codes and scales.
 
-    A weight is quantized when its scales are written, and again when its codes are, as these stand apart in a file: no
-    more than one is in memory, or the few that share a scale.
+    A weight is quantized twice, once when its scales are written and once when its codes are, because these are not
+    adjacent in the file. So at most one weight is in memory, or the few that share a scale.
 
     Args:
-        tensors: of a model; those that are chosen are matrices (out, in) of finite numbers.
+        tensors: tensors of a model; the chosen ones must be matrices (out, in) of finite numbers.
         kind: one of `SCHEMES`.
         chosen: names of the weights to quantize, "model.layers.3.mlp.down_proj.weight".
     """
@@ -74,7 +74,7 @@ def quantize(tensors: Iterable[Tensor], kind: str, chosen: Collection[str]) -> I
     def value(group: Sequence[Tensor], name: str, ending: str) -> np.ndarray:
         if name not in last:
             last.clear()
-            last.update(_quantized(group, format))
+            last.update(_quantize_group(group, format))
         return np.asarray(_arrays(kind, last[name])[ending])
 
     for group in groups.values():
@@ -95,8 +95,8 @@ def _abstract(tensor: Tensor) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
 
 
-def _quantized(group: Sequence[Tensor], format: Format) -> dict[str, QuantizedArray]:
-    """The weights by name, with one scale of all of them where the format has a scale of a matrix; on the host."""
+def _quantize_group(group: Sequence[Tensor], format: Format) -> dict[str, QuantizedArray]:
+    """Quantize weights, and return them by name, on the host. They share the scale of the whole matrix, if any."""
     weights = [tensor.get() for tensor in group]
     for tensor, weight in zip(group, weights):
         if not np.isfinite(weight.astype(np.float32)).all():
@@ -106,16 +106,16 @@ def _quantized(group: Sequence[Tensor], format: Format) -> dict[str, QuantizedAr
     array = jax.tree.map(np.asarray, format.make(jax.device_put(whole, everywhere), (None, None)))
     if len(group) == 1:
         return {group[0].name: array}
-    found, first = {}, 0
-    for tensor, weight in zip(group, weights):  # whose blocks are of a row
+    arrays, first = {}, 0
+    for tensor, weight in zip(group, weights):  # no block spans two rows, so the result can be split by rows
         rows = slice(first, first := first + len(weight))
-        found[tensor.name] = replace(array, codes=array.codes[rows], scales=array.scales[rows])
-    return found
+        arrays[tensor.name] = replace(array, codes=array.codes[rows], scales=array.scales[rows])
+    return arrays
 
 
 def _arrays(kind: str, array: QuantizedArray) -> dict[str, Any]:
     """The tensors of a quantized module that depend on its weight, by the endings of their names."""
-    codes: Any = array.codes  # of numpy, or traced by jax
+    codes: Any = array.codes  # a numpy array, or traced by jax
     scales = array.scales
     match kind:
         case "nf4":
@@ -124,17 +124,17 @@ def _arrays(kind: str, array: QuantizedArray) -> dict[str, Any]:
             return {"weight": codes.view(jnp.float8_e4m3fn), "weight_scale_inv": scales}
         case "nvfp4":
             assert array.outer_scales is not None
-            packed, of_blocks = swapped(codes), scales.view(jnp.float8_e4m3fn)
+            packed, block_scales = swapped(codes), scales.view(jnp.float8_e4m3fn)
             return {
                 "weight_packed": packed,
-                "weight_scale": of_blocks,
-                "weight_global_scale": 1 / array.outer_scales,  # a divisor there
+                "weight_scale": block_scales,
+                "weight_global_scale": 1 / array.outer_scales,  # compressed-tensors stores a divisor
             }
     return {"weight_packed": twos_complement(codes).view(jnp.int32), "weight_scale": scales}
 
 
 def _constants(kind: str, tensor: Tensor) -> dict[str, Shaped[np.ndarray, "..."]]:
-    """The others, which depend on its shape alone."""
+    """The tensors of a quantized module that depend only on its weight's shape and dtype."""
     shape = list(tensor.shape)
     if kind == "int4":
         return {"weight_shape": np.asarray(shape, np.int64)}
@@ -153,9 +153,12 @@ def _constants(kind: str, tensor: Tensor) -> dict[str, Shaped[np.ndarray, "..."]
 
 
 def quantization_config(kind: str, dtype: str, others: Sequence[str]) -> Mapping[str, Any]:
-    """What config.json says of a model whose linear layers are quantized but these `others`; `dtype`: of those.
+    """Return the quantization_config of config.json for a model whose linear layers are quantized.
 
-    others: names of layers, or of what holds the experts of one.
+    Args:
+        kind: one of `SCHEMES`.
+        dtype: dtype of computation, and of the layers that are not quantized.
+        others: names of the layers that are not quantized, or of the modules that hold a layer's experts.
     """
     block = SCHEMES[kind].block_size
     if kind == "nf4":

@@ -232,7 +232,7 @@ def test_an_upload_is_marked_whole_last_and_leaves_nothing_older(url, tmp_path, 
     remote.write("README.md", b"older")
     with monkeypatch.context() as patch:
         patch.setattr(RemoteFolder, "put", lambda *_: (_ for _ in ()).throw(OSError("full")))
-        with pytest.raises(UserError, match="mirrors/run: the copy is not whole: full"):
+        with pytest.raises(UserError, match="mirrors/run: the copy is incomplete: full"):
             upload(tmp_path / "out", remote, last="README.md", mark="unfinished")
     assert remote.names() == ["unfinished"]
     upload(tmp_path / "out", remote, last="README.md", mark="unfinished")
@@ -269,7 +269,7 @@ def test_of_two_uploads_to_one_folder_one_is_refused(url, tmp_path, monkeypatch)
                 copy()
 
     monkeypatch.setattr(RemoteFolder, "put", overtaken)
-    with pytest.raises(UserError, match="run is in use: another process writes there"):
+    with pytest.raises(UserError, match="run is in use: another process is writing to it"):
         copy()
     assert len(put_by_second) == 1 + 3 and sorted(remote.names()) == ["README.md", "a.safetensors", "b.json"]
 
@@ -287,7 +287,7 @@ def test_an_upload_that_was_killed_holds_its_folder_no_longer_than_it_can_live(h
     remote = open_folder(url, "--output")
     now = {"process": os.getpid(), "id": "1"} | holder | {"time": time.time() + holder.get("time", 0)}
     remote.write("mark", json.dumps(now).encode())
-    with contextlib.nullcontext() if free else pytest.raises(UserError, match="on host elsewhere writes there"):
+    with contextlib.nullcontext() if free else pytest.raises(UserError, match="on host elsewhere is writing to it"):
         check_unused(remote, "mark")
 
 

@@ -145,7 +145,7 @@ def restore(manager, grouping, change=lambda state: None, **options):
 
 
 def test_the_same_grouping_is_read_at_once(saved, monkeypatch):
-    monkeypatch.setattr("jaxtune.checkpoint.regroup._joined", None)
+    monkeypatch.setattr("jaxtune.checkpoint.regroup._join", None)
     grouping = group((0, 1, 2), (3, 4))
     assert_same(restore(saved, grouping).state["trained"], fill(restore(saved, grouping).state, grouping)["trained"])
 

@@ -32,7 +32,7 @@ def test_an_entry_is_changed_where_it_is(entry, found):
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ('dtype="bfloat16"', "dtype: model.dtype says it"),
+        ('dtype="bfloat16"', "dtype: set model.dtype instead"),
         ("quantization_config.bits=4", "the files are quantized as they are"),
         ("tie_word_embeddings.x=1", "tie_word_embeddings is False in config.json, not an object"),
         ("rope_scaling.factor=2.0", "has rope_parameters in its place; set that, or model.rope_scaling"),
@@ -85,14 +85,14 @@ def test_of_two_ropes_that_of_full_attention_is_stretched_and_of_a_larger_model_
 @pytest.mark.parametrize(
     ("config", "options", "said"),
     [
-        (NEW, (None, 512), "say how rope is stretched with model.rope_scaling"),
-        (NEW, ("yarn", None), "say how far, with model.max_positions or a factor"),
-        (NEW, ("yarn", 200), "reaches 256 positions as it is"),
+        (NEW, (None, 512), "choose how to scale RoPE with model.rope_scaling"),
+        (NEW, ("yarn", None), "set the length with model.max_positions, or a factor"),
+        (NEW, ("yarn", 200), "reaches 256 positions unscaled"),
         (NEW, ("yarm", 512), "neither of linear, dynamic, yarn, nor an object in JSON"),
         (NEW, ('{"rope_type": "yarn", "factr": 2}', None), "a rope has no factr; nearest: factor"),
-        (NEW, ('{"rope_type": "yarn", "factor": "2"}', None), "are numbers"),
-        (NEW, ('{"rope_type": "yarn", "factor": 2.0}', 4096), "reaches 256 positions as it is, and 512 with that"),
-        (OLD | {"rope_scaling": {"type": "linear", "factor": 4.0}}, (None, 512), "does not say from how many"),
+        (NEW, ('{"rope_type": "yarn", "factor": "2"}', None), "must be numbers"),
+        (NEW, ('{"rope_type": "yarn", "factor": 2.0}', 4096), "reaches 256 positions unscaled, and 512 with this"),
+        (OLD | {"rope_scaling": {"type": "linear", "factor": 4.0}}, (None, 512), "does not record the length before"),
     ],
 )
 def test_what_cannot_stretch_a_rope_is_refused(config, options, said):

@@ -204,7 +204,7 @@ def test_it_is_said_that_activations_are_not_quantized(folder, caplog):
     one_device()
     with caplog.at_level("INFO", "jaxtune"):
         read(folder)
-    assert "2 weights are nvfp4 in the checkpoint and stay so; activations are not quantized" in caplog.text
+    assert "2 weights are nvfp4 in the checkpoint and keep that format; activations are not quantized" in caplog.text
 
 
 @pytest.mark.parametrize("folder", ["fp8"], indirect=True)

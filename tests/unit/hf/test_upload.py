@@ -66,11 +66,11 @@ def test_what_cannot_be_uploaded_is_said_before_it_is_made(hub, model, monkeypat
     hub.role = "write"
     assert "the token is of ada, and may not write to eve; run `hf auth login`" in refused("eve/mine")
     upload(model, "ada/public")
-    assert "it is there already, and public" in refused("ada/public", private=True)
+    assert "the repository exists and is public" in refused("ada/public", private=True)
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert "token" in (why := refused()) and "run `hf auth login`" in why and "hf_wrong" not in why
     monkeypatch.delenv("HF_TOKEN")
-    assert "the hub wants to know who uploads; run `hf auth login`" in refused()
+    assert "the hub needs a token for uploads; run `hf auth login`" in refused()
     monkeypatch.setenv("HF_TOKEN", hub.token)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in refused()
@@ -84,7 +84,7 @@ def test_after_a_failure_the_folder_is_whole_and_the_command_is_said(hub, model)
     hub.broken, before = True, files(model)
     with pytest.raises(UserError) as caught:
         upload(model, "ada/mine", private=True)
-    assert f"It is whole; upload it with: hf upload ada/mine {model} . --private" in str(caught.value)
+    assert f"The folder is complete; upload it with: hf upload ada/mine {model} . --private" in str(caught.value)
     assert "the disk of the hub is full" in str(caught.value)
     assert hub.token not in str(caught.value)
     assert files(model) == before and hub.repos == {"ada/mine": {}}

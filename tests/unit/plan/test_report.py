@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 from jaxtune.plan import __main__ as plan
+from jaxtune.plan import summary
 from jaxtune.plan.prediction import Collective, Speed
 
 
