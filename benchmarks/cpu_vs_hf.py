@@ -75,21 +75,31 @@ def jaxtune_step(folder: str, model_kind: str, lora: bool, remat: bool):
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Optim, Precision, Train
+    from jaxtune.config.schema import (
+        Config,
+        DataOptions,
+        LoraOptions,
+        MemoryOptions,
+        MeshOptions,
+        ModelOptions,
+        OptimOptions,
+        PrecisionOptions,
+        TrainOptions,
+    )
     from jaxtune.parallel.mesh import make_mesh
     from jaxtune.training.assembly import assemble
     from jaxtune.weights.model import read_base
     from jaxtune.weights.values import frozen_parameters, initial_parameters
 
-    mesh, targets = make_mesh(Mesh()), ADAPTED[model_kind]
+    mesh, targets = make_mesh(MeshOptions()), ADAPTED[model_kind]
     config = Config(
-        model=Model(path=folder, dtype="float32"),
-        data=Data(seq_len=SEQUENCE),
-        train=Train(micro_batch_size=ROWS),
-        optim=Optim(weight_decay=0.01),
-        lora=Lora(enabled=lora, rank=RANK, alpha=2.0 * RANK, target_modules=targets),
-        memory=Memory("block" if remat else "none"),
-        precision=Precision("fp32"),
+        model=ModelOptions(path=folder, dtype="float32"),
+        data=DataOptions(seq_len=SEQUENCE),
+        train=TrainOptions(micro_batch_size=ROWS),
+        optim=OptimOptions(weight_decay=0.01),
+        lora=LoraOptions(enabled=lora, rank=RANK, alpha=2.0 * RANK, target_modules=targets),
+        memory=MemoryOptions("block" if remat else "none"),
+        precision=PrecisionOptions("fp32"),
     )
     program = assemble(read_base(config), config, mesh)
     train_step = jax.jit(program.step, donate_argnums=0)

@@ -16,7 +16,7 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 from jaxtune.config import load_recipe, resolve
 from jaxtune.plan import calibration
-from jaxtune.plan.prediction import Where, predict
+from jaxtune.plan.prediction import TargetGpus, predict
 
 QWEN = ("0.6B", "1.7B", "4B", "8B")
 NONE = {"memory.remat": "none"}
@@ -33,10 +33,10 @@ ROWS = {
 }
 
 
-def predicted(recipe: str, model: str, gpu: str, gpus: int, options: dict[str, str]) -> dict:
+def predict_row(recipe: str, model: str, gpu: str, gpus: int, options: dict[str, str]) -> dict:
     """Return the plan of a row in the form of the JSON file."""
     config = resolve(load_recipe(recipe, model), recipe, list(options.items()))
-    plan = predict(config, Where(gpu, gpus), calibration.find(gpu))
+    plan = predict(config, TargetGpus(gpu, gpus), calibration.find(gpu))
     return {
         "gpu": gpu,
         "gpus": gpus,
@@ -68,7 +68,7 @@ def main() -> None:
     rows = json.loads(options.out.read_text()) if options.out.exists() else {}
     for name, row in ROWS.items():
         if name not in rows or (options.only and options.only in name):
-            rows[name] = predicted(*row)
+            rows[name] = predict_row(*row)
             options.out.write_text(json.dumps(rows, indent=1))
             print(line(name, rows[name]), file=sys.stderr, flush=True)
     print("\n".join(line(name, rows[name]) for name in ROWS))

@@ -85,7 +85,7 @@ def run(checkout: Path, home: Path, name: str, recipe: str, options: dict, devic
     return [tuple(repr(row.get(key)) for key in NUMBERS) for row in rows]
 
 
-def resumed(checkouts: dict[str, Path], work: Path) -> dict[str, list[tuple]]:
+def run_resumed(checkouts: dict[str, Path], work: Path) -> dict[str, list[tuple]]:
     """Train four steps with the earlier version, then resume with each version for four more."""
     options = {"train.max_steps": 4, "lora.dropout": 0.1, "optim.schedule": "constant", "eval.steps": 0}
     run(checkouts["before"], work / "before", "half", "qwen_lora.py", options, 1, 1)
@@ -114,7 +114,7 @@ def main() -> int:
     for case, (recipe, settings, devices, processes) in [*CASES.items(), ("resumed", (None, {}, 1, 1))]:
         name = case.split(",")[0] if recipe == "quickstart.py" else case.replace(" ", "").replace(",", "-")
         if recipe is None:
-            numbers = resumed(checkouts, options.work)
+            numbers = run_resumed(checkouts, options.work)
         else:
             numbers = {
                 side: run(checkout, options.work / side, name, recipe, settings, devices, processes)

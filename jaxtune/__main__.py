@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"jaxtune {importlib.metadata.version('jaxtune')}")
         return 0
-    return command.guarded(lambda: _dispatch(arguments[0], arguments[1:]))
+    return command.run_guarded(lambda: _dispatch(arguments[0], arguments[1:]))
 
 
 def _dispatch(name: str, arguments: list[str]) -> int:

@@ -59,7 +59,7 @@ ADVANTAGE = Column("advantage", np.float32, "document")
 OLD_LOG_PROB = Column("old_log_prob", np.float32)
 
 
-def of_teacher(top_k: int) -> tuple[Column, Column]:
+def teacher_columns(top_k: int) -> tuple[Column, Column]:
     """Return the columns of a teacher's top-k tokens at each target, and of their log-probabilities.
 
     The last log-probability is the one of all other tokens together. See `scoring.teacher_scores`.
@@ -68,7 +68,7 @@ def of_teacher(top_k: int) -> tuple[Column, Column]:
 
 
 # Columns that a model computes from the documents before the first step: `Rows.with_column` adds them.
-ADDED = frozenset({REFERENCE.name, *(column.name for column in of_teacher(1))})
+ADDED = frozenset({REFERENCE.name, *(column.name for column in teacher_columns(1))})
 
 NEXT_TOKEN = (TOKENS, TARGETS, POSITIONS, SEGMENT_IDS, KEY_START, LOSS_WEIGHT)
 """The columns that next-token prediction on packed rows reads."""

@@ -22,7 +22,7 @@ from jaxtune.command_flags import COMMANDS
 from jaxtune.config import keys, read_recipe
 from jaxtune.config.foreign import DIALECTS
 from jaxtune.config.recipe import own_recipes
-from jaxtune.config.schema import Config, Model
+from jaxtune.config.schema import Config, ModelOptions
 from jaxtune.errors import UserError, hide_secrets, printable
 from jaxtune.terminal import REFUSED, LogFormatter, without_secrets
 
@@ -75,7 +75,7 @@ def run(
         head = docstring(module) if module else inspect.getdoc(sys.modules[define_flags.__module__])
         print(f"{head}\n\n{_flags_help(values)}")
         return 0
-    return guarded(lambda: body(values, _parse(values, arguments, with_config, recipe)))
+    return run_guarded(lambda: body(values, _parse(values, arguments, with_config, recipe)))
 
 
 def docstring(module: str) -> str:
@@ -100,7 +100,7 @@ def _show_warnings() -> Iterator[None]:
 
 
 @_show_warnings()
-def guarded(body: Callable[[], int | None]) -> int:
+def run_guarded(body: Callable[[], int | None]) -> int:
     """Call `body`; turn a UserError or an unusable file into one message on stderr and exit code 2."""
     try:
         code = body() or 0
@@ -175,7 +175,7 @@ def _parse(
     return read_recipe(path, argument or None, values.dialect).resolve_named(overrides, count=_count_parameters)
 
 
-def _count_parameters(model: Model) -> int:
+def _count_parameters(model: ModelOptions) -> int:
     from jaxtune.weights.architecture import count_parameters  # imports jax, which other configs need not wait for
 
     return count_parameters(model)
@@ -186,7 +186,7 @@ def _define_settings(values: flags.FlagValues, arguments: list[str]) -> list[str
     given = [match[1] for argument in arguments if (match := _SETTING.match(argument))]
     settings = list(dict.fromkeys(given))
     for key in settings:
-        option = keys.lookup(key) or keys.nearest(key)
+        option = keys.lookup(key) or keys.nearest_option(key)
         is_bool = option is not None and option.annotation is bool
         text = flags.ArgumentParser(), flags.ArgumentSerializer()
         flags.DEFINE_flag(flags.Flag(*text, f"config.{key}", None, f"option {key}", boolean=is_bool), values)
@@ -199,7 +199,7 @@ def _suggestion(name: str, values: flags.FlagValues, with_config: bool) -> str:
     near = difflib.get_close_matches(name, command_flags, n=1, cutoff=0.7)
     if near:
         return f"nearest: --{near[0]}"
-    option = keys.nearest(name) if with_config else None
+    option = keys.nearest_option(name) if with_config else None
     return f"nearest: --config.{option.key}" if option else "--help lists them"
 
 

@@ -12,9 +12,9 @@ from typing import get_args, get_type_hints
 
 from absl import flags
 
-from jaxtune.config.schema import Quant
+from jaxtune.config.schema import QuantOptions
 from jaxtune.config.schemes import SCHEMES
-from jaxtune.inference.sampling import BOUNDS, Manner
+from jaxtune.inference.sampling import BOUNDS, SamplingOptions
 
 _NUMBERS = {
     "max_new_tokens": "maximum number of tokens to generate",
@@ -89,10 +89,10 @@ def _generate(values: flags.FlagValues) -> None:
         low, high = BOUNDS[name]
         define = flags.DEFINE_integer if isinstance(low, int) else flags.DEFINE_float
         bounds = {"lower_bound": low, "upper_bound": None if math.isinf(high) else high}
-        define(name, getattr(Manner(), name), meaning, flag_values=values, **bounds)  # type: ignore[arg-type]
+        define(name, getattr(SamplingOptions(), name), meaning, flag_values=values, **bounds)  # type: ignore[arg-type]
     flags.DEFINE_multi_string("stop", [], "text that ends an answer; may be given several times", flag_values=values)
     flags.DEFINE_integer("step", None, "checkpoint of a run; default: the newest good one", flag_values=values)
-    formats = get_args(get_args(get_type_hints(Quant)["format"])[0])
+    formats = get_args(get_args(get_type_hints(QuantOptions)["format"])[0])
     flags.DEFINE_enum("quant", None, formats, "quantize the base's weights while they are read", flag_values=values)
     meaning = "your own Python file with the model's family (docs/plugins.md); may be given several times"
     flags.DEFINE_multi_string("plugin", [], meaning, flag_values=values)

@@ -69,7 +69,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuInfo:
     """A GPU as the driver reports it.
 
     Attributes:
@@ -88,7 +88,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SelfTestResult:
     """The result of a self-test in another process.
 
     Attributes:
@@ -122,7 +122,7 @@ def check_versions(installed: Mapping[str, str], required: Sequence[str] | None)
     return Finding("versions", "broken", f"{listed}; {versions}", (install,))
 
 
-def check_driver(gpus: Sequence[Gpu] | None, nodes: int) -> Finding:
+def check_driver(gpus: Sequence[GpuInfo] | None, nodes: int) -> Finding:
     """Check the NVIDIA driver. `gpus` is None if the driver does not answer; `nodes` is the number of GPUs in /dev."""
     if gpus is None and nodes:
         text = (
@@ -154,7 +154,7 @@ def check_driver(gpus: Sequence[Gpu] | None, nodes: int) -> Finding:
     return Finding("driver", "ok", text)
 
 
-def check_plugin(installed: Mapping[str, str], gpus: Sequence[Gpu] | None, platforms: str | None) -> Finding:
+def check_plugin(installed: Mapping[str, str], gpus: Sequence[GpuInfo] | None, platforms: str | None) -> Finding:
     """Check jax's CUDA plugin: exactly one, of jaxlib's version, supported by the driver and not turned off."""
     plugins = [cuda for cuda in LEAST_DRIVER if f"jax-{cuda}-plugin" in installed]
     if not gpus:
@@ -183,7 +183,7 @@ def check_plugin(installed: Mapping[str, str], gpus: Sequence[Gpu] | None, platf
     return Finding("plugin", "ok", f"{cuda} {version}")
 
 
-def check_nccl(installed: Mapping[str, str], gpus: Sequence[Gpu] | None, shared_memory: int) -> Finding:
+def check_nccl(installed: Mapping[str, str], gpus: Sequence[GpuInfo] | None, shared_memory: int) -> Finding:
     """Check NCCL, which exchanges arrays between GPUs; `shared_memory` is the size of /dev/shm in bytes."""
     text = ", ".join(f"{name} {installed[name]}" for name in sorted(installed) if name.startswith("nvidia-nccl-"))
     if len(gpus or ()) < 2:
@@ -237,7 +237,7 @@ def check_hub(has_token: bool, offline: bool) -> Finding:
     return Finding("hub", "ok", "a token is set")
 
 
-def check_step(here: Outcome, on_cpu: Outcome | None, gpus: int) -> Finding:
+def check_step(here: SelfTestResult, on_cpu: SelfTestResult | None, gpus: int) -> Finding:
     """Compare training on the default device (`here`) with the CPU; `on_cpu` is None if the default is the CPU."""
     if here.answer is None:
         return Finding("step", "broken", f"a tiny model does not train: {here.said}", _rerun("the whole message"))
@@ -274,7 +274,7 @@ def check_step(here: Outcome, on_cpu: Outcome | None, gpus: int) -> Finding:
     return Finding("step", "ok", f"a tiny model trains on {where} as on the CPU, {seconds}")
 
 
-def ask_driver() -> list[Gpu] | None:
+def ask_driver() -> list[GpuInfo] | None:
     """Return the GPUs that nvidia-smi lists; None if it is missing, fails or hangs."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
@@ -288,14 +288,14 @@ def ask_driver() -> list[Gpu] | None:
     return read_gpus(done.stdout) if done.returncode == 0 else None
 
 
-def read_gpus(table: str) -> list[Gpu]:
+def read_gpus(table: str) -> list[GpuInfo]:
     """Parse nvidia-smi's output, one line per GPU; `[N/A]` is a value that the driver does not report."""
     rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if "," in line]
     size = lambda text: int(text) if text.isdigit() else None  # noqa: E731
-    return [Gpu(name, driver, size(total), size(used), float(at)) for name, driver, total, used, at in rows]
+    return [GpuInfo(name, driver, size(total), size(used), float(at)) for name, driver, total, used, at in rows]
 
 
-def run_step(platforms: str | None = None) -> Outcome:
+def run_step(platforms: str | None = None) -> SelfTestResult:
     """Run the self-test in another process, because a broken driver may crash or hang it.
 
     `platforms`: the value of JAX_PLATFORMS.
@@ -313,11 +313,11 @@ def run_step(platforms: str | None = None) -> Outcome:
             timeout=STEP_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return Outcome(None, f"it has not ended after {STEP_SECONDS} s")
+        return SelfTestResult(None, f"it has not ended after {STEP_SECONDS} s")
     if done.returncode == 0:
-        return Outcome(json.loads(done.stdout.splitlines()[-1]))
+        return SelfTestResult(json.loads(done.stdout.splitlines()[-1]))
     lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("For simplicity, JAX")]
-    return Outcome(None, f"exit code {done.returncode}: {' '.join(lines[-1:])[:300]}")
+    return SelfTestResult(None, f"exit code {done.returncode}: {' '.join(lines[-1:])[:300]}")
 
 
 def findings(output_dir: Path) -> list[Finding]:

@@ -11,7 +11,7 @@ _PLAIN = {"dl", "download", "export", "format", "inline", "raw", "ref", "version
 _LONGEST, _KEPT = 4000, 500  # characters: the longest line shown whole, and the length of each end of a cut one
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """Cut the middle out of long lines, because a line may quote a value of megabytes."""
     if len(text) <= _LONGEST:
         return text
@@ -35,7 +35,7 @@ class UserError(Exception):
     """
 
     def __init__(self, *parts: object):
-        super().__init__(*(shortened(hide_secrets(part)) if isinstance(part, str) else part for part in parts))
+        super().__init__(*(shorten(hide_secrets(part)) if isinstance(part, str) else part for part in parts))
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows instead of a traceback."""

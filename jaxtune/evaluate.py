@@ -67,7 +67,7 @@ def _run_tasks(values: flags.FlagValues, config: Config | None) -> None:
         lm_evaluation_harness as harness,  # seconds to import, and needs a package that may lack
     )
 
-    tasks = harness.Asked(tuple(values.tasks), **{name: getattr(values, name) for name in TASK_FLAGS})
+    tasks = harness.EvalRequest(tuple(values.tasks), **{name: getattr(values, name) for name in TASK_FLAGS})
     mesh = mesh_of([]) if config is None else _mesh(config)
     results, step = harness.run_tasks(tasks, config, mesh, values.run, values.step, values.model)
     print(harness.table(results))

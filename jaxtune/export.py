@@ -19,7 +19,7 @@ from absl import flags
 from jaxtune import hf
 from jaxtune.checkpoint import storage
 from jaxtune.checkpoint.storage import RemoteFolder, open_folder
-from jaxtune.config.schema import Config, Mesh
+from jaxtune.config.schema import Config, MeshOptions
 from jaxtune.data.reading.files import is_url
 from jaxtune.errors import UserError
 from jaxtune.evaluation.export_difference import loss_difference, merge_difference
@@ -59,7 +59,7 @@ def check_output(output: Path | RemoteFolder, kind: str) -> None:
         except UserError:
             raise
         except Exception as error:  # each file system raises its own types
-            raise UserError(f"--output={output.url} cannot be read: {storage.reason(error)}") from error
+            raise UserError(f"--output={output.url} cannot be read: {storage.error_text(error)}") from error
     elif output.exists():
         entries = {entry.name for entry in output.iterdir()}
         card = (output / CARD).read_bytes() if (output / CARD).is_file() else card
@@ -96,7 +96,7 @@ def run_command(values: flags.FlagValues, _: None) -> None:
 def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: RemoteFolder | None) -> None:
     """Write the export to a local folder, then copy it to the remote one if there is one."""
     config, base = base_of_run(folder, values.plugin)
-    mesh = make_mesh(Mesh(), jax.devices()[: shards(base, config, values.quantize)])
+    mesh = make_mesh(MeshOptions(), jax.devices()[: shards(base, config, values.quantize)])
     run = open_run(folder, mesh, values.step, values.plugin)
     adapter = run.config.lora.enabled
     kinds = values.format or (["hf"] if values.merge or not adapter else ["peft"])

@@ -27,8 +27,8 @@ from jaxtune.config.schema import Dataset
 from jaxtune.data.reading.sources import open_source
 from jaxtune.errors import UserError
 from jaxtune.host.preflight import check_writable
-from jaxtune.inference.answers import Answering, mesh_of, open_model
-from jaxtune.inference.sampling import BOUNDS, Manner
+from jaxtune.inference.answers import AnswerGenerator, mesh_of, open_model
+from jaxtune.inference.sampling import BOUNDS, SamplingOptions
 
 
 def _samples(path: str) -> Iterator[tuple[str, Any]]:
@@ -64,10 +64,12 @@ def run_command(values: flags.FlagValues, _: None) -> None:
         raise UserError("--output needs --input; a --prompt is continued in the terminal")
     if values.output is not None:
         check_writable(Path(values.output).parent, f"--output={values.output}")
-    manner = Manner(**{name: getattr(values, name) for name in BOUNDS}, stop=tuple(values.stop), chat=values.chat)
+    manner = SamplingOptions(
+        **{name: getattr(values, name) for name in BOUNDS}, stop=tuple(values.stop), chat=values.chat
+    )
     mesh, options = mesh_of(values.mesh), (values.adapter, values.step, values.quant, values.plugin)
     opened = open_model(values.model, mesh, *options)
-    answering = Answering(opened, manner)
+    answering = AnswerGenerator(opened, manner)
     if values.input is not None:
         finished = []
         with _open_output(values.output) as file:

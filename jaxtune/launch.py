@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from jaxtune.command import guarded
+from jaxtune.command import run_guarded
 from jaxtune.terminal import REFUSED, STOPPED
 
 POLL_SECONDS = 0.1
@@ -170,4 +170,4 @@ def end(processes: list[subprocess.Popen[bytes]], grace: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_guarded(main))

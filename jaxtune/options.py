@@ -15,10 +15,10 @@ import sys
 import textwrap
 from functools import partial
 
-from jaxtune.command import guarded
+from jaxtune.command import run_guarded
 from jaxtune.config import foreign, keys, yaml_file
-from jaxtune.config.loading import refuse
-from jaxtune.config.option_rules import in_words
+from jaxtune.config.loading import raise_problems
+from jaxtune.config.option_rules import describe_interval
 from jaxtune.config.recipe import read_recipe, recipe_file
 from jaxtune.errors import UserError
 
@@ -28,7 +28,7 @@ WIDTH = 100  # width of lines if the output is not a terminal
 def main(argv: list[str] | None = None) -> int:
     """Print the options; return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: _main(arguments))
+    return run_guarded(lambda: _main(arguments))
 
 
 def find(pattern: str) -> list[keys.Option]:
@@ -80,13 +80,13 @@ def _translate(path: str, dialect: str | None) -> None:
         raise UserError(f"{path}: its options match none of {systems}; --dialect=NAME reads it as one anyway")
     translation = foreign.translate(written, dialect)
     print("\n".join(translation.notes(path)))
-    refuse(path, translation.problems)
-    for line in read_recipe(path, dialect=dialect).resolve().opening_lines[len(translation.notes(path)) :]:
+    raise_problems(path, translation.problems)
+    for line in read_recipe(path, dialect=dialect).resolve().startup_notes[len(translation.notes(path)) :]:
         print(line)
 
 
 def _describe(option: keys.Option, width: int) -> str:
-    limits = ", ".join(filter(None, (option.unit, in_words(option.within))))
+    limits = ", ".join(filter(None, (option.unit, describe_interval(option.within))))
     head = f"{option.key}: {keys.describe(option.annotation)} = {option.default!r}" + (f" ({limits})" if limits else "")
     lines = [head, f"    {option.doc}"]
     if option.when:

@@ -41,7 +41,7 @@ from jaxtune.data import (
 )
 from jaxtune.data.formats.sample_formats import IGNORED_LABEL
 from jaxtune.errors import UserError
-from jaxtune.weights.class_labels import labelled
+from jaxtune.weights.class_labels import resolve_labels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -106,9 +106,9 @@ def _shard(text: str) -> tuple[int, int]:
 
 def run_command(values: flags.FlagValues, config: Config) -> None:
     """Print counts and samples of the data."""
-    config = labelled(config)
+    config = resolve_labels(config)
     assert config.model.path is not None
-    folder = hf.folders(config.model, weights=False).tokenizer
+    folder = hf.find_folders(config.model, weights=False).tokenizer
     tokenizer = hf.load_tokenizer(folder, config.chat.template, config.data.special_tokens)
     console = Console(soft_wrap=True, highlight=False)
     classifier = config.sample_type == "classification"
@@ -139,7 +139,7 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
     for loss in dict.fromkeys(losses):
         console.print(f"warning: {loss}", style="yellow", markup=False)
     notes = (note for documents in (train, *validation.values()) for note in documents.notes)
-    for note in dict.fromkeys((*config.opening_lines, *notes)):
+    for note in dict.fromkeys((*config.startup_notes, *notes)):
         console.print(note, markup=False)
     console.print(f"training: {training.counts}")
     for name, rows in validating.items():

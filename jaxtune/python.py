@@ -22,15 +22,15 @@ from ml_collections import ConfigDict
 
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config import keys
-from jaxtune.config.loading import as_dict, from_text, plain
+from jaxtune.config.loading import as_dict, from_text, to_plain
 from jaxtune.config.recipe import Recipe, read_recipe
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.evaluation.validation import evaluate
 from jaxtune.host import process
 from jaxtune.host.run_folder import RunFolder
-from jaxtune.inference.answers import Answering, mesh_of, open_model
-from jaxtune.inference.sampling import Manner
+from jaxtune.inference.answers import AnswerGenerator, mesh_of, open_model
+from jaxtune.inference.sampling import SamplingOptions
 from jaxtune.monitor import metrics
 from jaxtune.monitor.series import Series, series
 from jaxtune.parallel.layout import RULES
@@ -52,7 +52,7 @@ def config_of(recipe: str | Path | Config | ConfigDict, *, dialect: str | None =
         UserError: There is no such recipe, options are unknown, have wrong types or contradict each other, or an option
             given here has no effect.
     """
-    settings = dict(keys.leaves(plain(sections)))
+    settings = dict(keys.flatten_options(to_plain(sections)))
     if isinstance(recipe, str | Path):
         name, _, argument = recipe.partition(":") if isinstance(recipe, str) else (str(recipe), "", "")
         read = read_recipe(name, argument or None, dialect)
@@ -126,23 +126,23 @@ class Run:
             prompts: A list of prompts, each a text or a list of messages ({"role": ..., "content": ...}); or one text.
             step: The checkpoint; None: the newest good one, or the export if there are no checkpoints.
             mesh: Devices of each axis, such as {"fsdp": 4}; None: one device.
-            **manner: Fields of `jaxtune.inference.sampling.Manner`: max_new_tokens, temperature, top_p, top_k, min_p,
-                repetition_penalty, stop, seed, batch_size, chat.
+            **manner: Fields of `jaxtune.inference.sampling.SamplingOptions`: max_new_tokens, temperature, top_p, top_k,
+                min_p, repetition_penalty, stop, seed, batch_size, chat.
 
         Returns:
             The answer to each prompt.
         """
-        if unknown := sorted(manner.keys() - {field.name for field in dataclasses.fields(Manner)}):
-            known = ", ".join(field.name for field in dataclasses.fields(Manner))
+        if unknown := sorted(manner.keys() - {field.name for field in dataclasses.fields(SamplingOptions)}):
+            known = ", ".join(field.name for field in dataclasses.fields(SamplingOptions))
             raise UserError(f"{unknown[0]}: no such option of generate; its options are step, mesh, {known}")
-        how = Manner(**manner)
+        how = SamplingOptions(**manner)
         listed = [prompts] if isinstance(prompts, str) else prompts
-        samples = [(f"prompts[{i}]", {"prompt": plain(prompt)}) for i, prompt in enumerate(listed)]
-        with mesh_put_back():
+        samples = [(f"prompts[{i}]", {"prompt": to_plain(prompt)}) for i, prompt in enumerate(listed)]
+        with restore_mesh():
             devices = mesh_of([f"{axis}={size}" for axis, size in (mesh or {}).items()])
             name = str(self.folder if self._saved or step is not None else self.model or self.folder)
             plugins = self.config.train.plugins
-            answering = Answering(open_model(name, devices, step=step, plugins=plugins), how)
+            answering = AnswerGenerator(open_model(name, devices, step=step, plugins=plugins), how)
             return [answer.text for answer in answering.each(samples)]
 
     def evaluate(
@@ -177,14 +177,14 @@ class Run:
             raise UserError(f"{given[0]}: has no effect without tasks")
         exported = str(self.model) if not self._saved and step is None and self.model is not None else None
         which = (None, None, exported) if exported else (str(self.folder), step, None)
-        with mesh_put_back():
+        with restore_mesh():
             process.configure(config)
             devices = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
             if not tasks:
                 return evaluate(config, devices, *which)
             from jaxtune.evaluation import lm_evaluation_harness as harness  # seconds to import, of an optional package
 
-            request = harness.Asked((tasks,) if isinstance(tasks, str) else tuple(tasks), **how)
+            request = harness.EvalRequest((tasks,) if isinstance(tasks, str) else tuple(tasks), **how)
             return harness.metrics_of(harness.run_tasks(request, config, devices, *which)[0])
 
     @property
@@ -194,7 +194,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def mesh_put_back() -> Iterator[None]:
+def restore_mesh() -> Iterator[None]:
     """Restore the caller's mesh and sharding rules, which are global, afterwards.
 
     Options in error messages are rewritten as arguments of a call.

@@ -28,34 +28,34 @@ from jaxtune.checkpoint.mirror import Mirror
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.evaluation.evaluator import make_evaluate, metric_names
-from jaxtune.exports.copied_tensors import name_lost
+from jaxtune.exports.copied_tensors import warn_lost_layers
 from jaxtune.exports.write import export
 from jaxtune.host import plugins, process
-from jaxtune.host.lock import locked
+from jaxtune.host.lock import hold_lock
 from jaxtune.host.preflight import check_ready
-from jaxtune.host.run_folder import RunFolder, closing, resume_command, run_folder
+from jaxtune.host.run_folder import RunFolder, final_summary, resume_command, run_folder
 from jaxtune.inference.generation import continue_text
 from jaxtune.models.decoder import Parameters
 from jaxtune.monitor import curve
 from jaxtune.monitor.goodput import Goodput
-from jaxtune.monitor.profiler import asked_by_signal
+from jaxtune.monitor.profiler import trace_on_signal
 from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.python import Run, config_of, mesh_put_back
+from jaxtune.python import Run, config_of, restore_mesh
 from jaxtune.rollout import rollouts
 from jaxtune.rollout.rewards import load_rewards, try_rewards
 from jaxtune.run import loop, mirror_sync, resume
 from jaxtune.run.best import check_metric, is_judged
 from jaxtune.run.tasks import tasks_of
 from jaxtune.run.watch import watching
-from jaxtune.scoring.reference_scores import with_reference
-from jaxtune.scoring.teacher_scores import declare_teacher, with_teacher
+from jaxtune.scoring.reference_scores import add_reference_scores
+from jaxtune.scoring.teacher_scores import add_teacher_columns, declare_teacher
 from jaxtune.terminal import STOPPED
 from jaxtune.training import memory
 from jaxtune.training.assembly import assemble
 from jaxtune.training.state import State
-from jaxtune.weights.class_labels import labelled
+from jaxtune.weights.class_labels import resolve_labels
 from jaxtune.weights.describe import describe_layout, describe_pipeline
 from jaxtune.weights.model import read_base
 from jaxtune.weights.values import check_files, frozen_parameters, read_reference, result_of, start_parameters
@@ -74,19 +74,19 @@ def train(config: Config) -> bool:
         process.configure(config)
     folder = run_folder(config)
     with (
-        process.leaving_after_failure(),
-        locked(folder.path),
+        process.exit_after_failure(),
+        hold_lock(folder.path),
         process.log_to_file(config, folder.path),
-        asked_by_signal(),
-        memory.out_of_memory_is_answered(config),
-        mirror_sync.mirrored(config, folder) as mirror,
+        trace_on_signal(),
+        memory.explain_out_of_memory(config),
+        mirror_sync.mirror_run(config, folder) as mirror,
     ):
         return _train(config, folder, mirror, goodput)
 
 
 def _train(config: Config, folder: RunFolder, mirror: Mirror | None, goodput: Goodput) -> bool:
     check_ready(config, folder)
-    config = labelled(config)
+    config = resolve_labels(config)
     mesh = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
     hub, private = config.export.push_to_hub, config.export.private
     if hub is not None:
@@ -105,7 +105,7 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None, goodput: Go
             log.info(describe_pipeline(model, config))
         check_files(model, config)
         if not config.lora.enabled or config.export.merge or config.lora.merge_interval:
-            name_lost(model, config)
+            warn_lost_layers(model, config)
         memory.check_state(config, program, mesh)
 
     # ---- data: documents, rows, the number of steps ----
@@ -138,23 +138,23 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None, goodput: Go
     log.info("compiling the step")
     with goodput.measure("compile"):
         before = None if saved is None else saved.record.get("remat")
-        program, train_step, record["remat"] = memory.compile_what_fits(config, program, mesh, before)
+        program, train_step, record["remat"] = memory.compile_fitting_step(config, program, mesh, before)
     step_text = train_step.as_text
     evaluate = None
     if isinstance(feed, data.PromptFeed):
         make = rollouts.make_rollouts(config, model, tokenizer, rewards, folder.path)
-        train_step = rollouts.with_rollouts(config, program, make, train_step, folder.path)
+        train_step = rollouts.make_rollout_step(config, program, make, train_step, folder.path)
         if feed.eval_prompts is not None:
             evaluate = rollouts.make_evaluate(config, make, feed.eval_prompts, feed.rows_per_step, goodput.beat)
 
     # ---- values: from the checkpoint, or initial ones ----
     with goodput.measure("reference"):
-        feed = feed.with_rows(partial(with_reference, config, model, mesh))
+        feed = feed.with_rows(partial(add_reference_scores, config, model, mesh))
     with goodput.measure("teacher"):
-        feed = with_teacher(teacher, mesh, feed)
+        feed = add_teacher_columns(teacher, mesh, feed)
     with goodput.measure("weights" if saved is None else "restore"):
         if saved is not None:
-            state, starts, position = resume.restored(saved, program, config.ckpt.load_optimizer)
+            state, starts, position = resume.restore_run(saved, program, config.ckpt.load_optimizer)
             frozen = starts | frozen_parameters(model, config, but={**state.base, **starts})
         else:
             trained, base, frozen = start_parameters(model, config)
@@ -189,7 +189,7 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None, goodput: Go
             evaluate = make_evaluate(config, model, feed.eval_rows, mesh, goodput.beat)
         tasks = tasks_of(config, position, frozen, watch, evaluate, sample, save)
         batches = feed.batches(position.feed, total_steps - position.step)
-        back = partial(resume.rolled_back, checkpoints, program) if config.guard.action == "roll_back" else None
+        back = partial(resume.roll_back, checkpoints, program) if config.guard.action == "roll_back" else None
         state = loop.train(config, train_step, state, frozen, batches, position, rates, tasks, watch, back)
         with goodput.measure("save"):
             checkpoints.wait(final=True)
@@ -229,7 +229,7 @@ def _train(config: Config, folder: RunFolder, mirror: Mirror | None, goodput: Go
     elif config.eval.sample_prompt:
         log.info("no sample: decoding has no stages; see generate below")
     log.info(goodput.report())
-    log.info(closing(config, folder, feed.chat))
+    log.info(final_summary(config, folder, feed.chat))
     if hub is not None:
         process.on_main(lambda: log.info("uploaded: %s", hf.upload(folder.export, hub, private)))
     return True
@@ -253,7 +253,7 @@ class _Callable(types.ModuleType):
             UserError: If the command would print an error.
         """
         config = config_of(recipe, dialect=dialect, **sections)
-        with mesh_put_back():
+        with restore_mesh():
             finished = train(config)
         return Run(run_folder(config).path.absolute(), finished)
 

@@ -23,17 +23,17 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.cost import scratch_said
+from pallas_kernels.cost import read_scratch
 from pallas_kernels.gpus import GPUS, Gpu
 from pallas_kernels.ptx import Kernel, mosaic_kernels, ptxas, triton_kernels
 
-__all__ = ["COLLECTIVES", "Compiled", "Kernel", "Memory", "compile_for", "devices", "memory_of", "unavailable"]
+__all__ = ["COLLECTIVES", "Compiled", "CompiledMemory", "Kernel", "compile_for", "devices", "memory_of", "unavailable"]
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
 
 
 @dataclass(frozen=True)
-class Memory:
+class CompiledMemory:
     """Bytes on each device, and on its host.
 
     On compile-only devices jax keeps an argument's memory kind only if its sharding uses the mesh's abstract mesh.
@@ -68,7 +68,7 @@ class Compiled:
         thunks: XLA's dump of the launches and CUDA graphs, in the order in which they run.
     """
 
-    memory: Memory
+    memory: CompiledMemory
     collectives: dict[str, tuple[int, int]]
     custom_calls: dict[str, int]
     kernels: tuple[Kernel, ...]
@@ -229,10 +229,10 @@ def _without_persistent_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def memory_of(compiled: jax.stages.Compiled) -> Memory:
+def memory_of(compiled: jax.stages.Compiled) -> CompiledMemory:
     """Return the memory of a compiled function on a device: XLA's figures plus the scratch memory of its kernels."""
     stats: Any = compiled.memory_analysis()
-    scratch = scratch_said(compiled.as_text() or "")
+    scratch = read_scratch(compiled.as_text() or "")
     temporaries = stats.temp_size_in_bytes + scratch
     host = (
         stats.host_argument_size_in_bytes
@@ -243,7 +243,7 @@ def memory_of(compiled: jax.stages.Compiled) -> Memory:
     # If some buffers are on the host, XLA's peak counts them too: use the sum of all buffers on the device instead.
     new_outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     total = stats.argument_size_in_bytes + new_outputs + temporaries
-    return Memory(
+    return CompiledMemory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,

@@ -40,7 +40,7 @@ class Case:
         return f"{self.backend} {self.direction} {self.inputs}"
 
 
-def asked(refuses: Callable[[Device, Any], str | None], request: Any) -> Callable[[Device], str | None]:
+def bind_request(refuses: Callable[[Device, Any], str | None], request: Any) -> Callable[[Device], str | None]:
     """Return a `Case.refuses` that calls a backend's `refuses` with this request."""
     return partial(_refuses_request, refuses, request)
 

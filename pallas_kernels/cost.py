@@ -25,18 +25,18 @@ def iterations(most: int) -> AbstractContextManager[object]:
     return jax.named_scope(f"iterations={most}")
 
 
-def flops_said(operation: str) -> float | None:
+def read_flops(operation: str) -> float | None:
     """Read the annotation of `flops` from the name stack of an instruction; None if it has none."""
     return _last(r"flops=([\d.e+]+)", operation)
 
 
-def iterations_said(operation: str) -> int | None:
+def read_iterations(operation: str) -> int | None:
     """Read the annotation of `iterations` from the name stack of a loop; None if it has none."""
     count = _last(r"iterations=(\d+)", operation)
     return None if count is None else int(count)
 
 
-def scratch_said(program: str) -> int:
+def read_scratch(program: str) -> int:
     """Return the largest annotation of `scratch` in a program's text, because kernels run one after another."""
     return max(map(int, re.findall(r"\bscratch=(\d+)", program)), default=0)
 

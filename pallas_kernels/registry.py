@@ -10,7 +10,7 @@ from pallas_kernels.gpus import Capability, Device
 
 logger = logging.getLogger("pallas_kernels")
 
-ANY_CARD = None
+ANY_GPU = None
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Backend:
         name: the value of the op's `backend` argument.
         run: the implementing function, or a module with several.
         refuses: given a device and a request, why the backend cannot run the request on the device, or None if it can.
-        proofs: where the backend's numbers were checked, by compute capability (`ANY_CARD`: interpreted, or plain XLA).
+        proofs: where the backend's numbers were checked, by compute capability (`ANY_GPU`: interpreted, or plain XLA).
             'auto' never chooses a backend on a GPU for which it has no proof.
     """
 
@@ -32,7 +32,7 @@ class Backend:
 
     def proof(self, device: Device) -> str | None:
         """Return where the numbers of this backend were checked for a device."""
-        return self.proofs.get(device.capability, self.proofs.get(ANY_CARD))
+        return self.proofs.get(device.capability, self.proofs.get(ANY_GPU))
 
 
 class CannotRun(ValueError):

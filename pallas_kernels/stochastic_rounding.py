@@ -41,6 +41,6 @@ def to_bfloat16(x: Float32[Array, "*shape"], bits: UInt32[Array, "*shape"]) -> B
     return jax.lax.bitcast_convert_type((carried >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
-def stored(x: Float32[Array, "*shape"], dtype: DTypeLike, bits: UInt32[Array, "*shape"]) -> Array:
+def round_to_dtype(x: Float32[Array, "*shape"], dtype: DTypeLike, bits: UInt32[Array, "*shape"]) -> Array:
     """Convert x to a dtype: bfloat16 is rounded stochastically, other dtypes to nearest."""
     return to_bfloat16(x, bits) if dtype == jnp.bfloat16 else x.astype(dtype)

@@ -11,7 +11,7 @@ import numpy as np
 from tiny import VOCABULARY
 
 from jaxtune.models.decoder import bind
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import hidden_states
 from jaxtune.parallel.layout import by_token
 
@@ -43,10 +43,10 @@ def make_batch(rows: np.ndarray, mesh, lengths: list[int] | None = None) -> dict
     return placed | {"row": row}
 
 
-def logits_of(model, parameters, batch, dtype=jnp.float32) -> jax.Array:
+def compute_logits(model, parameters, batch, dtype=jnp.float32) -> jax.Array:
     """Return logits [B, S, V], computed by the training path."""
     with jax.default_matmul_precision("highest"):
-        decoder, call = bind(model.graph, parameters), Call(dtype)
+        decoder, call = bind(model.graph, parameters), ForwardOptions(dtype)
         hidden, _ = hidden_states(decoder, batch, call)
         head = jax.reshard(decoder.head_weight.astype(dtype), jax.P())
         logits = jnp.einsum("bsd,vd->bsv", hidden, head, out_sharding=by_token())[..., : model.spec.vocabulary]
@@ -54,6 +54,6 @@ def logits_of(model, parameters, batch, dtype=jnp.float32) -> jax.Array:
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def logits(model, parameters, batch, dtype=jnp.float32) -> np.ndarray:
-    """Return `logits_of`, compiled, as a numpy array."""
-    return np.asarray(jax.jit(partial(logits_of, model, dtype=dtype))(parameters, batch).astype(jnp.float32))
+def logits_on_host(model, parameters, batch, dtype=jnp.float32) -> np.ndarray:
+    """Return `compute_logits`, compiled, as a numpy array."""
+    return np.asarray(jax.jit(partial(compute_logits, model, dtype=dtype))(parameters, batch).astype(jnp.float32))

@@ -14,7 +14,7 @@ test_split: test
 fewshot_split: train
 {rest}
 """
-OF_TASKS = {
+TASK_OPTIONS = {
     "tiny_choice": """
 output_type: multiple_choice
 description: "Answer.\n"
@@ -52,13 +52,13 @@ def write_tasks(folder: Path, **texts: str) -> Path:
     """Write a YAML file for each task to `folder` and return it; `texts` adds tasks by name."""
     data = folder / "questions.jsonl"
     data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    for name, rest in (OF_TASKS | texts).items():
+    for name, rest in (TASK_OPTIONS | texts).items():
         text = TASK.format(name=name, data=data, cache=folder / "cache", rest=rest)
         (folder / f"{name}.yaml").write_text(text)
     return folder
 
 
-def without_those_of_the_harness(patch: pytest.MonkeyPatch) -> None:
+def hide_harness_tasks(patch: pytest.MonkeyPatch) -> None:
     """Let commands know only the tasks of --include_path: the harness's own are thousands of files and take seconds."""
     from jaxtune.evaluation import lm_evaluation_harness as harness
 

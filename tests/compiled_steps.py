@@ -110,7 +110,7 @@ def model_config(size: str) -> dict:
     }
 
 
-def compiled_step(
+def compile_recipe_step(
     recipe: str, size: str, remat: str = "none", cards: int = 1, rows: int = 2, gpu: str = "h100", **options: str
 ) -> aot.Compiled:
     """Return the compiled step of configs/<recipe>.py with `rows` rows of 2048 tokens a GPU; compiled once a process.
@@ -137,7 +137,7 @@ def _compiled_step(
     return aot.compile_for(gpu, program.step, *program.arguments, mesh=mesh, **jit)
 
 
-def check_readme(cells: str, memory: aot.Memory) -> None:
+def check_readme(cells: str, memory: aot.CompiledMemory) -> None:
     """Check that README.md has a row that begins with `cells` and ends with a peak in GB within 5% of `memory.peak`."""
     peak = memory.peak / 1e9
     row = f"{cells} {memory.arguments / 1e9:.1f} | {peak:.1f} |"

@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from jaxtune.command import guarded
+from jaxtune.command import run_guarded
 from jaxtune.terminal import REFUSED
 
 SECONDS, BYTES = 30.0, 2**30
@@ -48,7 +48,7 @@ VALUES = st.one_of(
 )
 
 
-def written(text: str) -> bytes:
+def encode_text(text: str) -> bytes:
     """Encode a text as the bytes of a file."""
     return text.replace(json.dumps(_DEEP), _DEEP).replace(_DEEP, "[" * 5000 + "]" * 5000).encode(errors="surrogatepass")
 
@@ -62,7 +62,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 @st.composite
-def values(draw, good: Any, changes: int = 3) -> Any:
+def mutated_values(draw, good: Any, changes: int = 3) -> Any:
     """Draw a JSON value with some parts replaced, removed, added, or exchanged."""
     mutated = copy.deepcopy(good)
     for _ in range(draw(st.integers(1, changes))):
@@ -92,7 +92,7 @@ def values(draw, good: Any, changes: int = 3) -> Any:
 
 
 @st.composite
-def damaged(draw, good: bytes) -> bytes:
+def damaged_bytes(draw, good: bytes) -> bytes:
     """Draw bytes with some changed, cut off, repeated or added."""
     content = bytearray(good)
     for _ in range(draw(st.integers(1, 4))):
@@ -112,7 +112,9 @@ def damaged(draw, good: bytes) -> bytes:
 def json_files(good: Any) -> st.SearchStrategy[bytes]:
     """Draw JSON with other values in it, or, one time in five, damaged bytes."""
     text = json.dumps(good).encode()
-    return st.integers(0, 4).flatmap(lambda n: values(good).map(json.dumps).map(written) if n else damaged(text))
+    return st.integers(0, 4).flatmap(
+        lambda n: mutated_values(good).map(json.dumps).map(encode_text) if n else damaged_bytes(text)
+    )
 
 
 class Outcomes:
@@ -130,7 +132,7 @@ class Outcomes:
         """
         shown, start = io.StringIO(), time.monotonic()
         with _limited(), contextlib.redirect_stderr(shown), contextlib.redirect_stdout(io.StringIO()):
-            code = guarded(lambda: read() and None)
+            code = run_guarded(lambda: read() and None)
         self.slowest = max(self.slowest, seconds := time.monotonic() - start)
         assert seconds < SECONDS
         assert not CANARY.exists(), "code in the input ran"

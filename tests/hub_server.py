@@ -1,7 +1,7 @@
 """A small server that implements the part of the Hugging Face hub's protocol which an upload uses; it keeps the files.
 
 with HubServer() as server:
-    server.is_the_hub(monkeypatch)
+    server.use_as_hub(monkeypatch)
 """
 
 import base64
@@ -69,7 +69,7 @@ class HubServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._http.server_port}"
 
-    def is_the_hub(self, patch: pytest.MonkeyPatch):
+    def use_as_hub(self, patch: pytest.MonkeyPatch):
         """Make huggingface_hub use this server as the hub, with its token in the environment."""
         constants = {"ENDPOINT": self.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
         for name, value in {**constants, "HF_TOKEN_PATH": "/no/token"}.items():

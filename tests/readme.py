@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import answers, conversations, model_folder, run
+from runs import model_folder, run, write_answers, write_conversations
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -31,9 +31,9 @@ def empty_folder(made: pytest.TempPathFactory) -> Iterator[Path]:
     subprocess.run(pip, check=True, timeout=300)
     for name in ("model", "teacher"):
         model_folder(folder / "my" / name, max_position_embeddings=4096)
-    conversations(folder / "chats.jsonl", 200)
-    conversations(folder / "held_out.jsonl", 8)
-    answers(folder / "pairs.jsonl")
+    write_conversations(folder / "chats.jsonl", 200)
+    write_conversations(folder / "held_out.jsonl", 8)
+    write_answers(folder / "pairs.jsonl")
     prompts = ({"prompt": f"say {i}", "answer": str(i)} for i in range(8))
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     (code,) = re.findall(r"^```python\n(def right.*?)^```", README.read_text("utf-8"), re.DOTALL | re.MULTILINE)

@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import jax
-from tiny import model_folder
+from tiny import write_model_folder
 
 from jaxtune.parallel import mesh as meshes
 
@@ -45,7 +45,7 @@ def get_config(arg=None):
 """
 
 
-def conversations(path: Path, count: int = 60) -> Path:
+def write_conversations(path: Path, count: int = 60) -> Path:
     """Write a jsonl of short question-and-answer conversations of different lengths."""
     rng = random.Random(0)
     with path.open("w") as file:
@@ -56,7 +56,7 @@ def conversations(path: Path, count: int = 60) -> Path:
     return path
 
 
-def answers(path: Path, count: int = 60, paired: bool = True) -> Path:
+def write_answers(path: Path, count: int = 60, paired: bool = True) -> Path:
     """Write a jsonl of prompts with a better (colours) and a worse (numbers) answer, or with one labelled answer."""
     rng = random.Random(0)
     words = {"chosen": ["red", "green", "blue"], "rejected": ["one", "two", "three", "four"]}
@@ -73,8 +73,8 @@ def recipe(folder: Path, lora: bool = False) -> Path:
     """Write a recipe file, its model and its data to `folder`."""
     model = folder / "model"
     if not model.exists():
-        model_folder(model)
-        conversations(folder / "chat.jsonl")
+        write_model_folder(model)
+        write_conversations(folder / "chat.jsonl")
     path = folder / ("tiny_lora.py" if lora else "tiny.py")
     fields = {"model": str(model), "data": str(folder / "chat.jsonl"), "output": str(folder / "runs"), "lora": lora}
     path.write_text(RECIPE.format(**fields))
@@ -135,7 +135,7 @@ def call(module: str, *arguments, devices: int = 1, code: int = 0) -> str:
     return printed.getvalue()
 
 
-def until_step(process, folder: Path, step: int) -> None:
+def wait_for_step(process, folder: Path, step: int) -> None:
     """Wait until metrics.jsonl has a row of this step, or the process has ended."""
     deadline = time.monotonic() + 300
     while process.poll() is None and time.monotonic() < deadline:

@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from jaxtune.columns import Column
-from jaxtune.config.schema import Config, Data, Lora, Model, Quant
-from jaxtune.data.formats.units import Documents, Part
+from jaxtune.config.schema import Config, DataOptions, LoraOptions, ModelOptions, QuantOptions
+from jaxtune.data.formats.units import Documents, TokenisedDataset
 from jaxtune.models import families
 from jaxtune.models.parameters import Parameter, declare
 from jaxtune.models.spec import FeedForward, Heads, Layer, ModelSpec, Norm, Rope
@@ -40,13 +40,13 @@ def byte_tokenizer(
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = with_special_tokens(tokenizer, special, bos, eos)
+    fast = add_special_tokens(tokenizer, special, bos, eos)
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
     return fast
 
 
-def with_special_tokens(
+def add_special_tokens(
     tokenizer: Tokenizer, special: Iterable[str], bos: str | None, eos: str | None
 ) -> PreTrainedTokenizerFast:
     """Return the tokenizer with special tokens added; it starts every text with `bos`."""
@@ -71,7 +71,7 @@ def numbered_documents(lengths, weights=None, continuous=True, sizes=None) -> Do
     """Return documents with the tokens 1, 2, 3, ..., unique over all; `sizes`: the number of documents in each unit."""
     offsets = np.cumsum([0, *lengths])
     weights = np.ones(offsets[-1], np.float16) if weights is None else np.concatenate(weights).astype(np.float16)
-    part = Part(
+    part = TokenisedDataset(
         name="numbers",
         key="",
         columns={"tokens": Column("tokens", np.int32), "loss_weight": Column("loss_weight", np.float16)},
@@ -437,7 +437,7 @@ def random_values(declared: Mapping[str, Parameter], seed: int = 0) -> dict[str,
     return {name: jax.device_put(draw(name, parameter), parameter.sharding) for name, parameter in declared.items()}
 
 
-def model_folder(folder: Path, kind: str = "Qwen3", **sizes) -> Path:
+def write_model_folder(folder: Path, kind: str = "Qwen3", **sizes) -> Path:
     """Write a model of random weights with a byte tokenizer, as transformers saves it, but without torch."""
     tokenizer = byte_tokenizer(folder)
     fields = dict(
@@ -470,7 +470,7 @@ def model_folder(folder: Path, kind: str = "Qwen3", **sizes) -> Path:
     return folder
 
 
-def torch_model(name: str, folder: Path, **sizes):
+def save_torch_model(name: str, folder: Path, **sizes):
     """Save a random float32 transformers model to `folder`, with no parameter at its default, and return it.
 
     It is a language model, or a classifier if `num_labels` is given.
@@ -500,8 +500,17 @@ def torch_model(name: str, folder: Path, **sizes):
     return model.eval()
 
 
-def read(folder: Path, mesh, dtype: str = "float32", lora: Lora = Lora(), quant: Quant = Quant(), train=False):
+def read_model(
+    folder: Path,
+    mesh,
+    dtype: str = "float32",
+    lora: LoraOptions = LoraOptions(),
+    quant: QuantOptions = QuantOptions(),
+    train=False,
+):
     """Return a folder's declared model, its values, and the config they were read with; adapters are not read."""
-    config = Config(model=Model(path=str(folder), dtype=dtype), data=Data(seq_len=64), lora=lora, quant=quant)
+    config = Config(
+        model=ModelOptions(path=str(folder), dtype=dtype), data=DataOptions(seq_len=64), lora=lora, quant=quant
+    )
     model = declare_model(read_base(config), config, mesh, train=train)
     return model, read_parameters(model, model.whole), config

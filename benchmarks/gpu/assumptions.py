@@ -43,7 +43,7 @@ STEPS = 3
 
 
 @dataclass(frozen=True)
-class Made:
+class MeasuredProgram:
     """A program to measure.
 
     Attributes:
@@ -71,11 +71,11 @@ def _pairs(case: str, smoke: bool, count: int) -> tuple[list[jax.Array], list[ja
     return _normal(*[(m, k)] * count), _normal(*[(n, k)] * count)
 
 
-def _products(case: str, smoke: bool) -> Made:
-    return Made(lambda xs, ws: [x @ w.T for x, w in zip(xs, ws)], _pairs(case, smoke, 8))
+def _products(case: str, smoke: bool) -> MeasuredProgram:
+    return MeasuredProgram(lambda xs, ws: [x @ w.T for x, w in zip(xs, ws)], _pairs(case, smoke, 8))
 
 
-def _fp8_products(case: str, smoke: bool) -> Made:
+def _fp8_products(case: str, smoke: bool) -> MeasuredProgram:
     def in_fp8(x):
         scale = block_scales(x, (None, None))
         return quantize(x, scale), scale
@@ -85,10 +85,10 @@ def _fp8_products(case: str, smoke: bool) -> Made:
         return [fp8_matmul(x, w, x_scale, w_scale, backend=backend) for (x, x_scale), (w, w_scale) in zip(xs, ws)]
 
     xs, ws = _pairs(case, smoke, 8)
-    return Made(products, ([in_fp8(x) for x in xs], [in_fp8(w) for w in ws]))
+    return MeasuredProgram(products, ([in_fp8(x) for x in xs], [in_fp8(w) for w in ws]))
 
 
-def _passes(case: str, smoke: bool) -> Made:
+def _passes(case: str, smoke: bool) -> MeasuredProgram:
     """Passes over an array, each reading the previous result. All results are kept, so that they reach memory."""
     count, megabytes = map(int, case.removesuffix("MB").split("x"))
 
@@ -99,7 +99,7 @@ def _passes(case: str, smoke: bool) -> Made:
             results.append(x)
         return results
 
-    return Made(passes, (jnp.ones(megabytes * (2 if smoke else 500_000), jnp.bfloat16),))
+    return MeasuredProgram(passes, (jnp.ones(megabytes * (2 if smoke else 500_000), jnp.bfloat16),))
 
 
 def _sines(x: jax.Array, count: int) -> jax.Array:
@@ -109,25 +109,25 @@ def _sines(x: jax.Array, count: int) -> jax.Array:
     return x
 
 
-def _launches(case: str, smoke: bool) -> Made:
-    return Made(partial(_sines, count=_count(case, smoke)), (jnp.ones(1024),), chain=True)
+def _launches(case: str, smoke: bool) -> MeasuredProgram:
+    return MeasuredProgram(partial(_sines, count=_count(case, smoke)), (jnp.ones(1024),), chain=True)
 
 
-def _launches_outside(case: str, smoke: bool) -> Made:
+def _launches_outside(case: str, smoke: bool) -> MeasuredProgram:
     made = _launches(case, smoke)
     return made if smoke else replace(made, options={"xla_gpu_enable_command_buffer": ""})
 
 
-def _graphs(case: str, smoke: bool) -> Made:
+def _graphs(case: str, smoke: bool) -> MeasuredProgram:
     """A loop, launched as one graph an iteration, of five kernels with the counter's: the minimum for a graph."""
 
     def loop(x):
         return jax.lax.scan(lambda x, _: (_sines(x, 4), None), x, None, _count(case, smoke))[0]
 
-    return Made(loop, (jnp.ones(1024),), chain=True)
+    return MeasuredProgram(loop, (jnp.ones(1024),), chain=True)
 
 
-def _waits(case: str, smoke: bool) -> Made:
+def _waits(case: str, smoke: bool) -> MeasuredProgram:
     """A loop with a data-dependent end: the host waits for the value in every iteration."""
     count = _count(case, smoke)
 
@@ -135,17 +135,17 @@ def _waits(case: str, smoke: bool) -> Made:
         with cost.iterations(count):
             return jax.lax.while_loop(lambda x: x[0] < count, lambda x: x + 1, x * 0)
 
-    return Made(loop, (jnp.ones(1024),), chain=True)
+    return MeasuredProgram(loop, (jnp.ones(1024),), chain=True)
 
 
 def _count(case: str, smoke: bool) -> int:
     return int(case) // (64 if smoke else 1)
 
 
-def _attention(kernel: str) -> Callable[[str, bool], Made]:
+def _attention(kernel: str) -> Callable[[str, bool], MeasuredProgram]:
     """Attention over causal rows; a case is rows x length x heads x K/V heads, with head dimension 128."""
 
-    def make(case: str, smoke: bool) -> Made:
+    def make(case: str, smoke: bool) -> MeasuredProgram:
         rows, length, heads, kv_heads = (1, 64, 2, 1) if smoke else map(int, case.split("x"))
         head_dim = 16 if smoke else 128
         shapes = [(rows, length, count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
@@ -154,7 +154,7 @@ def _attention(kernel: str) -> Callable[[str, bool], Made]:
         seen = intervals(MaskSpec(True), rows, length, length)
         forward = partial(triton.forward, sinks=None, variant=variant, interpret=smoke)
         if kernel == "flash_attention_forward":
-            return Made(forward, (q, k, v, *seen))
+            return MeasuredProgram(forward, (q, k, v, *seen))
         out, lse = jax.jit(forward)(q, k, v, *seen)
         delta = jnp.einsum("bshd,bshd->bhs", out, d_out, preferred_element_type=jnp.float32)
 
@@ -162,7 +162,7 @@ def _attention(kernel: str) -> Callable[[str, bool], Made]:
             dq, dk, dv = triton.backward(*arrays, variant=variant, interpret=smoke)
             return dq if kernel == "flash_attention_dq" else (dk, dv)  # XLA removes the unused kernel
 
-        return Made(backward, (q, k, v, *seen, lse, delta, d_out))
+        return MeasuredProgram(backward, (q, k, v, *seen, lse, delta, d_out))
 
     return make
 
@@ -170,7 +170,7 @@ def _attention(kernel: str) -> Callable[[str, bool], Made]:
 ROWS_OF_ATTENTION = ("2x2048x32x8", "1x8192x32x8")
 # For each rate, the most important first: the function that makes its programs, and their cases. Products are
 # m x n x k, with 4096 tokens and the layers of Qwen3-8B.
-PROGRAMS: dict[str, tuple[Callable[[str, bool], Made], tuple[str, ...]]] = {
+PROGRAMS: dict[str, tuple[Callable[[str, bool], MeasuredProgram], tuple[str, ...]]] = {
     "sustained": (_products, ("4096x4096x4096", "4096x12288x4096", "4096x4096x12288", "4096x1024x4096")),
     "narrow": (_products, ("4096x16x4096", "4096x4096x16", "16x4096x4096")),
     "bandwidth": (_passes, ("1x1000MB",)),
@@ -267,7 +267,7 @@ def measure(contender: str, case: str, smoke: bool, rows: dict[str, Row] | None 
     return row | {"value": value}
 
 
-def _runs(compiled: jax.stages.Compiled, made: Made) -> Callable[[], Any]:
+def _runs(compiled: jax.stages.Compiled, made: MeasuredProgram) -> Callable[[], Any]:
     if not made.chain:
         return lambda: compiled(*made.arguments)
     held = made.arguments[0]

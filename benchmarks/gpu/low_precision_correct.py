@@ -16,16 +16,16 @@ from gpu.workers import Job, Piece, Row
 from jaxtune.host.process import compiler_options
 from jaxtune.parallel.layout import by_token
 from jaxtune.precision import nvfp4
-from jaxtune.precision.fp8 import Fp8Numbers
+from jaxtune.precision.fp8 import Fp8Matmul
 from jaxtune.precision.matmul import LowPrecision
-from jaxtune.precision.nvfp4 import Nvfp4Numbers
+from jaxtune.precision.nvfp4 import Nvfp4Matmul
 from pallas_kernels.gpus import current_device
 
 NUMBERS = {
-    "fp8": Fp8Numbers(hadamard=False, online=False),
-    "fp8-hadamard": Fp8Numbers(hadamard=True, online=False),
+    "fp8": Fp8Matmul(hadamard=False, online=False),
+    "fp8-hadamard": Fp8Matmul(hadamard=True, online=False),
     # Gradients are rounded to nearest, so that both devices round alike.
-    "nvfp4": Nvfp4Numbers(stochastic_rounding=False, hadamard=True, four_over_six=True),
+    "nvfp4": Nvfp4Matmul(stochastic_rounding=False, hadamard=True, four_over_six=True),
 }
 # Errors that rounding to low precision may cause in y, dx, dW, as in the unit test.
 ROUNDING = {"fp8": (0.05, 0.08, 0.08), "fp8-hadamard": (0.05, 0.08, 0.08), "nvfp4": (0.25, 0.25, 0.25)}
@@ -83,7 +83,7 @@ def products(name: str, smoke: bool) -> Row:
         return jax.jit(all_three, compiler_options=compiler_options())(*given)
 
     on_gpu = run()
-    row: Row = {"native": isinstance(NUMBERS[name], Nvfp4Numbers) and nvfp4.native(current_device())}
+    row: Row = {"native": isinstance(NUMBERS[name], Nvfp4Matmul) and nvfp4.native(current_device())}
     with jax.set_mesh(models.one_device_mesh(jax.devices("cpu")[0])):
         on_cpu = run()
     x, weight, dy = (array.astype(np.float64) for array in (x, weight, dy))

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from gpu.qwen3 import ALPHA, RANK
-from jaxtune.config.schema import Config, Lora, Memory, Model, Optim, Precision, Quant
+from jaxtune.config.schema import (
+    Config,
+    LoraOptions,
+    MemoryOptions,
+    ModelOptions,
+    OptimOptions,
+    PrecisionOptions,
+    QuantOptions,
+)
 from jaxtune.models import families
 from jaxtune.models.parameters import Parameter, randomize
 from jaxtune.models.score import Batch
@@ -32,8 +40,8 @@ def training(
     remat: Any = "none",
     lora: bool = True,
     quant: Any = None,
-    precision: Precision = Precision(),
-    optim: Optim = Optim(learning_rate=RATE),
+    precision: PrecisionOptions = PrecisionOptions(),
+    optim: OptimOptions = OptimOptions(learning_rate=RATE),
 ) -> Program:
     """Assemble the program for a config.json on the current mesh.
 
@@ -45,11 +53,11 @@ def training(
         precision, optim: sections of the config, as in a recipe.
     """
     options = Config(
-        model=Model(dtype=RECIPES[precision.recipe].dtype.name),
+        model=ModelOptions(dtype=RECIPES[precision.recipe].dtype.name),
         optim=optim,
-        lora=Lora(enabled=lora, rank=RANK, alpha=ALPHA),
-        quant=Quant(format=quant),
-        memory=Memory(remat),
+        lora=LoraOptions(enabled=lora, rank=RANK, alpha=ALPHA),
+        quant=QuantOptions(format=quant),
+        memory=MemoryOptions(remat),
         precision=precision,
     )
     base = Base(families.read_spec({"model_type": "qwen3"} | config))

@@ -63,7 +63,7 @@ def piece(smoke: bool) -> Piece:
     )
     title = "a training step by precision recipe and by optimizer"
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
-    return Piece("precision_step", title, jobs, columns, 0.05, 150, environment, fresh=True, conclude=compared)
+    return Piece("precision_step", title, jobs, columns, 0.05, 150, environment, fresh=True, conclude=compare_recipes)
 
 
 def measure(contender: str, size: str, smoke: bool, accumulation: int = 1) -> Row:
@@ -92,7 +92,7 @@ def measure(contender: str, size: str, smoke: bool, accumulation: int = 1) -> Ro
     return row
 
 
-def compared(rows: dict[str, Row]) -> dict[str, Any]:
+def compare_recipes(rows: dict[str, Row]) -> dict[str, Any]:
     """Return FP8's tokens/s over bfloat16's, and NorMuon's step time over AdamW's."""
     ratios = {}
     for name, row in rows.items():

@@ -11,7 +11,7 @@ import jax
 from gpu.workers import Row
 from jaxtune.host.process import compiler_options
 from jaxtune.plan.calibration import scenarios
-from jaxtune.plan.launches import Program, executed, read_program
+from jaxtune.plan.launches import LaunchedProgram, count_executed, read_program
 from jaxtune.plan.prediction import xla_options
 from jaxtune.plan.rates import Rates, step_ms
 from pallas_kernels.aot import dumped_thunks
@@ -19,7 +19,7 @@ from pallas_kernels.gpus import GPUS
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadProgram:
     """A compiled program as read by the time model.
 
     Attributes:
@@ -29,7 +29,7 @@ class Read:
     """
 
     gpu: str
-    program: Program
+    program: LaunchedProgram
     executed: dict[str, int]
 
     def seconds(self, rates: Rates) -> float:
@@ -47,7 +47,7 @@ def known_gpu() -> str | None:
 
 def compile_and_read(
     function: Callable[..., Any], *arguments: Any, options: Mapping[str, Any] = {}, **jit_options: Any
-) -> tuple[jax.stages.Compiled, Read | None]:
+) -> tuple[jax.stages.Compiled, ReadProgram | None]:
     """Compile `function` with a run's compiler options and further `options`, and read it if the GPU is known."""
     gpu = known_gpu()
     estimates = xla_options(gpu) if gpu and jax.devices()[0].platform == "gpu" else {}
@@ -59,10 +59,10 @@ def compile_and_read(
     if gpu is None:
         return compiled, None
     program = read_program(compiled.as_text() or "")
-    return compiled, Read(gpu, program, executed(thunks, program.trips))
+    return compiled, ReadProgram(gpu, program, count_executed(thunks, program.trips))
 
 
-def beside(read: Read, seconds: float, measured: Mapping[str, float] = {}) -> Row:
+def compare_prediction(read: ReadProgram, seconds: float, measured: Mapping[str, float] = {}) -> Row:
     """Return the microseconds predicted with assumed and, if given, `measured` rates, and the errors in percent."""
     row: Row = {}
     for prefix, values in (("", {}), ("calibrated_", measured)):

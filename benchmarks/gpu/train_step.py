@@ -91,7 +91,7 @@ def row(config: dict, shape: tuple[int, int, int], seconds: list[float], device:
     return result
 
 
-def timed(step, steps: int) -> list[float]:
+def time_steps(step, steps: int) -> list[float]:
     """Time blocking steps, after two that compile and warm up; return the seconds of each."""
     for _ in range(2):
         step()
@@ -152,7 +152,7 @@ def measure_step(
         state, metrics = step(state, frozen, data, rate)
         losses.append(metrics["loss"].item())
 
-    seconds = timed(one, steps)
+    seconds = time_steps(one, steps)
     stats = device.memory_stats() or {}
     result = row(config, shape, seconds, device.device_kind, options.get("lora", True))
     predicted = beside(read, result["seconds"], measured) if read else {}

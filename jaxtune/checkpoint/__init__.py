@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from jaxtune.checkpoint.fingerprint import fingerprint, verify_fingerprint
 
 if TYPE_CHECKING:
-    from jaxtune.checkpoint.manager import CheckpointManager, Restored
+    from jaxtune.checkpoint.manager import CheckpointManager, RestoredCheckpoint
 
-__all__ = ["CheckpointManager", "Restored", "fingerprint", "verify_fingerprint"]
+__all__ = ["CheckpointManager", "RestoredCheckpoint", "fingerprint", "verify_fingerprint"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ def is_checkpoint(folder: Path, step: int) -> bool:
     return (folder / str(step) / manifest.MANIFEST).is_file()
 
 
-def newest_good(folder: Path, step: int | None, only: Iterable[str] | None) -> int | None:
+def find_newest_good(folder: Path, step: int | None, only: Iterable[str] | None) -> int | None:
     """Return the newest step whose files agree with its manifest, or `step` if given; None if the folder has none.
 
     `only` limits the check to the files that it names. Each damaged or unfinished checkpoint that is skipped is logged
@@ -42,7 +42,7 @@ def newest_good(folder: Path, step: int | None, only: Iterable[str] | None) -> i
         if not problems:
             return candidate
         if not is_checkpoint(folder, candidate):  # a run that saves newer ones has just removed it
-            return newest_good(folder, step, only)
+            return find_newest_good(folder, step, only)
         more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
         damage = f"checkpoint {candidate} in {folder} is damaged: {problems[0]}{more}"
         if step is not None:

@@ -33,7 +33,7 @@ FORMAT = 2  # format of HOST_FILE; format 1 had only the content of "host", with
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredCheckpoint:
     """A restored checkpoint.
 
     Attributes:
@@ -138,7 +138,7 @@ class CheckpointManager:
         step: int | None = None,
         part: bool = False,
         grouping: Grouping | None = None,
-    ) -> Restored | None:
+    ) -> RestoredCheckpoint | None:
         """Restore the newest good checkpoint, or `step`; return None if the folder has no checkpoint.
 
         Every file is verified. A damaged newest checkpoint is skipped with a warning. If a run removes the checkpoint
@@ -167,7 +167,7 @@ class CheckpointManager:
                 # Storage may return zeros for files that have been removed.
                 if not self._is_removed(chosen):
                     self._verified = {chosen}
-                    return Restored(chosen, state, host)
+                    return RestoredCheckpoint(chosen, state, host)
             logger.warning("checkpoint %d was removed while it was read, by a run that saves newer ones", chosen)
         return None
 
@@ -213,7 +213,7 @@ class CheckpointManager:
         choice, failure = nothing, None
         if jax.process_index() == 0:
             try:
-                good = checkpoint_folder.newest_good(self._folder, step, only)
+                good = checkpoint_folder.find_newest_good(self._folder, step, only)
                 choice = nothing if good is None else good
             except UserError as error:
                 choice, failure = failed, error

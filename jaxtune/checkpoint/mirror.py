@@ -18,7 +18,7 @@ from pathlib import Path
 from jaxtune.checkpoint import folder as checkpoint_folder
 from jaxtune.checkpoint import manifest
 from jaxtune.checkpoint.manifest import MANIFEST
-from jaxtune.checkpoint.storage import RemoteFolder, reason
+from jaxtune.checkpoint.storage import RemoteFolder, error_text
 from jaxtune.errors import UserError
 
 logger = logging.getLogger("jaxtune")
@@ -81,7 +81,7 @@ class Mirror:
                     self._fetch_record(name)
             except Exception as error:  # each file system raises types of its own
                 raise UserError(
-                    f"checkpoint {candidate} cannot be read from {self.remote.url}: {reason(error)}"
+                    f"checkpoint {candidate} cannot be read from {self.remote.url}: {error_text(error)}"
                 ) from error
             if not problems:
                 return candidate
@@ -97,7 +97,7 @@ class Mirror:
             for step in self._remote_steps():
                 self._remove(step)
         except Exception as error:
-            raise UserError(f"checkpoints in {self.remote.url} cannot be removed: {reason(error)}") from error
+            raise UserError(f"checkpoints in {self.remote.url} cannot be removed: {error_text(error)}") from error
 
     @property
     def _checkpoints(self) -> Path:
@@ -125,14 +125,14 @@ class Mirror:
                     self._copy(step, whole=remote.get(step, False))
                 except Exception as error:
                     if (self._checkpoints / str(step) / MANIFEST).exists():  # else a newer one has replaced it
-                        failures.append(f"checkpoint {step} was not copied to {self.remote.url}: {reason(error)}")
+                        failures.append(f"checkpoint {step} was not copied to {self.remote.url}: {error_text(error)}")
             local = checkpoint_folder.steps(self._checkpoints)
             for step in remote.keys() - local if local and not failures else ():
                 if remote[step] and step > local[-1]:
                     logger.warning("checkpoint %d is removed from %s: the run is before it", step, self.remote.url)
                 self._remove(step)
         except Exception as error:  # file systems raise their own types; a failure here must not end the training
-            failures.append(f"{self.remote.url} is not up to date: {reason(error)}")
+            failures.append(f"{self.remote.url} is not up to date: {error_text(error)}")
         self._failure = "; ".join(failures) or None
         if failures:
             logger.warning("%s; the next save tries again", self._failure)

@@ -21,7 +21,7 @@ Grouping = Mapping[str, tuple[str, tuple[int, ...]]]
 Leaves = dict[str, Any]  # arrays, or their shapes and dtypes, by path: see `structure.leaves_by_name`
 
 
-class Piece(NamedTuple):
+class LayerPiece(NamedTuple):
     """One layer of a leaf; or the whole leaf, if it has no layers or is a scalar shared by all layers.
 
     Attributes:
@@ -39,12 +39,12 @@ class Piece(NamedTuple):
     dtype: np.dtype
 
 
-def pieces(leaves: Leaves, grouping: Grouping) -> dict[str, Piece]:
+def pieces(leaves: Leaves, grouping: Grouping) -> dict[str, LayerPiece]:
     """Return the pieces of all leaves by readable names, for example 'trained/mlp.down.weight of layer 7'.
 
     Raises ValueError if a leaf of a stack neither has its layers along the leading axis nor is a scalar.
     """
-    result: dict[str, Piece] = {}
+    result: dict[str, LayerPiece] = {}
     for leaf, array in leaves.items():
         path = leaf.split("/")
         local, layers = next((grouping[part] for part in path if part in grouping), ("", ()))
@@ -52,7 +52,7 @@ def pieces(leaves: Leaves, grouping: Grouping) -> dict[str, Piece]:
         shape, dtype = tuple(array.shape), np.dtype(array.dtype)
         if layers and shape and shape[0] != len(layers):
             raise ValueError(f"{leaf} {shape} does not have the {len(layers)} layers of its stack along its first axis")
-        whole = Piece(family, leaf, None, shape, dtype)
+        whole = LayerPiece(family, leaf, None, shape, dtype)
         of_layer = {
             f"{family} of layer {layer}": whole._replace(index=index, shape=(1, *shape[1:])) if shape else whole
             for index, layer in enumerate(layers)
@@ -68,8 +68,8 @@ def load(
     read: Callable[[Leaves], Leaves],
     saved: Leaves,
     wanted: Leaves,
-    saved_pieces: dict[str, Piece],
-    wanted_pieces: dict[str, Piece],
+    saved_pieces: dict[str, LayerPiece],
+    wanted_pieces: dict[str, LayerPiece],
 ) -> Leaves:
     """Load the leaves of `wanted`, regrouping layers where the saved stacks differ.
 
@@ -91,7 +91,7 @@ def load(
         for name, piece in wanted_pieces.items()
         if saved_pieces[name] != piece or saved[piece.leaf].shape != wanted[piece.leaf].shape
     }
-    made_of: dict[str, dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+    made_of: dict[str, dict[str, list[LayerPiece]]] = defaultdict(lambda: defaultdict(list))
     for name, piece in wanted_pieces.items():
         if piece.leaf in moved:
             made_of[piece.family][piece.leaf].append(saved_pieces[name])
@@ -108,14 +108,14 @@ def load(
     return arrays
 
 
-def _source_sharding(part: Piece, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+def _source_sharding(part: LayerPiece, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
     """A wanted leaf's sharding, but in device memory and with unsharded layers, so that layers can be cut out."""
     if part.index is None or not isinstance(sharding, jax.NamedSharding):
         return sharding
     return jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec[1:]))
 
 
-def _join(sources: Leaves, leaves: dict[str, list[Piece]], shardings: dict[str, jax.sharding.Sharding]) -> Leaves:
+def _join(sources: Leaves, leaves: dict[str, list[LayerPiece]], shardings: dict[str, jax.sharding.Sharding]) -> Leaves:
     """Join each leaf from its pieces of saved leaves. Raises UserError like `load`."""
     for parts in leaves.values():
         if parts[0].index is None and len({np.asarray(sources[part.leaf]).tobytes() for part in parts}) > 1:
@@ -125,11 +125,11 @@ def _join(sources: Leaves, leaves: dict[str, list[Piece]], shardings: dict[str, 
             )
 
     def join(sources: Leaves) -> Leaves:
-        def cut(part: Piece) -> jax.Array:
+        def cut(part: LayerPiece) -> jax.Array:
             leaf, index = sources[part.leaf], part.index
             return leaf if index is None else jax.lax.slice_in_dim(leaf, index, index + 1)
 
-        def one(parts: list[Piece]) -> jax.Array:
+        def one(parts: list[LayerPiece]) -> jax.Array:
             return cut(parts[0]) if parts[0].index is None else jnp.concatenate([cut(part) for part in parts])
 
         return {leaf: one(parts) for leaf, parts in leaves.items()}

@@ -115,7 +115,7 @@ def open_folder(url: str, said: str) -> RemoteFolder:
         install = f"; pip install 'jaxtune[{extra}]'" if extra else ""
         raise UserError(f"{said}={url}: {error}{install}") from error
     except Exception as error:  # each file system raises types of its own
-        raise UserError(f"{said}={url}: nothing can be written there: {reason(error)}") from error
+        raise UserError(f"{said}={url}: nothing can be written there: {error_text(error)}") from error
     return folder
 
 
@@ -158,7 +158,7 @@ def upload(folder: Path, remote: RemoteFolder, last: str, mark: str) -> None:
     except UserError:
         raise
     except Exception as error:  # each file system raises types of its own
-        raise UserError(f"{remote.url}: the copy is incomplete: {reason(error)}") from error
+        raise UserError(f"{remote.url}: the copy is incomplete: {error_text(error)}") from error
 
 
 def check_unused(remote: RemoteFolder, mark: str) -> None:
@@ -193,6 +193,6 @@ def _runs(process: int) -> bool:
     return True
 
 
-def reason(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Return an error's message in one line, or its type if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -7,17 +7,21 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtune.config.option_rules import Problem, broken
-from jaxtune.config.schema import TRAINED, WEIGHTED, Chat, Config
+from jaxtune.config.option_rules import Problem, find_broken_rules
+from jaxtune.config.schema import MESSAGE_SELECTIONS, TEXT_WEIGHTINGS, ChatOptions, Config
 from jaxtune.config.schemes import ANY_SIZE, BLOCK_SIZES
 
-WHOLE_EXPERTS = ("adafactor", "muon", "normuon")  # optimizers that process a stack of experts one matrix at a time
+PER_MATRIX_OPTIMIZERS = (
+    "adafactor",
+    "muon",
+    "normuon",
+)  # optimizers that process a stack of experts one matrix at a time
 
 
 def check(config: Config) -> list[Problem]:
     """Return every problem of a config whose types are correct."""
     parts = (
-        broken,
+        find_broken_rules,
         _data,
         _task,
         _classification,
@@ -216,8 +220,9 @@ def _classification(config: Config) -> Iterator[Problem]:
 
 def _chat(config: Config) -> Iterator[Problem]:
     first, *more = config.chat.loss_scale.split("+")
-    if first not in (*TRAINED, *WEIGHTED) or not set(more) <= set(WEIGHTED):
-        reason = f"must be one of {', '.join(TRAINED)}, {', '.join(WEIGHTED)}, or a sum such as last_round+hermes"
+    if first not in (*MESSAGE_SELECTIONS, *TEXT_WEIGHTINGS) or not set(more) <= set(TEXT_WEIGHTINGS):
+        words = ", ".join((*MESSAGE_SELECTIONS, *TEXT_WEIGHTINGS))
+        reason = f"must be one of {words}, or a sum such as last_round+hermes"
         yield _problem(config, "chat.loss_scale", reason)
     if not config.chat.roles:
         yield _problem(config, "chat.roles", "is empty, so nothing would be trained")
@@ -225,7 +230,7 @@ def _chat(config: Config) -> Iterator[Problem]:
     of_generation = ("template", "response_prefix")
     rendered = ("auto", "conversation", "instruction", "preference", "unpaired_preference")
     if not any(entry.type in rendered and not entry.prompt_format for entry in entries):
-        for field in dataclasses.fields(Chat):
+        for field in dataclasses.fields(ChatOptions):
             if getattr(config.chat, field.name) != field.default and field.name not in of_generation:
                 reason = "has no effect: no entry of data.datasets uses a chat template"
                 yield _problem(config, f"chat.{field.name}", reason, "data.datasets", moot=True)
@@ -369,7 +374,7 @@ def _mesh(config: Config) -> Iterator[Problem]:
     for axis, size in axes.items():
         if size < 1 and size != -1:
             yield _problem(config, f"mesh.{axis}", "must be at least 1, or -1 for the remaining devices")
-    if config.mesh.expert != 1 and config.optim.name in WHOLE_EXPERTS:
+    if config.mesh.expert != 1 and config.optim.name in PER_MATRIX_OPTIMIZERS:
         reason = f"not available with optim.name = {config.optim.name!r} yet; shard experts with mesh.fsdp"
         yield _problem(config, "mesh.expert", reason, "optim.name")
     rest = [f"mesh.{axis}" for axis, size in axes.items() if size == -1]

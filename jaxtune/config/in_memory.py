@@ -74,7 +74,7 @@ def add(value: Any) -> str:
     return name
 
 
-def refuse_alike(names: Iterable[Any]) -> None:
+def refuse_ambiguous(names: Iterable[Any]) -> None:
     """Raise UserError if two entries of a config have the same name but were different IterableDatasets."""
     for name, count in Counter(name for name in names if isinstance(name, str)).items():
         if count > 1 and name.startswith(_ITERABLE) and name in _GIVEN and len(_GIVEN[name].objects) > 1:
@@ -103,7 +103,7 @@ def identity(name: str, streaming: bool) -> str:
     return f"{name} {_GIVEN[name].token if name in _GIVEN else uuid.uuid4().hex}"
 
 
-def says(name: str) -> str | None:
+def stream_note(name: str) -> str | None:
     """Return a note for streaming this dataset; None if its name covers every sample."""
     if not name.startswith(_ITERABLE):
         return None

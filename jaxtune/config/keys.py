@@ -191,12 +191,12 @@ def options() -> dict[str, Option]:
 
 def lookup(key: str) -> Option | None:
     """Return the option for a key as a user writes it, with indices (`data.datasets[1].path`), or None."""
-    return options().get(general(key))
+    return options().get(generalize_key(key))
 
 
-def nearest(key: str) -> Option | None:
+def nearest_option(key: str) -> Option | None:
     """Return the option most similar to an unknown key, with the index of `key`; None if none is similar."""
-    best, index = _nearest(general(key)), re.search(r"\[\d+\]", key)
+    best, index = _nearest(generalize_key(key)), re.search(r"\[\d+\]", key)
     if best is None:
         return None
     return dataclasses.replace(options()[best], key=best.replace("[i]", index[0]) if index else best)
@@ -225,9 +225,9 @@ def is_like_one_of_an_entry(name: str) -> bool:
 
 def no_such_option(key: str) -> str:
     """Return an error text about an unknown key, with the nearest option."""
-    if members := [member for member in options() if member.startswith(f"{general(key)}.")]:
+    if members := [member for member in options() if member.startswith(f"{generalize_key(key)}.")]:
         return f"a section, not an option; its options: {', '.join(members)}"
-    option = nearest(key)
+    option = nearest_option(key)
     if option is None:
         return "no such option; python -m jaxtune.options lists them"
     return f"no such option; nearest: {option.key}: {describe(option.annotation)} ({option.doc})"
@@ -237,7 +237,7 @@ def nearest_value(key: str, value: Any, annotation: Any) -> str | None:
     """Return the allowed value most similar to a wrong one, in meaning or spelling; None if none is similar."""
     if not isinstance(value, str):
         return None
-    if meant := VALUES.get(general(key), {}).get(value.lower()):
+    if meant := VALUES.get(generalize_key(key), {}).get(value.lower()):
         return meant
     members = (annotation, *typing.get_args(annotation))
     allowed = [word for member in members if typing.get_origin(member) is Literal for word in typing.get_args(member)]
@@ -252,12 +252,12 @@ def entry_type(annotation: Any) -> Any | None:
     return arguments[0] if arguments and dataclasses.is_dataclass(arguments[0]) else None
 
 
-def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_options(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (key, value) of nested options; a key may also be written with dots."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and lookup(key) is None:
-            yield from leaves(value, f"{key}.")
+            yield from flatten_options(value, f"{key}.")
         elif value is not None or not is_section(key):  # an empty section sets nothing
             yield key, value
 
@@ -285,7 +285,7 @@ def describe(annotation: Any) -> str:
     return "None" if annotation is types.NoneType else annotation.__name__
 
 
-def names(expression: str) -> list[str]:
+def names_in_expression(expression: str) -> list[str]:
     """Return the options that an expression reads, as dotted names."""
     nodes = ast.walk(ast.parse(expression, mode="eval"))
     read = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)]
@@ -308,7 +308,7 @@ def _options_of(section: Any, prefix: str, outer: tuple[str, ...] = ()) -> list[
         if section is Dataset and types:
             conditions = (f"type in ({', '.join([repr('auto'), *types])})", *conditions)
         # A section's condition may read one of its own options, such as lora.enabled, which it must not disable.
-        when = tuple(condition for condition in conditions if key not in names(condition))
+        when = tuple(condition for condition in conditions if key not in names_in_expression(condition))
         unit, doc, within = (field.metadata[name] for name in ("unit", "doc", "within"))
         result.append(Option(key, annotation, field.default, unit, doc, within, when))
         if entry := entry_type(annotation):
@@ -316,7 +316,7 @@ def _options_of(section: Any, prefix: str, outer: tuple[str, ...] = ()) -> list[
     return result
 
 
-def general(key: str) -> str:
+def generalize_key(key: str) -> str:
     """Replace each index in a key with [i]."""
     return re.sub(r"\[\d+\]", "[i]", key)
 

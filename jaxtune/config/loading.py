@@ -17,10 +17,10 @@ from ml_collections import ConfigDict
 from jaxtune.config import checks, in_memory, keys, option_rules, recommended
 from jaxtune.config.inheritance import RecipeConfig, inherited_keys
 from jaxtune.config.option_rules import Problem
-from jaxtune.config.schema import Config, Dataset, Said
+from jaxtune.config.schema import Config, Dataset, Provenance
 from jaxtune.errors import UserError, hide_secrets
 
-NOT_OPTIONS = ("said", "notes")  # fields of Config
+NON_OPTION_FIELDS = ("said", "notes")  # fields of Config
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _SHOWN_ENTRIES = 3  # list entries for which an error repeats the same problem
 # Pairs of options for the same thing. If both are set, the second takes effect, unless it is only inherited: then a
@@ -126,7 +126,7 @@ def resolve(
     of_samples, moot = list(_of_other_samples(values, nearness, names)), list(_displaced(values, nearness))
     # Recommendations come before the final check, so that they are checked like any other value.
     if (unresolved := _build(Config, values, "", [])).train.recommend:
-        recipe_values = () if source == "translation" else option_rules.changed(unresolved)
+        recipe_values = () if source == "translation" else option_rules.non_default_options(unresolved)
         better, lines = recommended.recommend(unresolved, {*typed, *stated, *recipe_values}, count)
         for key, value in better.items():
             set_value(values, key, value)
@@ -150,11 +150,11 @@ def resolve(
             assert option is not None
             set_value(values, problem.keys[0], option.default)
         moot += without_effect
-    refuse(recipe, problems + conflicts)
-    in_memory.refuse_alike(entry.path for entry in (*resolved.data.datasets, *resolved.data.eval_datasets))
-    set_keys = {*typed, *stated, *option_rules.changed(resolved)}
+    raise_problems(recipe, problems + conflicts)
+    in_memory.refuse_ambiguous(entry.path for entry in (*resolved.data.datasets, *resolved.data.eval_datasets))
+    set_keys = {*typed, *stated, *option_rules.non_default_options(resolved)}
     said = [
-        Said(key, by if key in typed else source)
+        Provenance(key, by if key in typed else source)
         for key, _, _ in option_rules.every_option(resolved)
         if key in set_keys
     ]
@@ -162,9 +162,11 @@ def resolve(
     tells_all = given is None or source == "recipe"
     if reported := {key: value for key, value in of_samples if tells_all or key in stated}:
         listed = ", ".join(f"{key} = {value!r}" for key, value in reported.items())
-        said.append(Said(next(iter(reported)), source, f"{source}: {listed}: describes the dataset that was replaced"))
+        said.append(
+            Provenance(next(iter(reported)), source, f"{source}: {listed}: describes the dataset that was replaced")
+        )
     reported = [problem for problem in moot if tells_all or problem.keys[0] in stated]
-    said += [Said(problem.keys[0], source, f"{source}: {problem.text}") for problem in reported]
+    said += [Provenance(problem.keys[0], source, f"{source}: {problem.text}") for problem in reported]
     return dataclasses.replace(resolved, said=tuple(said), notes=notes)
 
 
@@ -208,7 +210,7 @@ def _get(values: dict[str, Any], key: str) -> Any:
 
 def as_dict(config: Config) -> dict[str, Any]:
     """Return the options as nested dicts."""
-    return {name: value for name, value in dataclasses.asdict(config).items() if name not in NOT_OPTIONS}
+    return {name: value for name, value in dataclasses.asdict(config).items() if name not in NON_OPTION_FIELDS}
 
 
 def to_json(config: Config) -> str:
@@ -240,11 +242,11 @@ def from_json(text: str | bytes, source: str = "saved config") -> Config:
             set_value(values, new, values[section].pop(name))
     problems: list[Problem] = []
     config = _build(Config, values, "", problems)
-    refuse(source, problems)
+    raise_problems(source, problems)
     return config
 
 
-def refuse(source: str, problems: list[Problem]) -> None:
+def raise_problems(source: str, problems: list[Problem]) -> None:
     """Raise UserError with all problems of a file, if there are any."""
     if len(problems) == 1:
         raise UserError(f"{source}: {problems[0].text}")
@@ -256,7 +258,7 @@ def _lines(problems: list[Problem]) -> Iterator[str]:
     """Yield the texts of problems; if many list entries have a problem with the same key, only the first ones."""
     counts: Counter[str] = Counter()
     for problem in problems:
-        counts[general := keys.general(problem.keys[0])] += 1
+        counts[general := keys.generalize_key(problem.keys[0])] += 1
         if counts[general] <= _SHOWN_ENTRIES:
             yield problem.text
     for general, count in counts.items():
@@ -271,18 +273,18 @@ def _leaves(given: Mapping[str, Any]) -> set[str]:
     return {*given, *(f"{at}.{name}" for at, entry in entries if isinstance(entry, Mapping) for name in entry)}
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Convert ConfigDicts to dicts, tuples to lists, and datasets in memory to their names, recursively."""
     if in_memory.is_dataset(value):
         return in_memory.add(value)
     if isinstance(value, ConfigDict | dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: to_plain(item) for key, item in value.items()}
+    return [to_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _values(config: ConfigDict) -> dict[str, Any]:
     """Return all options as nested plain values."""
-    values = plain(config)
+    values = to_plain(config)
     data = values.get("data")
     for name in ("datasets", "eval_datasets") if isinstance(data, dict) else ():
         data[name] = _entries(f"data.{name}", data.get(name, ()))
@@ -294,7 +296,7 @@ def _settings(given: Mapping[str, Any], is_text: bool = False) -> dict[str, Any]
     by_key = {}
     # In order of indices, because `set_value` can only append the next entry of a list.
     for key in sorted(given, key=lambda key: [int(i) for i in re.findall(r"\[(\d+)\]", key)]):
-        option, value = keys.lookup(key), plain(given[key])
+        option, value = keys.lookup(key), to_plain(given[key])
         if option is not None and is_text:
             value = from_text(value, option.annotation)
         by_key[key] = _entries(key, value) if keys.has_entries(key) else value
@@ -366,7 +368,7 @@ def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> A
     fields = {}
     for name, value in values.items():
         key, annotation = f"{prefix}{name}", annotations.get(name)
-        if annotation is None or (section is Config and name in NOT_OPTIONS):
+        if annotation is None or (section is Config and name in NON_OPTION_FIELDS):
             problems.append(_unknown(key, value))
         elif dataclasses.is_dataclass(annotation):
             fields[name] = _build(annotation, value, f"{key}.", problems)
@@ -376,7 +378,7 @@ def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> A
             rule = section.__dataclass_fields__[name]
             if value is None and _is_unset(key, rule.default):
                 continue
-            if value == -1 and annotation == int | None and not option_rules.inside(-1, rule.metadata["within"]):
+            if value == -1 and annotation == int | None and not option_rules.in_interval(-1, rule.metadata["within"]):
                 value = None  # other toolkits write -1 for a count that is not set
             try:
                 fields[name] = _convert(value, annotation)
@@ -475,5 +477,5 @@ def _is_list_of_words(annotation: Any) -> bool:
 
 
 def _unknown(key: str, value: Any) -> Problem:
-    nearest = keys.nearest(key)
+    nearest = keys.nearest_option(key)
     return Problem((key, nearest.key) if nearest else (key,), f"{key} = {value!r}: {keys.no_such_option(key)}")

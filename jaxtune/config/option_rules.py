@@ -28,16 +28,16 @@ class Problem:
     moot: bool = False
 
 
-def broken(config: Config) -> Iterator[Problem]:
+def find_broken_rules(config: Config) -> Iterator[Problem]:
     """Yield a problem for each number outside its interval, text of a wrong form, and changed option without effect."""
     for key, option, section in every_option(config):
         value = getattr(section, option.key.rpartition(".")[2])
-        if isinstance(value, int | float) and not inside(value, option.within):
-            yield Problem((key,), f"{key} = {value!r}: must be {in_words(option.within)}")
+        if isinstance(value, int | float) and not in_interval(value, option.within):
+            yield Problem((key,), f"{key} = {value!r}: must be {describe_interval(option.within)}")
         texts = value if isinstance(value, tuple) else (value,)
         if any(isinstance(text, str) and "\0" in text for text in texts):
             yield Problem((key,), f"{key} = {value!r}: holds a NUL character; take it out")
-        if wrong := malformed(value, option.unit):
+        if wrong := find_format_error(value, option.unit):
             yield Problem((key,), f"{key} = {value!r}: {wrong}")
         # Conditions of list entries are over options of the same entry, others over the whole config.
         scope, prefix = (section, f"{key.rpartition('.')[0]}.") if "[" in key else (config, "")
@@ -47,7 +47,7 @@ def broken(config: Config) -> Iterator[Problem]:
         for condition in option.when if value != option.default else ():
             # eval is safe: the expression comes from the schema, and its names are only options.
             if not eval(condition, {"__builtins__": {}}, vars(scope)):
-                others = keys.names(condition)
+                others = keys.names_in_expression(condition)
                 now = ", ".join(f"{name} = {_brief(operator.attrgetter(name)(scope))}" for name in others)
                 text = f"{key} = {value!r}: has no effect: it is read only when {condition}, and {now}"
                 yield Problem((key, *(prefix + name for name in others)), text, moot=True)
@@ -69,7 +69,7 @@ def every_option(config: Config) -> Iterator[tuple[str, keys.Option, Any]]:
             yield f"{outer}[{i}].{inner}", option, entry
 
 
-def changed(config: Config) -> dict[str, Any]:
+def non_default_options(config: Config) -> dict[str, Any]:
     """Return options that differ from the defaults, by key, including lists of sections and their entries' options."""
     values = (
         (key, option, getattr(section, option.key.rpartition(".")[2])) for key, option, section in every_option(config)
@@ -77,7 +77,7 @@ def changed(config: Config) -> dict[str, Any]:
     return {key: value for key, option, value in values if value != option.default}
 
 
-def inside(value: float, within: str) -> bool:
+def in_interval(value: float, within: str) -> bool:
     """Whether a number lies in an interval such as "[0, 1)"; "" means all numbers."""
     if not within:
         return True
@@ -86,7 +86,7 @@ def inside(value: float, within: str) -> bool:
     return above and (value <= high if within[-1] == "]" else value < high)
 
 
-def malformed(value: Any, unit: str) -> str | None:
+def find_format_error(value: Any, unit: str) -> str | None:
     """Return the fault of a text with unit "regex", or of a list with unit "REGEX=FACTOR" or similar; None if valid."""
     if unit == "regex" and isinstance(value, str):
         return _not_a_regex(value)
@@ -132,7 +132,7 @@ def _is_factor(text: str) -> bool:
         return False
 
 
-def in_words(within: str) -> str:
+def describe_interval(within: str) -> str:
     """Return an interval in words, for the user: "at least 0 and below 1"; "" for all numbers."""
     if not within:
         return ""

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from jaxtune.config import foreign, keys, yaml_file
 from jaxtune.config.inheritance import every_key
-from jaxtune.config.loading import as_dict, from_json, new_config, refuse, resolve, with_values
+from jaxtune.config.loading import as_dict, from_json, new_config, raise_problems, resolve, with_values
 from jaxtune.config.option_rules import Problem
 from jaxtune.config.recommended import CountParameters
 from jaxtune.config.schema import Config
@@ -192,12 +192,12 @@ def _from_yaml(path: str, file: pathlib.Path, dialect: str | None, above: tuple[
     # Another system's defaults come first, then the values that the file states.
     if dialect is not None:
         translation = foreign.translate(written, dialect)
-        refuse(path, translation.problems)
+        raise_problems(path, translation.problems)
         defaults = with_values(new_config(), translation.defaults)
         return Recipe(path, defaults, translation.stated, "translation", translation.notes(path))
     values = dict(written.values)
     base, given, problems = values.pop("base", None), {}, []
-    for key, value in keys.leaves(values):
+    for key, value in keys.flatten_options(values):
         if keys.lookup(key) is None:
             problems.append(Problem((key,), f"line {written.line(key)}: {key} = {value!r}: {keys.no_such_option(key)}"))
         elif key in given:
@@ -207,7 +207,7 @@ def _from_yaml(path: str, file: pathlib.Path, dialect: str | None, above: tuple[
     if problems and len(problems) == len(given):
         systems = " or ".join(foreign.DIALECTS)
         raise UserError(f"{path}: {problems[0].text}; and no options of {systems} either")
-    refuse(path, problems)
+    raise_problems(path, problems)
     if base is None:
         return Recipe(path, new_config(), given)
     where = f"{path}, line {written.line('base')}: base = {base!r}"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Set
 
-from jaxtune.config.schema import Config, Model
+from jaxtune.config.schema import Config, ModelOptions
 from jaxtune.errors import UserError
 
 ERNIEKIT = "ERNIEKit's training configuration, 1.3"
@@ -31,7 +31,7 @@ LEARNING_RATES = (
 WARMUP_RATIO = 0.03, f"1% to 10% of steps: {ERNIEKIT}"
 
 
-CountParameters = Callable[[Model], int]
+CountParameters = Callable[[ModelOptions], int]
 """Count the parameters of a model by its config.json, which is downloaded if necessary."""
 
 

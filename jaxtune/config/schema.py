@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from jaxtune.errors import hide_secrets, shortened
+from jaxtune.errors import hide_secrets, shorten
 
 # This file is a table, with one or two lines per option; ruff would spread each option over more.
 # fmt: off
@@ -62,11 +62,11 @@ READ_BY_TYPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 # Types that 'auto' never chooses from the columns, because the task determines them.
-OF_A_TASK = ("classification", "preference", "unpaired_preference")
+TASK_TYPES = ("classification", "preference", "unpaired_preference")
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelOptions:
     """The model: its source and the storage of its weights."""
 
     path: str | None = option(None, "Hugging Face folder or hub id: config.json, tokenizer, weights")
@@ -177,7 +177,7 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class Data:
+class DataOptions:
     """The training data, its order, and the length of its rows."""
 
     datasets: tuple[Dataset, ...] = option((), "training data, one entry per source (jaxtune.config.dataset(...))")
@@ -240,12 +240,12 @@ class Data:
 
 
 # Words of chat.loss_scale: the messages to train (TRAINED), and text weights (WEIGHTED); see `data.chat.masks`.
-TRAINED = ("default", "last_round", "all")
-WEIGHTED = ("ignore_empty_think", "ignore_think_prefix", "react", "hermes", "qwen")
+MESSAGE_SELECTIONS = ("default", "last_round", "all")
+TEXT_WEIGHTINGS = ("ignore_empty_think", "ignore_think_prefix", "react", "hermes", "qwen")
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatOptions:
     """Rendering of conversations as text, and the loss mask."""
 
     roles: tuple[Literal["system", "developer", "user", "assistant", "tool"], ...] = option(("assistant",),
@@ -270,7 +270,7 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Guard:
+class GuardOptions:
     """Handling of loss spikes: steps with a loss or gradient norm far above earlier steps."""
 
     action: Literal["skip", "lower_rate", "roll_back"] | None = option(None,
@@ -286,7 +286,7 @@ class Guard:
 
 
 @dataclass(frozen=True)
-class Train:
+class TrainOptions:
     """The length and shape of the run."""
 
     output_dir: str = option("runs", "folder of all runs")
@@ -332,7 +332,7 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Muon:
+class MuonOptions:
     """Muon (Jordan et al. 2024): momentum of matrices, orthogonalised; AdamW for embeddings, norms, biases and head."""
 
     learning_rate: float | None = option(None,
@@ -347,7 +347,7 @@ class Muon:
 
 
 @dataclass(frozen=True)
-class Normuon:
+class NormuonOptions:
     """NorMuon (Li et al. 2025, arXiv:2510.05491): Muon whose rows are normalised by their second moment."""
 
     momentum: float = option(0.95, "decay of the momentum", "[0, 1)")
@@ -358,7 +358,7 @@ class Normuon:
 
 
 @dataclass(frozen=True)
-class Optim:
+class OptimOptions:
     """Optimizer and learning-rate schedule."""
 
     name: Literal["adamw", "adamw_8bit", "sgd", "adafactor", "lion", "schedule_free", "muon", "normuon"] = option(
@@ -410,12 +410,12 @@ class Optim:
     beta2: float = option(0.999, "decay of the second moment", "[0, 1)", when="optim.name not in ('sgd', 'adafactor')")
     epsilon: float = option(1e-8, "added to the square root of the second moment", "(0, inf)",
         when="optim.name not in ('sgd', 'lion', 'adafactor')")
-    muon: Muon = section(Muon(), when="optim.name == 'muon'")
-    normuon: Normuon = section(Normuon(), when="optim.name == 'normuon'")
+    muon: MuonOptions = section(MuonOptions(), when="optim.name == 'muon'")
+    normuon: NormuonOptions = section(NormuonOptions(), when="optim.name == 'normuon'")
 
 
 @dataclass(frozen=True)
-class Lora:
+class LoraOptions:
     """Low-rank adapters (Hu et al. 2021); all other parameters are frozen, except a classifier's head."""
 
     enabled: bool = option(False, "train adapters instead of the model")
@@ -463,7 +463,7 @@ class Lora:
 
 
 @dataclass(frozen=True)
-class Quant:
+class QuantOptions:
     """Frozen 4- or 8-bit base weights under LoRA (QLoRA, Dettmers et al. 2023), except the embedding and the head."""
 
     format: Literal["nf4", "fp4", "fp8", "nvfp4", "mxfp4", "int8", "int4", "weight_only_mix"] | None = option(None,
@@ -485,7 +485,7 @@ class Quant:
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceOptions:
     """Devices for training and evaluation, and XLA settings for them."""
 
     platform: Literal["auto", "cuda", "cpu"] = option("auto",
@@ -500,7 +500,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Mesh:
+class MeshOptions:
     """The number of devices along each axis; -1 takes the remaining devices."""
 
     data: int = option(1, "data parallelism: replicas, each with its own rows", "devices")
@@ -516,7 +516,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Parallel:
+class ParallelOptions:
     """Sharding over the mesh axes, and communication between devices."""
 
     zero: Literal[1, 2, 3] = option(3,
@@ -538,7 +538,7 @@ class Parallel:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryOptions:
     """Rematerialisation, offloading to the host, and the check that the run fits into memory."""
 
     remat: Literal["auto", "none", "experts", "ffn", "qkv", "dots", "attention+qkv", "block", "offload"] = option(
@@ -569,7 +569,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionOptions:
     """The attention kernel."""
 
     backend: Literal["auto", "cudnn", "fa3", "mosaic", "triton", "xla"] = option("auto",
@@ -583,13 +583,13 @@ class Attention:
         "time and memory in the backward pass", "[1, inf)", when="attention.backend == 'fa3'")
 
     @property
-    def most_documents(self) -> int | None:
+    def max_documents_per_row(self) -> int | None:
         """The most documents that the kernel supports in a row; None: any number."""
         return self.documents_per_row if self.backend == "fa3" else None
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertsOptions:
     """Computation and load balancing of a mixture of experts."""
 
     backend: Literal["auto", "dense", "loop", "kernel"] = option("auto",
@@ -618,7 +618,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Fp16:
+class Fp16Options:
     """Dynamic loss scaling (Micikevicius et al. 2017)."""
 
     loss_scale: float = option(2.0**15, "initial loss scale; halved when gradients overflow", "[1, 1.7e38]")
@@ -626,7 +626,7 @@ class Fp16:
 
 
 @dataclass(frozen=True)
-class Fp8:
+class Fp8Options:
     """FP8 training: e4m3 weights and activations, e5m2 gradients, one scale per tensor (Micikevicius et al. 2022)."""
 
     scaling: Literal["delayed", "current"] = option("delayed",
@@ -639,7 +639,7 @@ class Fp8:
 
 
 @dataclass(frozen=True)
-class Nvfp4:
+class Nvfp4Options:
     """NVFP4 training (NVIDIA 2025, arXiv:2509.25149): e2m1 with an e4m3 scale for each block of 16."""
 
     stochastic_rounding: bool = option(True, "stochastic rounding of gradients")
@@ -649,7 +649,7 @@ class Nvfp4:
 
 
 @dataclass(frozen=True)
-class Precision:
+class PrecisionOptions:
     """Number formats of the computation."""
 
     recipe: Literal["bf16", "fp32", "fp16", "fp8_hybrid", "nvfp4"] = option("bf16",
@@ -666,13 +666,13 @@ class Precision:
     exclude: str | None = option(None,
         "linear layers multiplied in bf16 (fp8_hybrid, nvfp4) or float32 (bf16, fp16), by Hugging Face name", "regex",
         when="precision.recipe != 'fp32'")
-    fp16: Fp16 = section(Fp16(), when="precision.recipe == 'fp16'")
-    fp8: Fp8 = section(Fp8(), when="precision.recipe == 'fp8_hybrid'")
-    nvfp4: Nvfp4 = section(Nvfp4(), when="precision.recipe == 'nvfp4'")
+    fp16: Fp16Options = section(Fp16Options(), when="precision.recipe == 'fp16'")
+    fp8: Fp8Options = section(Fp8Options(), when="precision.recipe == 'fp8_hybrid'")
+    nvfp4: Nvfp4Options = section(Nvfp4Options(), when="precision.recipe == 'nvfp4'")
 
 
 @dataclass(frozen=True)
-class Ckpt:
+class CkptOptions:
     """Checkpoints and resume."""
 
     dir: str | None = option(None,
@@ -702,7 +702,7 @@ class Ckpt:
 
 
 @dataclass(frozen=True)
-class Eval:
+class EvalOptions:
     """Validation during training."""
 
     steps: int = option(0, "steps between evaluations; 0: none", "steps [0, inf)",
@@ -740,7 +740,7 @@ class Eval:
 
 
 @dataclass(frozen=True)
-class Wandb:
+class WandbOptions:
     """Weights & Biases; WANDB_MODE=offline keeps it offline."""
 
     enabled: bool = option(False, "log to wandb (pip install 'jaxtune[wandb]')")
@@ -751,7 +751,7 @@ class Wandb:
 
 
 @dataclass(frozen=True)
-class Aim:
+class AimOptions:
     """Aim, an experiment tracker that runs locally (pip install 'jaxtune[aim]')."""
 
     enabled: bool = option(False, "log to Aim")
@@ -761,7 +761,7 @@ class Aim:
 
 
 @dataclass(frozen=True)
-class Log:
+class LogOptions:
     """Printed output, and the destinations of metrics."""
 
     every: int = option(1, "steps between progress lines; 0: none", "steps [0, inf)")
@@ -780,12 +780,12 @@ class Log:
     next_command: str | None = option(None, "command shown at the end of the run as the next one to try")
     jsonl: bool = option(True, "write metrics.jsonl, one object per step")
     tensorboard: bool = option(False, "write TensorBoard events (pip install 'jaxtune[tensorboard]')")
-    wandb: Wandb = section(Wandb(), when="log.wandb.enabled")
-    aim: Aim = section(Aim(), when="log.aim.enabled")
+    wandb: WandbOptions = section(WandbOptions(), when="log.wandb.enabled")
+    aim: AimOptions = section(AimOptions(), when="log.aim.enabled")
 
 
 @dataclass(frozen=True)
-class Prof:
+class ProfOptions:
     """A trace of a few steps with jax.profiler."""
 
     enabled: bool = option(False, "write a trace from prof.start_step on; `kill -USR1 PID` writes one at any time")
@@ -797,7 +797,7 @@ class Prof:
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportOptions:
     """Files written at the end of a run."""
 
     at_end: bool = option(True, "write <run>/export: a Hugging Face folder, or a PEFT adapter with lora.enabled")
@@ -812,7 +812,7 @@ class Export:
     private: bool = option(False, "upload to a private repository", when="export.push_to_hub is not None")
 
 
-class Said(NamedTuple):
+class Provenance(NamedTuple):
     """The source of an option's value.
 
     Attributes:
@@ -827,7 +827,7 @@ class Said(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Preference:
+class PreferenceOptions:
     """Preference learning, from pairs of answers or from single answers marked as desirable or not."""
 
     loss: Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
@@ -868,7 +868,7 @@ class Preference:
 
 
 @dataclass(frozen=True)
-class Distill:
+class DistillOptions:
     """Distillation: the student learns the teacher's next-token distribution."""
 
     teacher: str | None = option(None,
@@ -892,7 +892,7 @@ class Distill:
 
 
 @dataclass(frozen=True)
-class Rollout:
+class RolloutOptions:
     """Reinforcement learning: the model generates completions and Python reward functions score them."""
 
     rewards: tuple[str, ...] = option((),
@@ -919,7 +919,7 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Grpo:
+class GrpoOptions:
     """GRPO (Shao et al. 2024, arXiv:2402.03300) and variants: rewards relative to the mean of each prompt."""
 
     loss: Literal["grpo", "dr_grpo", "dapo"] = option("dapo",
@@ -942,32 +942,32 @@ class Grpo:
 class Config:
     """All options of a run."""
 
-    model: Model = Model()
-    data: Data = Data()
-    chat: Chat = section(Chat(), when="model.head == 'lm'")
-    train: Train = Train()
-    guard: Guard = Guard()
-    optim: Optim = Optim()
-    lora: Lora = section(Lora(), when="lora.enabled")
-    quant: Quant = section(Quant(), when="quant.format is not None")
-    device: Device = Device()
-    mesh: Mesh = Mesh()
-    parallel: Parallel = Parallel()
-    memory: Memory = Memory()
-    attention: Attention = Attention()
-    experts: Experts = Experts()
-    precision: Precision = Precision()
-    ckpt: Ckpt = Ckpt()
-    eval: Eval = Eval()
-    log: Log = Log()
-    prof: Prof = Prof()
-    export: Export = Export()
-    preference: Preference = section(Preference(), when="preference.loss is not None")
-    rollout: Rollout = section(Rollout(), when="rollout.rewards")
-    grpo: Grpo = section(Grpo(), when="rollout.rewards")
-    distill: Distill = section(Distill(), when="distill.teacher is not None")
+    model: ModelOptions = ModelOptions()
+    data: DataOptions = DataOptions()
+    chat: ChatOptions = section(ChatOptions(), when="model.head == 'lm'")
+    train: TrainOptions = TrainOptions()
+    guard: GuardOptions = GuardOptions()
+    optim: OptimOptions = OptimOptions()
+    lora: LoraOptions = section(LoraOptions(), when="lora.enabled")
+    quant: QuantOptions = section(QuantOptions(), when="quant.format is not None")
+    device: DeviceOptions = DeviceOptions()
+    mesh: MeshOptions = MeshOptions()
+    parallel: ParallelOptions = ParallelOptions()
+    memory: MemoryOptions = MemoryOptions()
+    attention: AttentionOptions = AttentionOptions()
+    experts: ExpertsOptions = ExpertsOptions()
+    precision: PrecisionOptions = PrecisionOptions()
+    ckpt: CkptOptions = CkptOptions()
+    eval: EvalOptions = EvalOptions()
+    log: LogOptions = LogOptions()
+    prof: ProfOptions = ProfOptions()
+    export: ExportOptions = ExportOptions()
+    preference: PreferenceOptions = section(PreferenceOptions(), when="preference.loss is not None")
+    rollout: RolloutOptions = section(RolloutOptions(), when="rollout.rewards")
+    grpo: GrpoOptions = section(GrpoOptions(), when="rollout.rewards")
+    distill: DistillOptions = section(DistillOptions(), when="distill.teacher is not None")
     # Not an option: the source of each value that is not the default.
-    said: tuple[Said, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    said: tuple[Provenance, ...] = dataclasses.field(default=(), compare=False, repr=False)
     # Not an option either: how another system's options were translated, and which values were recommended.
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
@@ -979,10 +979,10 @@ class Config:
         return "classification" if self.model.head == "classification" else None
 
     @property
-    def opening_lines(self) -> tuple[str, ...]:
+    def startup_notes(self) -> tuple[str, ...]:
         """The lines printed at the start of a run: its notes, and the values replaced because they have no effect."""
         lines = (*self.notes, *(f"left out: {said.moot}" for said in self.said if said.moot))
-        return tuple(shortened(hide_secrets(line)) for line in lines)
+        return tuple(shorten(hide_secrets(line)) for line in lines)
 
     def __repr__(self) -> str:
         """The options that are not the defaults, a line each."""
@@ -991,5 +991,5 @@ class Config:
             option_rules,  # which read this file
         )
 
-        values = option_rules.changed(self).items()
+        values = option_rules.non_default_options(self).items()
         return hide_secrets("\n".join(f"{key} = {value!r}" for key, value in values if not keys.has_entries(key)))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxtune.config.schema import Quant
+from jaxtune.config.schema import QuantOptions
 
 ANY_SIZE = "a number of elements, 2 or more"
 
@@ -17,8 +17,8 @@ BLOCK_SIZES: dict[str, tuple[Any, ...]] = {
 
 # By the name of their quant.format: in the blocks that most such files have, and nf4 with float32 scales.
 SCHEMES = {
-    "nf4": Quant(format="nf4", block_size=64, double_quant=False),
-    "fp8": Quant(format="fp8", block_size=128),
-    "nvfp4": Quant(format="nvfp4", block_size=16),
-    "int4": Quant(format="int4", block_size=128),
+    "nf4": QuantOptions(format="nf4", block_size=64, double_quant=False),
+    "fp8": QuantOptions(format="fp8", block_size=128),
+    "nvfp4": QuantOptions(format="nvfp4", block_size=16),
+    "int4": QuantOptions(format="int4", block_size=128),
 }

@@ -12,7 +12,7 @@ from jaxtune.errors import UserError
 
 
 @dataclass(frozen=True)
-class Written:
+class YamlFile:
     """The contents of a YAML file.
 
     Attributes:
@@ -33,7 +33,7 @@ class Written:
         return self.lines.get(name, 1)
 
 
-MOST_VALUES = 100_000
+MAX_VALUES = 100_000
 """Limit for a file, with aliases expanded: nine lines of nested aliases can expand to a billion values."""
 
 
@@ -50,7 +50,7 @@ _NUMBER = re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
 
 
-def read(file: Path, name: str) -> Written:
+def read(file: Path, name: str) -> YamlFile:
     """Read a file.
 
     Args:
@@ -84,7 +84,7 @@ def read(file: Path, name: str) -> Written:
         loader.dispose()
     if not isinstance(values, dict):
         raise UserError(f"{name}: expected options with values, such as 'train:' and 'max_steps: 100' below it")
-    return Written(values, lines)
+    return YamlFile(values, lines)
 
 
 def _find_lines(node: yaml.Node, name: str, lines: dict[str, int], sizes: dict[int, int | None]) -> int:
@@ -110,8 +110,8 @@ def _find_lines(node: yaml.Node, name: str, lines: dict[str, int], sizes: dict[i
     sizes[id(node)] = size = 1 + sum(
         _find_lines(value, inner, lines, sizes) for inner, value in _below(node, name, lines)
     )
-    if size > MOST_VALUES:
-        problem = f"more than {MOST_VALUES:,} values after its aliases are expanded"
+    if size > MAX_VALUES:
+        problem = f"more than {MAX_VALUES:,} values after its aliases are expanded"
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
     return size
 

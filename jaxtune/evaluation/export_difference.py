@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune import data, hf
-from jaxtune.config.schema import Config, Memory
+from jaxtune.config.schema import Config, MemoryOptions
 from jaxtune.errors import UserError
 from jaxtune.evaluation.evaluator import make_evaluate
 from jaxtune.models.decoder import Parameters, bind
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import hidden_states, logits
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.training.assembly import task_of
 from jaxtune.weights.model import Model, declare_model, read_base
-from jaxtune.weights.values import of_model, read_parameters
+from jaxtune.weights.values import config_for_model, read_parameters
 
 log = logging.getLogger("jaxtune")
 
@@ -38,7 +38,9 @@ def loss_difference(model: Model, parameters: Parameters, config: Config, output
     if not _fits(output):
         return _no_room(output) + f"; compare afterwards: python -m jaxtune.evaluate --config=... --model={output}"
     where, rows = _rows(model, config)
-    exported_config = dataclasses.replace(of_model(str(output), config), memory=Memory())  # without offloading
+    exported_config = dataclasses.replace(
+        config_for_model(str(output), config), memory=MemoryOptions()
+    )  # without offloading
     mesh = jax.sharding.get_mesh()
     exported = declare_model(read_base(exported_config), exported_config, mesh, train=False, low_precision=False)
     after = read_parameters(exported, exported.parameters)
@@ -82,7 +84,7 @@ def merge_difference(model: Model, parameters: Parameters, config: Config, outpu
     """Describe how far a merged export's logits are from the logits of the quantized base with its adapter."""
     if not _fits(output):
         return _no_room(output)
-    merged = dataclasses.replace(config.model, path=str(output), revision=None, **hf.OF_ONE_MODEL)
+    merged = dataclasses.replace(config.model, path=str(output), revision=None, **hf.SINGLE_MODEL_DEFAULTS)
     options = Config(model=merged, data=config.data, precision=config.precision)
     exported = declare_model(read_base(options), options, jax.sharding.get_mesh(), train=False, low_precision=False)
     after = read_parameters(exported, exported.parameters)
@@ -130,7 +132,7 @@ def _logits(model: Model, parameters: Parameters, tokens: jax.Array) -> jax.Arra
     def compute(tokens, parameters):
         tokens = jax.reshard(tokens, by_token())
         positions = jax.reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), by_token())
-        decoder, call = bind(model.graph, parameters), Call(jnp.dtype("float32"))
+        decoder, call = bind(model.graph, parameters), ForwardOptions(jnp.dtype("float32"))
         one_document = {"key_start": jnp.zeros_like(tokens), "segment_ids": jnp.ones_like(tokens)}
         hidden, _ = hidden_states(decoder, {"tokens": tokens, "positions": positions, **one_document}, call)
         return logits(decoder, hidden, call.dtype)

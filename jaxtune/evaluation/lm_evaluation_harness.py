@@ -27,26 +27,26 @@ from tqdm import tqdm
 
 from jaxtune import data, hf
 from jaxtune.columns import LOSS_WEIGHT, NEXT_TOKEN, TOKENS
-from jaxtune.config.schema import Config, Data, Precision
+from jaxtune.config.schema import Config, DataOptions, PrecisionOptions
 from jaxtune.data.chat.sandbox import Template
 from jaxtune.data.formats.prompts import Prompts
-from jaxtune.data.formats.units import Documents, Part
+from jaxtune.data.formats.units import Documents, TokenisedDataset
 from jaxtune.errors import UserError
 from jaxtune.evaluation.validation import Evaluated, open_evaluated, tokenizer_home
 from jaxtune.host.process import compiler_options
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.inference.answers import open_model
-from jaxtune.inference.generation import Generate, completed, ending, make_generate, stop_tokens
+from jaxtune.inference.generation import Generate, collect_completions, make_generate, make_stop_test, stop_tokens
 from jaxtune.models.decode import Sampling
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.score import Batch, score
-from jaxtune.objectives.document_sums import of_documents
+from jaxtune.objectives.document_sums import sum_documents
 from jaxtune.parallel.layout import RULES, P, by_token, shards
 from jaxtune.parallel.mesh import data_shards
-from jaxtune.precision.recipes import Recipe, recipe_of
+from jaxtune.precision.recipes import PrecisionRecipe, recipe_of
 from jaxtune.training.assembly import call_of
-from jaxtune.training.memory import out_of_memory_is_answered
-from jaxtune.training.step import weights_of_step
+from jaxtune.training.memory import explain_out_of_memory
+from jaxtune.training.step import prepare_weights
 from jaxtune.weights.model import Model
 
 try:
@@ -83,7 +83,7 @@ NEUTRAL = {"num_beams": 1, "num_return_sequences": 1}
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvalRequest:
     """Options of an evaluation, named as on the harness's own command line.
 
     Attributes:
@@ -110,7 +110,12 @@ class Asked:
 
 
 def run_tasks(
-    asked: Asked, config: Config | None, mesh: jax.sharding.Mesh, run: str | None, step: int | None, name: str | None
+    asked: EvalRequest,
+    config: Config | None,
+    mesh: jax.sharding.Mesh,
+    run: str | None,
+    step: int | None,
+    name: str | None,
 ) -> tuple[dict[str, Any], int | None]:
     """Run benchmark tasks; return the harness's own results and the run's step.
 
@@ -136,7 +141,7 @@ def run_tasks(
     manager.load(names)  # first, so that a task that cannot be loaded fails before the weights are read
     # The harness's bootstrap would fork this process, whose threads hold locks.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    with out_of_memory_is_answered(config or Config()), _quiet():
+    with explain_out_of_memory(config or Config()), _quiet():
         opened, home = _open(config, mesh, run, step, name)
         run_them: Any = simple_evaluate  # its decorator hides the signature from type checkers
         results = run_them(
@@ -179,9 +184,9 @@ def _open(
         if RunFolder(Path(name)).checkpoints.is_dir():
             raise UserError(f"--model={name} is a run folder; use --run={name}")
         model = open_model(name, mesh, step=step)
-        precision = Precision("fp32" if model.config.model.dtype == "float32" else "bf16")
+        precision = PrecisionOptions("fp32" if model.config.model.dtype == "float32" else "bf16")
         # A model that is not trained has no row length or batch size, so take those of the default config.
-        plain = dataclasses.replace(model.config, data=Data(), precision=precision)
+        plain = dataclasses.replace(model.config, data=DataOptions(), precision=precision)
         opened, home = Evaluated(plain, model.model, {}, model.parameters, {}, None), model.home
     else:
         opened = open_evaluated(config, mesh, run, step, name, reference=False)
@@ -428,7 +433,7 @@ class DecoderLM(TemplateLM):
         if (room := self.max_length - new) < 1:
             raise UserError(f"--tasks: a task generates {new} tokens, and the model has {self.max_length} positions")
         generate = self._generate(new, sampling)
-        ended = ending(self._stop, strings, self.tokenizer)
+        ended = make_stop_test(self._stop, strings, self.tokenizer)
         parameters = {**self._opened.frozen, **self._opened.trained}
         ordered = sorted(contexts, key=lambda i: -len(contexts[i]))
         while ordered:
@@ -438,7 +443,7 @@ class DecoderLM(TemplateLM):
             rows = [members[min(row, len(members) - 1)] for row in range(size)]
             with jax.default_matmul_precision(self._recipe.matmul_precision):
                 tokens = generate(parameters, [contexts[i][-room:] for i in rows], rows)
-                made = completed(tokens, len(members), ended)
+                made = collect_completions(tokens, len(members), ended)
             for i, completion in zip(members, made):
                 text = hf.decode(self.tokenizer, completion.tokens, skip_special_tokens=True)  # as lm-eval's own models
                 yield i, postprocess_generated_text(text, strings, None)
@@ -467,7 +472,7 @@ class DecoderLM(TemplateLM):
         """
         weights = [[0] * (len(text) - count) + [1] * count for text, count in zip(texts, counts)]
         # The same form as tokenised documents: one document per request, weights only on its continuation.
-        part = Part(
+        part = TokenisedDataset(
             name="requests",
             key="",
             columns={column.name: column for column in (TOKENS, LOSS_WEIGHT)},
@@ -483,7 +488,7 @@ class DecoderLM(TemplateLM):
             notes=(),
         )
         # Cut on the right: the last token of a text that fills its row is only a target, not an input.
-        plain = Data(seq_len=length, packing=False, shuffle=False, truncation="right", num_workers=0, prefetch=0)
+        plain = DataOptions(seq_len=length, packing=False, shuffle=False, truncation="right", num_workers=0, prefetch=0)
         rows = data.Rows(Documents.joined([part]), plain, 1, NEXT_TOKEN)
         shape = (1, self._rows(len(texts), length), length)
         sharding = jax.NamedSharding(self._mesh, P(None, *by_token()))
@@ -519,7 +524,7 @@ def _sampling(options: Mapping[str, Any]) -> Sampling:
 
 
 def _make_score(
-    config: Config, model: Model, recipe: Recipe
+    config: Config, model: Model, recipe: PrecisionRecipe
 ) -> Callable[[Parameters, Parameters, Batch], Float[Array, "rows 2"]]:
     """Return a function (trained, frozen, batch of one micro-batch) -> log-probability sum and greedy hits of each row.
 
@@ -529,12 +534,12 @@ def _make_score(
 
     def step(trained: Parameters, frozen: Parameters, batch: Batch) -> Array:
         micro = jax.tree.map(lambda column: column[0], batch)
-        weights_of, _ = weights_of_step(recipe.linears, trained, frozen, {}, jnp.zeros((), jnp.int32))
+        weights_of, _ = prepare_weights(recipe.linears, trained, frozen, {}, jnp.zeros((), jnp.int32))
         with jax.default_matmul_precision(recipe.matmul_precision):
             scores = score(bind(model.graph, weights_of(trained, {})), micro, call, hits=True)
         assert scores.hits is not None
         columns = (scores.log_prob, scores.hits.astype(jnp.float32))
-        sums = [of_documents(column, micro["segment_ids"], 1) for column in columns]
+        sums = [sum_documents(column, micro["segment_ids"], 1) for column in columns]
         return jax.reshard(jnp.concatenate(sums, axis=1), P())
 
     return step

@@ -18,13 +18,13 @@ from jaxtune.models.decoder import Parameters
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.rollout import rollouts
 from jaxtune.rollout.rewards import load_rewards, try_rewards
-from jaxtune.scoring.reference_scores import with_reference
+from jaxtune.scoring.reference_scores import add_reference_scores
 from jaxtune.training.assembly import task_of
-from jaxtune.training.memory import out_of_memory_is_answered
-from jaxtune.weights.class_labels import labelled
+from jaxtune.training.memory import explain_out_of_memory
+from jaxtune.weights.class_labels import resolve_labels
 from jaxtune.weights.model import Model, declare_model, read_base
 from jaxtune.weights.reference import is_kept
-from jaxtune.weights.values import of_model, open_run, start_parameters, tokenizer_folder
+from jaxtune.weights.values import config_for_model, open_run, start_parameters, tokenizer_folder
 
 log = logging.getLogger("jaxtune")
 
@@ -66,7 +66,7 @@ def evaluate(
     Raises:
         UserError: There is no validation data, or the arguments do not fit each other.
     """
-    with out_of_memory_is_answered(config):
+    with explain_out_of_memory(config):
         opened = open_evaluated(config, mesh, run, step, name, reference=not config.rollout.rewards)
         config, model = opened.config, opened.model
         evaluated_name = name or config.model.path if run is None else f"{run}, step {opened.step}"
@@ -95,7 +95,7 @@ def open_evaluated(
     if run_path is None:
         if step is not None:
             raise UserError(f"--step={step} needs --run: only a run has checkpoints")
-        config = labelled(config if name is None else of_model(name, config))
+        config = resolve_labels(config if name is None else config_for_model(name, config))
         model = declare_model(read_base(config), config, mesh, train=name is None)
         if reference and (is_kept(config) or config.preference.precompute_reference):
             raise UserError(f"preference.loss={config.preference.loss!r} compares with a reference: give --run")
@@ -132,7 +132,7 @@ def _of_documents(config: Config, model: Model, mesh: jax.sharding.Mesh, tokeniz
         for loss in set_rows.losses:
             log.warning("validation%s: %s", f" {name}" if name else "", loss)
         log.info("validation%s: %s", f" {name}" if name else "", set_rows.counts)
-    scored = {name: with_reference(config, model, mesh, set_rows) for name, set_rows in rows.items()}
+    scored = {name: add_reference_scores(config, model, mesh, set_rows) for name, set_rows in rows.items()}
     return make_evaluate(config, model, scored, mesh)
 
 

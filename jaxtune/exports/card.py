@@ -55,7 +55,7 @@ def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dic
 def card_recipe(config: Config) -> str:
     """Return the model's options that differ from the defaults, as a YAML recipe; paths and URLs by their last part."""
     sections: dict[str, Any] = {}
-    for key, value in option_rules.changed(config).items():
+    for key, value in option_rules.non_default_options(config).items():
         if "[" in key or any(key == local or key.startswith(f"{local}.") for local in _LOCAL_OPTIONS):
             continue
         if keys.has_entries(key):
@@ -96,7 +96,9 @@ def _metrics_until(folder: RunFolder, steps: int) -> list[dict[str, Any]]:
 def _entry(config: Config, prefix: str) -> dict[str, Any]:
     """Return the options of an entry that differ from the defaults."""
     return {
-        key.removeprefix(prefix): value for key, value in option_rules.changed(config).items() if key.startswith(prefix)
+        key.removeprefix(prefix): value
+        for key, value in option_rules.non_default_options(config).items()
+        if key.startswith(prefix)
     }
 
 

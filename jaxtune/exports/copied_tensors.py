@@ -19,7 +19,7 @@ def copied_layers(model: Model, config: Config) -> list[str]:
     return [] if _why_lost(model) else _layers(model, config)
 
 
-def name_lost(model: Model, config: Config) -> None:
+def warn_lost_layers(model: Model, config: Config) -> None:
     """Warn about the base's tensors that an export of the whole model lacks."""
     why, names = _why_lost(model), _layers(model, config)
     if why and names:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxtune.config.schemes import SCHEMES
 from jaxtune.errors import UserError
-from jaxtune.hf.quantized.written import OF_EXPERTS, WITH_EXPERTS, quantization_config, together
+from jaxtune.hf.quantized.written import ALL_EXPERTS_FORMATS, EXPERT_FORMATS, fusion_group, quantization_config
 from jaxtune.models.families import names_of
 from jaxtune.models.parameters import Parameter, loaded_names
 from jaxtune.models.places import Place
@@ -61,7 +61,7 @@ def choose(model: Model, kind: str, dtype: str, copied: Iterable[str] = ()) -> C
             if reason is None and parameter.kind == "linear":
                 chosen.add(place.name)
                 continue
-            if reason is not None and _is_an_expert(parameter, place) and kind in WITH_EXPERTS:
+            if reason is not None and _is_an_expert(parameter, place) and kind in ALL_EXPERTS_FORMATS:
                 raise UserError(
                     f"--quantize={kind}: {place.name} cannot be quantized in this format ({reason}), and transformers "
                     "cannot read such files with unquantized experts; choose another format"
@@ -69,10 +69,10 @@ def choose(model: Model, kind: str, dtype: str, copied: Iterable[str] = ()) -> C
             leave(place.name, reason)
     for name in copied:
         leave(name, None)
-    partly = {together(name): name for name in reasons}
-    for name in [name for name in sorted(chosen) if together(name) in partly]:
+    partly = {fusion_group(name): name for name in reasons}
+    for name in [name for name in sorted(chosen) if fusion_group(name) in partly]:
         chosen.remove(name)
-        leave(name, f"servers fuse it with {partly[together(name)]}")
+        leave(name, f"servers fuse it with {partly[fusion_group(name)]}")
     # One line for layers, or experts, whose names differ only in the number.
     listed = dict.fromkeys(re.sub(r"\.\d+\b", ".*", f"{name} ({reason})") for name, reason in reasons.items())
     if not chosen:
@@ -87,8 +87,8 @@ def _misfit(kind: str, format: Format, parameter: Parameter, place: Place) -> st
     """Why a linear layer's weight cannot be quantized, or None."""
     if place.stack is not None or place.transposed or place.of is not None:
         return "its tensor holds several layers"
-    if _is_an_expert(parameter, place) and kind not in OF_EXPERTS:
-        return f"transformers reads experts only in {' and '.join(OF_EXPERTS)}"
+    if _is_an_expert(parameter, place) and kind not in EXPERT_FORMATS:
+        return f"transformers reads experts only in {' and '.join(EXPERT_FORMATS)}"
     return format.misfit(parameter.matrix)
 
 
@@ -104,4 +104,4 @@ def _head(model: Model) -> str:
 
 def _module(name: str) -> str:
     """The name of a weight's layer in config.json; for an expert, the module that holds all experts."""
-    return together(name) if ".experts." in name else name.removesuffix(".weight")
+    return fusion_group(name) if ".experts." in name else name.removesuffix(".weight")

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune import data, hf
-from jaxtune.config.schema import Config, Lora
+from jaxtune.config.schema import Config, LoraOptions
 from jaxtune.data.formats.sample_formats import ends_texts
 from jaxtune.errors import UserError
 from jaxtune.exports.card import card_datasets, card_evaluation, card_recipe, card_rows
-from jaxtune.exports.copied_tensors import copied_layers, name_lost
+from jaxtune.exports.copied_tensors import copied_layers, warn_lost_layers
 from jaxtune.exports.quantizable import choose
-from jaxtune.host.lock import locked
+from jaxtune.host.lock import hold_lock
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.lora.lora import LoRA
 from jaxtune.models import families
@@ -68,10 +68,10 @@ def export_full(
 
     tensors = _tensors(model, model.whole, dtype, merge)
     copied = copied_layers(model, config)
-    name_lost(model, config)
+    warn_lost_layers(model, config)
     if model.spec.untouched is not None or copied:
         # The other parts of a larger model and the copied layers are read from the base and written unchanged.
-        tensors = hf.in_place(model.folder, tensors, partial(families.is_untouched, model.spec))
+        tensors = hf.replace_decoder(model.folder, tensors, partial(families.is_untouched, model.spec))
     changes = _classifier_config(model, config) if model.spec.labels else {}
     if quantize is not None:
         chosen = choose(model, quantize, config.model.dtype, copied)
@@ -115,7 +115,7 @@ def _tensors(
     parameters: Mapping[str, Parameter],
     dtype: jnp.dtype,
     value: Callable[[str, tuple[int, ...]], jax.Array],
-) -> Iterator[hf.Tensor]:
+) -> Iterator[hf.OutputTensor]:
     """Yield the Hugging Face tensors of these parameters; the data of each is computed when it is written.
 
     `value` returns the array of a parameter's name and an index in its leading axes. A tensor is assembled from its
@@ -139,7 +139,7 @@ def _tensors(
         rows, *rest = parameters[name].matrix
         shape = place.shape_in_file((model.spec.vocabulary if parameters[name].kind == "table" else rows, *rest))
         file_dtype = _export_dtype(parameters[name], dtype)
-        yield hf.Tensor(hf_name, shape, file_dtype, partial(assemble, pieces, shape, file_dtype))
+        yield hf.OutputTensor(hf_name, shape, file_dtype, partial(assemble, pieces, shape, file_dtype))
 
 
 def _export_dtype(parameter: Parameter, dtype: jnp.dtype) -> jnp.dtype:
@@ -188,7 +188,7 @@ def _with_start(parameter: Parameter) -> Parameter:
     )
 
 
-def _patterns(model: Model, lora: Lora) -> tuple[dict[str, int], dict[str, float]]:
+def _patterns(model: Model, lora: LoraOptions) -> tuple[dict[str, int], dict[str, float]]:
     """Return peft's rank_pattern and alpha_pattern: the modules whose rank or alpha differs from `lora`."""
     linears = [p for p in model.frozen.values() if isinstance(p.treatment.adapter, LoRA) and not _is_of_experts(p)]
     exported = {place.name.removesuffix(".weight"): p.treatment.adapter.exported for p in linears for place in p.places}
@@ -322,7 +322,7 @@ def export(
     """
     check_apart(output, model)
     check_kind(config, kind, merge, quantize)
-    with locked(output, ".jaxtune-lock", "export to another folder"):
+    with hold_lock(output, ".jaxtune-lock", "export to another folder"):
         if multihost.is_main():
             (output / UNFINISHED).touch()
             (output / CARD).unlink(missing_ok=True)  # an earlier export is overwritten from here on

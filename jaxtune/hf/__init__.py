@@ -1,8 +1,15 @@
 """Hugging Face folders, read and written: config, weights, tokenizer, PEFT adapters, model card; and uploads."""
 
 from jaxtune.config.schemes import SCHEMES
-from jaxtune.hf.description import OF_ONE_MODEL, Folders, changed, describe, folders, overrides
-from jaxtune.hf.larger_model import in_place
+from jaxtune.hf.description import (
+    SINGLE_MODEL_DEFAULTS,
+    Folders,
+    apply_options,
+    find_folders,
+    parse_overrides,
+    read_described_config,
+)
+from jaxtune.hf.larger_model import replace_decoder
 from jaxtune.hf.model_card import Evaluation, write_card
 from jaxtune.hf.model_folder import label_names, read_config, read_generation_config, resolve, write_config
 from jaxtune.hf.peft import SavedAdapter, adapted_modules, read_adapter, write_adapter
@@ -21,8 +28,8 @@ from jaxtune.hf.tokenizer import (
 from jaxtune.hf.upload import check_upload, upload
 from jaxtune.hf.weights import (
     Conversion,
+    OutputTensor,
     Target,
-    Tensor,
     check_tensors,
     check_weights,
     read,

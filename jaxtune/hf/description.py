@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxtune.config.schema import Model
+from jaxtune.config.schema import ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.hf.model_folder import read_config, resolve
 from jaxtune.models.families.llama import ROPE_ENTRIES
 
 # Options of `model` that describe one model only, with their defaults. Other models that a run reads (a teacher, a
 # reference) take the defaults.
-OF_ONE_MODEL: dict[str, Any] = {
+SINGLE_MODEL_DEFAULTS: dict[str, Any] = {
     "config": None,
     "tokenizer": None,
     "overrides": (),
@@ -48,7 +48,7 @@ class Folders(NamedTuple):
     tokenizer: Path
 
 
-def folders(model: Model, weights: bool = True) -> Folders:
+def find_folders(model: ModelOptions, weights: bool = True) -> Folders:
     """Return the folders of a model, downloaded from the hub if necessary. Raises UserError.
 
     `weights`: whether to download the weights too.
@@ -62,18 +62,18 @@ def folders(model: Model, weights: bool = True) -> Folders:
     return Folders(home, config, config if tokenizer is None else resolve(tokenizer, weights=False, holds=None))
 
 
-def describe(model: Model) -> dict[str, Any]:
-    """Return config.json with the options applied, without downloading weights. Raises UserError like `changed`."""
-    return changed(read_config(folders(model, weights=False).config), model)
+def read_described_config(model: ModelOptions) -> dict[str, Any]:
+    """Return config.json with the options applied, without its weights. Raises UserError like `apply_options`."""
+    return apply_options(read_config(find_folders(model, weights=False).config), model)
 
 
-def changed(config: Mapping[str, Any], model: Model) -> dict[str, Any]:
+def apply_options(config: Mapping[str, Any], model: ModelOptions) -> dict[str, Any]:
     """Apply model.overrides to a config.json, and scale its RoPE by model.max_positions and model.rope_scaling.
 
     Raises UserError for an entry that another option sets, and for a RoPE that cannot be scaled in this way.
     """
     result = dict(config)
-    for names, value in overrides(model):
+    for names, value in parse_overrides(model):
         if refused := [name for name in names if name in _SET_ELSEWHERE]:
             raise UserError(f"model.overrides: {'.'.join(names)}: {_SET_ELSEWHERE[refused[0]]}")
         result = _set_entry(result, _names_in_config(result, names), value)
@@ -85,7 +85,7 @@ def changed(config: Mapping[str, Any], model: Model) -> dict[str, Any]:
     return _scale_rope(result, model.max_positions, scaling)
 
 
-def overrides(model: Model) -> list[tuple[list[str], Any]]:
+def parse_overrides(model: ModelOptions) -> list[tuple[list[str], Any]]:
     """Return the entries of model.overrides: the names on the path to each, and its value."""
     parts = [entry.partition("=") for entry in model.overrides]
     return [(key.strip().split("."), json.loads(text)) for key, _, text in parts]

@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from jaxtune.hf.tensor_sources import ALL_DTYPES, check_content, current_name, older_name, open_sources, weight_files
-from jaxtune.hf.weights import Tensor
+from jaxtune.hf.weights import OutputTensor
 
 
-def in_place(folder: Path, tensors: Iterable[Tensor], untouched: Callable[[str], bool]) -> Iterator[Tensor]:
+def replace_decoder(
+    folder: Path, tensors: Iterable[OutputTensor], untouched: Callable[[str], bool]
+) -> Iterator[OutputTensor]:
     """Yield the decoder's `tensors` under the names used in a Hugging Face folder, then the folder's untouched tensors.
 
     Untouched tensors are copied bit for bit; each is read when it is written.
@@ -19,4 +21,4 @@ def in_place(folder: Path, tensors: Iterable[Tensor], untouched: Callable[[str],
     copied = {name: source for name, source in sources.items() if untouched(name)}
     check_content(copied.values())
     for name, source in copied.items():
-        yield Tensor(name, source.shape, ALL_DTYPES[source.dtype], source.whole)
+        yield OutputTensor(name, source.shape, ALL_DTYPES[source.dtype], source.whole)

@@ -121,7 +121,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def staged(folder: Path, replaces: re.Pattern[str]) -> Iterator[Path]:
+def staging_folder(folder: Path, replaces: re.Pattern[str]) -> Iterator[Path]:
     """Yield a temporary folder whose files move into `folder` once the block has ended without an error.
 
     Args:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Shaped, UInt8
 
 from jaxtune.errors import UserError
-from jaxtune.hf.tensor_sources import Source
+from jaxtune.hf.tensor_sources import TensorSource
 from jaxtune.models.places import Place
 from pallas_kernels.quant_matmul import ELEMENTS
 
@@ -24,14 +24,14 @@ _NAN = 255  # the e8m0 code of NaN
 
 
 @dataclass(frozen=True)
-class Mxfp4(Source):
+class Mxfp4Tensors(TensorSource):
     """The tensor X that blocks and scales represent; `file` and `begin` locate the blocks.
 
     Attributes:
         scales: the tensor of scales.
     """
 
-    scales: Source
+    scales: TensorSource
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -54,7 +54,7 @@ class Mxfp4(Source):
     def codes(self, first: int, count: int, part: slice, place: Place) -> UInt8[np.ndarray, "o i/2"]:
         """Rows of a matrix (out, in / 2), two codes a byte, the first in the low bits."""
         experts, width, rows = self.shape
-        codes = Source(self.file, (experts, rows, width // 2), "U8", self.begin)
+        codes = TensorSource(self.file, (experts, rows, width // 2), "U8", self.begin)
         return codes.rows(first, count, (part,), _as_stored(place))
 
     def exponents(self, first: int, count: int, part: slice, place: Place) -> UInt8[np.ndarray, "o i/32"]:
@@ -69,7 +69,7 @@ class Mxfp4(Source):
 class _Stored:
     """Base of the two uint8 tensors that represent a matrix in the file."""
 
-    source: Mxfp4
+    source: Mxfp4Tensors
     place: Place
     itemsize = 1
 
@@ -104,7 +104,7 @@ def _as_stored(place: Place) -> Place:
     return replace(place, transposed=False)
 
 
-def with_mxfp4(sources: Mapping[str, Source]) -> dict[str, Source]:
+def with_mxfp4(sources: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
     """Replace X_blocks and X_scales by X. Raises UserError if blocks and scales do not fit together."""
     merged = dict(sources)
     for name in [name.removesuffix("_blocks") for name in sources if name.endswith("_blocks")]:
@@ -118,5 +118,5 @@ def with_mxfp4(sources: Mapping[str, Source]) -> dict[str, Source]:
                 f"{scales.shape}; they must be U8, (experts, out, in / {BLOCK}, {BLOCK // 2}) and one dimension less"
             )
         experts, rows, count = scales.shape
-        merged[name] = Mxfp4(blocks.file, (experts, count * BLOCK, rows), "BF16", blocks.begin, scales)
+        merged[name] = Mxfp4Tensors(blocks.file, (experts, count * BLOCK, rows), "BF16", blocks.begin, scales)
     return merged

@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
-from jaxtune.config.schema import Lora
+from jaxtune.config.schema import LoraOptions
 from jaxtune.errors import UserError
-from jaxtune.hf.model_folder import staged
-from jaxtune.hf.tensor_sources import DTYPES, Source, current_name, open_sources
-from jaxtune.hf.weights import Tensor, write
+from jaxtune.hf.model_folder import staging_folder
+from jaxtune.hf.tensor_sources import DTYPES, TensorSource, current_name, open_sources
+from jaxtune.hf.weights import OutputTensor, write
 from jaxtune.json_file import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -71,7 +71,7 @@ class SavedAdapter:
     use_rslora: bool
     base_model: str | None
     revision: str | None
-    tensors: Mapping[str, Source]
+    tensors: Mapping[str, TensorSource]
     parameters: tuple[str, ...] = ()
     bias: str = "none"
     kind: str = "lora"
@@ -81,7 +81,7 @@ class SavedAdapter:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of `Lora` that a run with this adapter must have.
+        """The options of `LoraOptions` that a run with this adapter must have.
 
         `chosen` has the options that select modules, which can be written in several equivalent ways.
         """
@@ -91,7 +91,7 @@ class SavedAdapter:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """The options of `Lora` that select the adapter's modules, and the modules with another rank or alpha."""
+        """The `LoraOptions` that select the adapter's modules, and the modules with another rank or alpha."""
         whole = {name.removesuffix(".weight") for name in self.tensors if _is_of_model(name) and name != HEAD}
 
         def pattern(numbers: Mapping[str, float]) -> tuple[str, ...]:
@@ -140,8 +140,8 @@ def adapted_modules(names: Iterable[str]) -> frozenset[str]:
 
 def write_adapter(
     folder: Path,
-    tensors: Iterable[Tensor],
-    lora: Lora,
+    tensors: Iterable[OutputTensor],
+    lora: LoraOptions,
     base_model: str,
     revision: str | None,
     target_modules: Sequence[str],
@@ -209,7 +209,7 @@ def write_adapter(
     write(folder, tensors, max_shard_bytes=None, stem="adapter_model")
     if jax.process_index() != 0:
         return
-    with staged(folder, replaces=re.compile(CONFIG)) as stage:
+    with staging_folder(folder, replaces=re.compile(CONFIG)) as stage:
         (stage / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -233,7 +233,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
         raise UserError(f"{folder} has no {WEIGHTS}; an adapter in another format must be saved as safetensors")
     kind, parameters = config["peft_type"].lower(), tuple(config.get("target_parameters") or ())
     tensors, ranks, alphas = {}, {}, {}
-    default = config["r"] if kind == "lora" else Lora.rank
+    default = config["r"] if kind == "lora" else LoraOptions.rank
     for key, source in open_sources([file]).items():
         # Modules that were trained whole, and trained biases, keep the model's own names.
         name = key.removeprefix(_PREFIX).rpartition(".")[0]
@@ -289,7 +289,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
             raise UserError(f"{file}: the rank of {module} is {of_a} in lora_A and {of_b} in lora_B")
     return SavedAdapter(
         rank=default,
-        alpha=float(config.get("lora_alpha", Lora.alpha)),
+        alpha=float(config.get("lora_alpha", LoraOptions.alpha)),
         dropout=float(config.get("lora_dropout") or 0.0),
         use_rslora=config.get("use_rslora") or False,
         base_model=config.get("base_model_name_or_path"),

@@ -46,7 +46,7 @@ _COMPARED = 2**24  # bytes compared at a time
 _LFS_POINTER = b"version https://git-lfs"
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """A source for a parameter, or for one layer of a stack: a matrix whose rows can be read in any range."""
 
     @property
@@ -60,7 +60,7 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """A tensor in a file, any part of which can be read.
 
     Attributes:
@@ -92,7 +92,7 @@ class Source:
 
         Rows beyond the last one are zeros.
         """
-        with damage(self.file):
+        with report_damage(self.file):
             tensor = np.memmap(self.file, _READ_AS[self.dtype], "r", self.begin, self.shape)
             values = np.array(place.rows_in(tensor)[(slice(first, first + count), *rest)])
         missing = count - len(values)
@@ -101,16 +101,21 @@ class Source:
     def whole(self) -> Shaped[np.ndarray, "..."]:
         """Read the whole tensor, which may have any dtype of `ALL_DTYPES`."""
         dtype = ALL_DTYPES[self.dtype]
-        with damage(self.file), self.file.open("rb") as file:
+        with report_damage(self.file), self.file.open("rb") as file:
             file.seek(self.begin)
             return np.frombuffer(file.read(math.prod(self.shape) * dtype.itemsize), dtype).reshape(self.shape)
 
-    def equals(self, other: "Source") -> bool:
+    def equals(self, other: "TensorSource") -> bool:
         """Whether both tensors are the same bit by bit. Reading stops at the first difference."""
         if (self.shape, self.dtype) != (other.shape, other.dtype):
             return False
         size = math.prod(self.shape) * ALL_DTYPES[self.dtype].itemsize
-        with damage(self.file), self.file.open("rb") as ours, damage(other.file), other.file.open("rb") as theirs:
+        with (
+            report_damage(self.file),
+            self.file.open("rb") as ours,
+            report_damage(other.file),
+            other.file.open("rb") as theirs,
+        ):
             ours.seek(self.begin)
             theirs.seek(other.begin)
             parts = (min(_COMPARED, size - first) for first in range(0, size, _COMPARED))
@@ -118,7 +123,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A part of a tensor, such as the key projection in a fused qkv weight.
 
     Attributes:
@@ -126,7 +131,7 @@ class Part:
         place: the part's location in the tensor.
     """
 
-    source: Source
+    source: TensorSource
     place: Place
 
     @property
@@ -160,7 +165,7 @@ def weight_files(folder: Path) -> list[Path]:
     return [_inside(folder, name) for name in sorted(set(weight_map.values()))]
 
 
-def open_weights(folder: Path) -> dict[str, Source]:
+def open_weights(folder: Path) -> dict[str, TensorSource]:
     """Return the tensors of a Hugging Face folder by their current names in transformers.
 
     Raises:
@@ -181,20 +186,20 @@ def older_name(name: str) -> str:
     return older + name.removeprefix(_OLDER.get(older, ""))
 
 
-def open_sources(files: Iterable[Path]) -> dict[str, Source]:
+def open_sources(files: Iterable[Path]) -> dict[str, TensorSource]:
     """Return the tensors of safetensors files by name; only the headers are read.
 
     Raises:
         UserError: a file is damaged or has an unknown dtype, or two files hold the same tensor.
     """
-    sources: dict[str, Source] = {}
+    sources: dict[str, TensorSource] = {}
     for file in files:
-        with damage(file), file.open("rb") as start:
+        with report_damage(file), file.open("rb") as start:
             if start.read(len(_LFS_POINTER)) == _LFS_POINTER:
                 raise UserError(
                     f"{file} is a git-lfs pointer, not the file itself; run `git lfs pull` in {file.parent}"
                 )
-        with damage(file):
+        with report_damage(file):
             # safe_open checks the header, but cannot read F8_E4M3 into numpy: tensors are read by offset instead.
             safe_open(file, framework="numpy")
             header, start_of_data = _read_header(file)
@@ -205,7 +210,7 @@ def open_sources(files: Iterable[Path]) -> dict[str, Source]:
                 if entry["dtype"] not in ALL_DTYPES:
                     raise UserError(f"{file}: {name} is {entry['dtype']}, not one of {', '.join(ALL_DTYPES)}")
                 begin = start_of_data + entry["data_offsets"][0]
-                sources[name] = Source(file, tuple(entry["shape"]), entry["dtype"], begin)
+                sources[name] = TensorSource(file, tuple(entry["shape"]), entry["dtype"], begin)
     return sources
 
 
@@ -216,7 +221,7 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
         return json.loads(handle.read(length)), 8 + length
 
 
-def check_content(sources: Iterable[Source]) -> None:
+def check_content(sources: Iterable[TensorSource]) -> None:
     """Raise UserError if a file with any of the tensors does not agree with the checksum in its header.
 
     A file without a checksum passes. Each process of a run checks a share of the files, because it needs only a part of
@@ -228,7 +233,7 @@ def check_content(sources: Iterable[Source]) -> None:
 
 
 def _check_file(file: Path) -> None:
-    with damage(file):
+    with report_damage(file):
         status = file.stat()
         if not _agrees(file, status.st_size, status.st_mtime_ns):
             raise UserError(f"{file} is damaged: its data does not agree with its checksum; copy or export it again")
@@ -247,7 +252,7 @@ def _agrees(file: Path, size: int, changed: int) -> bool:
 
 
 @contextmanager
-def damage(file: Path) -> Iterator[None]:
+def report_damage(file: Path) -> Iterator[None]:
     """Turn errors about a damaged or unreadable safetensors file into a UserError that names the file."""
     try:
         yield

@@ -21,9 +21,18 @@ import xxhash
 from jaxtyping import Array, Int, Shaped
 
 from jaxtune.errors import UserError
-from jaxtune.hf.model_folder import staged
-from jaxtune.hf.mxfp4_tensors import Codes, Exponents, Mxfp4, with_mxfp4
-from jaxtune.hf.tensor_sources import ALL_DTYPES, CHECKSUM, DTYPES, Part, Rows, Source, check_content, open_weights
+from jaxtune.hf.model_folder import staging_folder
+from jaxtune.hf.mxfp4_tensors import Codes, Exponents, Mxfp4Tensors, with_mxfp4
+from jaxtune.hf.tensor_sources import (
+    ALL_DTYPES,
+    CHECKSUM,
+    DTYPES,
+    RowSource,
+    TensorPart,
+    TensorSource,
+    check_content,
+    open_weights,
+)
 from jaxtune.models.places import Place
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -96,7 +105,7 @@ class Target:
         return place.shape_in_file((self.rows or rows, *rest))
 
 
-class Tensor(NamedTuple):
+class OutputTensor(NamedTuple):
     """A tensor to write.
 
     Attributes:
@@ -128,16 +137,16 @@ def read(folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str],
     return read_tensors(check_weights(folder, targets, ignorable), targets)
 
 
-def read_tensors(sources: Mapping[str, Source], targets: Mapping[str, Target]) -> dict[str, Any]:
+def read_tensors(sources: Mapping[str, TensorSource], targets: Mapping[str, Target]) -> dict[str, Any]:
     """Read targets from tensors by name, which must have passed `check_tensors`; checks the files' checksums first."""
     check_content(sources[place.name] for target in targets.values() for place in target.places)
-    chunk_bytes = bytes_of_chunks(targets.values())
+    chunk_bytes = choose_chunk_bytes(targets.values())
 
     def one(target: Target) -> Any:
-        parts = [Part(sources[place.name], place) for place in target.places]
+        parts = [TensorPart(sources[place.name], place) for place in target.places]
         if target.conversion is None:
             return fill(target, parts, chunk_bytes)
-        stored = [(part.source, part.place) for part in parts if isinstance(part.source, Mxfp4)]
+        stored = [(part.source, part.place) for part in parts if isinstance(part.source, Mxfp4Tensors)]
         if target.conversion.to_mxfp4 and len(stored) == len(parts):
             return _read_mxfp4(target, stored, chunk_bytes)
         return _read_converted(target, parts, chunk_bytes)
@@ -147,7 +156,7 @@ def read_tensors(sources: Mapping[str, Source], targets: Mapping[str, Target]) -
 
 def check_weights(
     folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str], bool]
-) -> Mapping[str, Source]:
+) -> Mapping[str, TensorSource]:
     """Return the tensors of a Hugging Face folder, checked. Reads only file headers; raises UserError like `read`."""
     sources = with_mxfp4(open_weights(folder))
     check_tensors(
@@ -156,14 +165,14 @@ def check_weights(
     return sources
 
 
-def bytes_of_chunks(targets: Iterable[Target]) -> int:
+def choose_chunk_bytes(targets: Iterable[Target]) -> int:
     """Return how many bytes to read at a time: a fraction of the largest tensor."""
     sizes = (math.prod(target.shape[target.lead :]) * np.dtype(target.dtype).itemsize for target in targets)
     return min(max(sizes, default=0) // 16, _LARGEST_CHUNK)
 
 
 def check_tensors(
-    complaint: str, sources: Mapping[str, Source], targets: Mapping[str, Target], ignorable: Callable[[str], bool]
+    complaint: str, sources: Mapping[str, TensorSource], targets: Mapping[str, Target], ignorable: Callable[[str], bool]
 ) -> None:
     """Raise UserError, beginning with `complaint`, unless the tensors are exactly the ones that the targets need."""
     wanted = {place.name: target.source_shape(place) for target in targets.values() for place in target.places}
@@ -190,7 +199,7 @@ def _list(names: list[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
-def fill(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> jax.Array:
+def fill(target: Target, sources: Sequence[RowSource], chunk_bytes: int) -> jax.Array:
     """Read a parameter from one source per place, in chunks of a few rows of every shard."""
     lead, holders = target.lead, target.holders
     rows, *rest = target.sharding.shard_shape(target.shape)[lead:]
@@ -227,7 +236,7 @@ def fill(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> jax.Array
     return array
 
 
-def _read_converted(target: Target, sources: Sequence[Rows], chunk_bytes: int) -> Any:
+def _read_converted(target: Target, sources: Sequence[RowSource], chunk_bytes: int) -> Any:
     """Read a stack in steps of one tensor from every shard, converting each before the next is read."""
     assert target.conversion is not None
     stacked = jax.tree.map(lambda leaf: _zeros(leaf.shape, leaf.dtype, leaf.sharding), target.conversion.stacked)
@@ -248,7 +257,7 @@ def _read_converted(target: Target, sources: Sequence[Rows], chunk_bytes: int) -
     return stacked
 
 
-def _read_mxfp4(target: Target, sources: Sequence[tuple[Mxfp4, Place]], chunk_bytes: int) -> Any:
+def _read_mxfp4(target: Target, sources: Sequence[tuple[Mxfp4Tensors, Place]], chunk_bytes: int) -> Any:
     """Read a stack whose tensors are MXFP4 in the files, without dequantizing it."""
     assert target.conversion is not None
     array = target.conversion.stacked
@@ -300,7 +309,7 @@ def _place(
 
 
 def write(
-    folder: Path, tensors: Iterable[Tensor], max_shard_bytes: int | None = MAX_SHARD_BYTES, stem: str = "model"
+    folder: Path, tensors: Iterable[OutputTensor], max_shard_bytes: int | None = MAX_SHARD_BYTES, stem: str = "model"
 ) -> None:
     """Write <stem>.safetensors, or numbered files and their index if one file would exceed max_shard_bytes.
 
@@ -317,12 +326,12 @@ def write(
         UserError: the folder cannot be written to.
     """
     # Larger items first: readers map the file into memory and need every tensor aligned to its item size.
-    tensors = sorted((Tensor(*tensor) for tensor in tensors), key=lambda tensor: -np.dtype(tensor.dtype).itemsize)
+    tensors = sorted((OutputTensor(*tensor) for tensor in tensors), key=lambda tensor: -np.dtype(tensor.dtype).itemsize)
     if jax.process_index() != 0:
         for tensor in tensors:
             tensor.get()
         return
-    shards: list[list[Tensor]] = [[]]
+    shards: list[list[OutputTensor]] = [[]]
     size = 0
     for tensor in tensors:
         size += _size(tensor)
@@ -331,7 +340,7 @@ def write(
             size = _size(tensor)
         shards[-1].append(tensor)
     single = f"{stem}.safetensors"
-    with staged(folder, replaces=re.compile(rf"{stem}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")) as stage:
+    with staging_folder(folder, replaces=re.compile(rf"{stem}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")) as stage:
         weight_map = {}
         for i, shard in enumerate(shards, start=1):
             file = single if len(shards) == 1 else f"{stem}-{i:05}-of-{len(shards):05}.safetensors"
@@ -342,11 +351,11 @@ def write(
             (stage / f"{single}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _size(tensor: Tensor) -> int:
+def _size(tensor: OutputTensor) -> int:
     return math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize
 
 
-def _write_file(path: Path, tensors: list[Tensor]) -> None:
+def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
     """Write a file tensor by tensor, which the safetensors library cannot do: it takes all tensors at once.
 
     The format: length of the header (8 bytes), the header (JSON, padded with spaces), the data. The checksum of the

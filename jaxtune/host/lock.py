@@ -36,7 +36,7 @@ SEEN_SECONDS = 60  # NFS may show a new file to other hosts this much later
 
 
 @contextmanager
-def locked(
+def hold_lock(
     folder: Path, name: str = "lock", otherwise: str = "choose another --config.train.run_name"
 ) -> Iterator[None]:
     """Hold the lock file `name` in a folder, which is created if necessary. The processes of a run share one lock.

@@ -137,7 +137,7 @@ def load(config: Config) -> tuple[Plugin, ...]:
         UserError: A file is missing or fails; it defines nothing that is used, or a function that cannot be called as
             above; two plugins define the same replacement.
     """
-    plugins = tuple(_load(name, content) for name, content in contents(config).items())
+    plugins = tuple(_load(name, content) for name, content in content_hashes(config).items())
     FAMILIES.update(
         {plugin.module.MODEL_TYPE: plugin.module for plugin in plugins if hasattr(plugin.module, "MODEL_TYPE")}
     )
@@ -154,12 +154,12 @@ def callbacks(config: Config, folder: Path, states: Mapping[str, Any]) -> Callba
     return Callbacks(plugins, [PluginRun(config, folder, dict(states.get(plugin.name, {}))) for plugin in plugins])
 
 
-def own_objective(config: Config) -> Objective | None:
+def plugin_objective(config: Config) -> Objective | None:
     """The objective of a plugin, if one defines it. Raises UserError if the plugin returns another type."""
     return _call_factory(config, "objective", Objective)
 
 
-def own_rule(config: Config) -> Rule | None:
+def plugin_rule(config: Config) -> Rule | None:
     """The optimizer rule of a plugin, if one defines it. Raises UserError if the plugin returns another type."""
     return _call_factory(config, "optimizer_rule", Rule)
 
@@ -174,7 +174,7 @@ def _call_factory(config: Config, name: str, kind: type[T]) -> T | None:
     return None
 
 
-def contents(config: Config) -> dict[str, str]:
+def content_hashes(config: Config) -> dict[str, str]:
     """A hash of each plugin's file. Raises UserError if a file is missing."""
     return {name: user_files.fingerprint(f"{name}:plugin", OPTION) for name in config.train.plugins}
 

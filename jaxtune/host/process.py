@@ -19,7 +19,7 @@ from orbax.checkpoint.multihost import get_barrier_sync_fn
 
 import pallas_kernels
 from jaxtune.config.loading import as_dict
-from jaxtune.config.schema import Config, Device, Log
+from jaxtune.config.schema import Config, DeviceOptions, LogOptions
 from jaxtune.errors import UserError
 from jaxtune.host import plugins
 from jaxtune.monitor.progress import FILE
@@ -118,11 +118,11 @@ def configure(config: Config) -> None:
     _show_log(config.log)
     if jax.process_count() > 1:
         multihost.agree(facts(config))
-    for line in config.opening_lines:
+    for line in config.startup_notes:
         log.info(line)
 
 
-def choose_platform(device: Device) -> None:
+def choose_platform(device: DeviceOptions) -> None:
     """Set the options that jax and XLA read once, when they first look for devices."""
     if device.platform != "auto":
         # List the CPU too: with "cuda" as the only platform and no plugin for GPUs, jax 0.10 fails in an assertion.
@@ -144,7 +144,7 @@ def choose_platform(device: Device) -> None:
         os.environ["XLA_FLAGS"] = " ".join([others, *timeouts]).strip()
 
 
-def open_devices(device: Device) -> None:
+def open_devices(device: DeviceOptions) -> None:
     """Open the devices of this process, and no other GPU: jax would allocate memory on each one that it sees."""
     if device.gpus is not None:
         visible = jax.config.values["jax_cuda_visible_devices"]
@@ -167,7 +167,7 @@ def open_devices(device: Device) -> None:
         )
 
 
-def devices(device: Device) -> list[Any]:
+def devices(device: DeviceOptions) -> list[Any]:
     """The devices of a run's mesh. Raises UserError if a process has fewer than `device.gpus`."""
     by_process: dict[int, list[Any]] = {}
     for one in jax.devices():
@@ -186,7 +186,7 @@ def facts(config: Config) -> dict[str, str]:
     return {
         **{name: version(name) for name in ("jax", "jaxlib")},
         "code of jaxtune": digest(code),
-        **{f"content of {name}": content for name, content in plugins.contents(config).items()},
+        **{f"content of {name}": content for name, content in plugins.content_hashes(config).items()},
         **{jax.tree_util.keystr(path, simple=True, separator="."): repr(value) for path, value in options},
     }
 
@@ -228,7 +228,7 @@ _OF_COLLECTIVES = (
 
 
 @contextmanager
-def leaving_after_failure() -> Iterator[None]:
+def exit_after_failure() -> Iterator[None]:
     """If this process fails and there are others, end it within LEAVE_SECONDS.
 
     At exit jax would wait minutes for the other processes, and they may wait for this one in a collective. If all fail
@@ -262,7 +262,7 @@ class _Terminal(logging.StreamHandler):
 _SHOWN = ("jaxtune", "pallas_kernels")
 
 
-def _show_log(options: Log) -> None:
+def _show_log(options: LogOptions) -> None:
     """Show the log of jaxtune and its kernels: all of the main process, warnings (log.every_process: all) of others."""
     level, shown = logging.getLevelNamesMapping()[options.level.upper()], _Terminal(sys.stdout)
     shown.setFormatter(LogFormatter())
@@ -293,7 +293,7 @@ def log_to_file(config: Config, folder: Path) -> Iterator[None]:
     FILE.addFilter(without_secrets)
     for logger in loggers:
         logger.addHandler(written)
-    for line in config.opening_lines:  # shown before the folder was known
+    for line in config.startup_notes:  # shown before the folder was known
         FILE.info("%s", line)
     try:
         yield

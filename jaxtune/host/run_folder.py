@@ -143,7 +143,7 @@ def resume_command(folder: RunFolder) -> str:
     return f"python -m jaxtune.train --config={shlex.quote(str(folder.config))}"
 
 
-def closing(config: Config, folder: RunFolder, chat: bool) -> str:
+def final_summary(config: Config, folder: RunFolder, chat: bool) -> str:
     """Return the summary at the end of a run: paths and next commands; `chat`: the run trained on conversations."""
     exported, saved = config.export.at_end, any(folder.checkpoints.glob("[0-9]*"))
     is_adapter = config.lora.enabled and not config.lora.merge_interval

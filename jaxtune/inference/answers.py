@@ -10,29 +10,29 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxtune import hf
-from jaxtune.config.schema import Config, Data, Dataset, Mesh, Quant
-from jaxtune.config.schema import Model as ModelOptions
+from jaxtune.config.schema import Config, DataOptions, Dataset, MeshOptions, QuantOptions
+from jaxtune.config.schema import ModelOptions as ModelOptions
 from jaxtune.data.formats.prompts import Prompt, Prompts, Sample
 from jaxtune.errors import UserError
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.inference.generation import (
     Generate,
-    completed,
-    ending,
+    collect_completions,
+    completion_text,
     make_generate,
+    make_stop_test,
     stop_tokens,
     stream_text,
-    text_of,
-    until,
+    take_until,
 )
-from jaxtune.inference.sampling import Manner
+from jaxtune.inference.sampling import SamplingOptions
 from jaxtune.models.decode import Sampling
 from jaxtune.models.decoder import Parameters
 from jaxtune.parallel.layout import AXES
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.weights.model import Model, declare_model, read_base
 from jaxtune.weights.trusted_code import with_plugins
-from jaxtune.weights.values import initial_parameters, of_model, open_run, read_parameters, tokenizer_folder
+from jaxtune.weights.values import config_for_model, initial_parameters, open_run, read_parameters, tokenizer_folder
 
 
 class Opened(NamedTuple):
@@ -98,13 +98,13 @@ def open_model(
         raise UserError(f"--step={step}: {name} is not a run folder, so it has no checkpoints")
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     # The mesh is checked against data.seq_len as for training, so take a row length that any axis divides.
-    plain = Config(model=ModelOptions(dtype=dtype), data=Data(seq_len=mesh.size))
-    config = with_plugins(of_model(adapter or name, plain), plugins)
+    plain = Config(model=ModelOptions(dtype=dtype), data=DataOptions(seq_len=mesh.size))
+    config = with_plugins(config_for_model(adapter or name, plain), plugins)
     if adapter is not None and not config.lora.enabled:
         raise UserError(f"--adapter={adapter}: it has no adapter_config.json, so it is not an adapter")
     if adapter is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=name, revision=None))
-    config = dataclasses.replace(config, quant=Quant(quant))  # type: ignore[arg-type]
+    config = dataclasses.replace(config, quant=QuantOptions(quant))  # type: ignore[arg-type]
     _refuse_classifier(name, config)
     # Nothing is trained, so every weight is stored in model.dtype.
     model = declare_model(read_base(config), config, mesh, train=False)
@@ -123,7 +123,7 @@ def _refuse_classifier(name: str, config: Config) -> None:
 def mesh_of(entries: Sequence[str]) -> jax.sharding.Mesh:
     """Make a mesh of all devices from entries such as fsdp=4, or of one device without entries; make it current."""
     if not entries:
-        return make_mesh(Mesh(), jax.devices()[:1])
+        return make_mesh(MeshOptions(), jax.devices()[:1])
     sizes = {}
     for entry in entries:
         axis, _, size = entry.partition("=")
@@ -134,13 +134,13 @@ def mesh_of(entries: Sequence[str]) -> jax.sharding.Mesh:
             raise UserError(f"--mesh: {axis} is given twice")
         sizes[axis] = int(size)
     # mesh.fsdp takes all remaining devices by default; here the entries must name every axis.
-    return make_mesh(Mesh(**{"fsdp": 1} | sizes))
+    return make_mesh(MeshOptions(**{"fsdp": 1} | sizes))
 
 
-class Answering:
+class AnswerGenerator:
     """Generates answers to prompts with an opened model."""
 
-    def __init__(self, opened: Opened, manner: Manner) -> None:
+    def __init__(self, opened: Opened, manner: SamplingOptions) -> None:
         config, self._manner = opened.config, manner
         self._tokenizer = hf.load_tokenizer(opened.home, config.chat.template, config.data.special_tokens)
         sampling = Sampling(**{name: getattr(manner, name) for name in Sampling._fields})
@@ -158,23 +158,23 @@ class Answering:
 
         Raises UserError, which names the source, for a sample without a prompt or with too many tokens for the model.
         """
-        ended = ending(self._ends(turns=True), self._manner.stop, self._tokenizer)
+        ended = make_stop_test(self._ends(turns=True), self._manner.stop, self._tokenizer)
         at_once, numbered = self._manner.batch_size, enumerate(samples)
         while chunk := list(islice(numbered, at_once)):
             prompts = [self._prompt(where, sample) for _, (where, sample) in chunk]
             # The last prompt is repeated to fill the batch, so that only one number of rows is compiled.
             rows = [prompts[min(row, len(prompts) - 1)].tokens for row in range(at_once)]
             numbers = [chunk[min(row, len(chunk) - 1)][0] for row in range(at_once)]
-            completions = completed(self._generate(rows, numbers), len(prompts), ended)
+            completions = collect_completions(self._generate(rows, numbers), len(prompts), ended)
             for prompt, completion in zip(prompts, completions):
-                text = prompt.begun + text_of(completion, self._tokenizer, self._manner.stop, prompt.continued)
+                text = prompt.begun + completion_text(completion, self._tokenizer, self._manner.stop, prompt.continued)
                 yield Answer(prompt, text, completion.finished)
 
     def stream(self, text: str) -> Iterator[str]:
         """Yield the generated continuation of a text, in parts as they become certain."""
         prompt = self._prompts(Dataset(), {"prompt": text})
         yield prompt.begun
-        tokens = until(self._generate([prompt.tokens]), self._ends(turns=self._manner.chat))
+        tokens = take_until(self._generate([prompt.tokens]), self._ends(turns=self._manner.chat))
         yield from stream_text(self._tokenizer, tokens, self._manner.stop, prompt.continued)
 
     def _ends(self, turns: bool) -> frozenset[int]:

@@ -56,8 +56,8 @@ def make_generate(
     """Make a function (parameters, prompts, numbers) -> an iterator over max_new_tokens next tokens of each prompt.
 
     The iterator continues all prompts together. It does not stop at the end of an answer: the caller drops later tokens
-    (`until`, `completed`) and may stop iterating. Random numbers depend only on the seed, the prompt's number (its
-    index, unless `numbers` is given) and the token's index, not on the other prompts. Rows are sharded over the axes of
+    (`take_until`, `collect_completions`) and may stop iterating. Random numbers depend only on the seed, the prompt's number
+    (its index, unless `numbers` is given) and the token's index, not on the other prompts. Rows are sharded over the axes of
     the current mesh, except for axes that shard features. The iterator raises UserError for a prompt without tokens
     and if the model has too few positions.
     """
@@ -120,12 +120,14 @@ def _pad(prompts: Sequence[Sequence[int]], max_new_tokens: int, spec: ModelSpec)
     return tokens, start
 
 
-def until(tokens: Iterable[np.ndarray], stop: frozenset[int]) -> Iterator[int]:
+def take_until(tokens: Iterable[np.ndarray], stop: frozenset[int]) -> Iterator[int]:
     """Return the tokens of a single prompt before the first one in `stop`."""
     return takewhile(lambda token: token not in stop, (int(row[0]) for row in tokens))
 
 
-def completed(tokens: Iterable[np.ndarray], prompts: int, ended: Callable[[Sequence[int]], bool]) -> list[Completion]:
+def collect_completions(
+    tokens: Iterable[np.ndarray], prompts: int, ended: Callable[[Sequence[int]], bool]
+) -> list[Completion]:
     """Collect the tokens of each of `prompts` prompts, up to the token with which `ended` is true."""
     rows: list[list[int]] = [[] for _ in range(prompts)]
     open_rows = set(range(prompts))
@@ -139,7 +141,9 @@ def completed(tokens: Iterable[np.ndarray], prompts: int, ended: Callable[[Seque
     return [Completion(row_tokens, row not in open_rows) for row, row_tokens in enumerate(rows)]
 
 
-def ending(stop: frozenset[int], strings: Sequence[str] = (), tokenizer: Any = None) -> Callable[[Sequence[int]], bool]:
+def make_stop_test(
+    stop: frozenset[int], strings: Sequence[str] = (), tokenizer: Any = None
+) -> Callable[[Sequence[int]], bool]:
     """Make a function that tells if tokens have ended: in one of `stop`, or after one that completes a stop string."""
     # Decode only the tail. A character has at most four bytes, so at most four tokens in a byte-level vocabulary.
     reach = 4 * max(map(len, strings), default=0) + 4
@@ -153,7 +157,7 @@ def ending(stop: frozenset[int], strings: Sequence[str] = (), tokenizer: Any = N
     return ended
 
 
-def text_of(completion: Completion, tokenizer, strings: Sequence[str] = (), after: Sequence[int] = ()) -> str:
+def completion_text(completion: Completion, tokenizer, strings: Sequence[str] = (), after: Sequence[int] = ()) -> str:
     """Return a completion's text without special tokens and its stop string; `after`: tokens that it continues."""
     return before(strings, hf.decode(tokenizer, completion.tokens, after, skip_special_tokens=True))
 
@@ -191,7 +195,7 @@ def continue_text(model: Model, parameters: Parameters, tokenizer, prompt: str, 
     dtype = parameters["embed.weight"].dtype
     generate = make_generate(model.graph, model.spec, max_new_tokens=tokens, dtype=dtype, sampling=SAMPLE)
     prompt_ids = tokenizer(prompt)["input_ids"]
-    ids = until(generate(parameters, [prompt_ids]), stop_tokens(model.folders.tokenizer, tokenizer))
+    ids = take_until(generate(parameters, [prompt_ids]), stop_tokens(model.folders.tokenizer, tokenizer))
     return prompt + "".join(stream_text(tokenizer, ids, after=prompt_ids))
 
 

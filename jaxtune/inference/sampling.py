@@ -19,7 +19,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
 
 
 @dataclass(frozen=True)
-class Manner:
+class SamplingOptions:
     """Options of text generation.
 
     Attributes:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxtune.lora.lora import LoRA, added, dropped, matrices_of
-from jaxtune.models.declared import declared
-from jaxtune.models.forward_options import Call
+from jaxtune.lora.lora import LoRA, adapter_outputs, apply_dropout, matrices_of
+from jaxtune.models.declared import declare_parameter
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.linear import Linear
 from jaxtune.parallel.layout import P, gather, ungathered
 from jaxtune.quant.array import QuantizedArray
@@ -33,7 +33,7 @@ class DoRA(LoRA):
 
     def declare(self, shape: tuple[int, int], axes: tuple[str | None, ...]) -> dict[str, Any]:
         """Declare A and B as in LoRA, and a magnitude (out,)."""
-        magnitude = declared(shape[:1], axes[:1], nnx.initializers.ones, "adapter")
+        magnitude = declare_parameter(shape[:1], axes[:1], nnx.initializers.ones, "adapter")
         return {**super().declare(shape, axes), "magnitude": magnitude}
 
     def begin(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> dict[str, Array]:
@@ -42,7 +42,7 @@ class DoRA(LoRA):
 
     @staticmethod
     def outputs(
-        linears: Sequence[Linear], x: Float[Array, "b s i"], ys: Sequence[Float[Array, "b s o"]], call: Call
+        linears: Sequence[Linear], x: Float[Array, "b s i"], ys: Sequence[Float[Array, "b s o"]], call: ForwardOptions
     ) -> list[Float[Array, "b s o"]]:
         """Return (each y + the adapter's output) times magnitude / norm; the bias, which y includes, is not scaled."""
 
@@ -50,14 +50,14 @@ class DoRA(LoRA):
             factor = linear.part("magnitude").astype(jnp.float32) / _norms(linear, *matrices)
             factor = jax.reshard(factor, P(jax.typeof(y).sharding.spec[-1]))
             # As in peft, y comes from the full x, but the product that (factor - 1) multiplies from the dropped x.
-            adapter_x = dropped(linear, x, call)
+            adapter_x = apply_dropout(linear, x, call)
             base = (y if adapter_x is x else linear.base(adapter_x, call)).astype(jnp.float32)
             if linear.bias is not None:
                 base -= jax.reshard(linear.bias.astype(jnp.float32), P(jax.typeof(y).sharding.spec[-1]))
             correction = (factor - 1) * base + factor * extra.astype(jnp.float32)
             return (y.astype(jnp.float32) + correction).astype(y.dtype)
 
-        return [one(*each) for each in zip(linears, ys, added(linears, x, call), matrices_of(linears))]
+        return [one(*each) for each in zip(linears, ys, adapter_outputs(linears, x, call), matrices_of(linears))]
 
     def merged(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> Float[Array, "o i"]:
         """Return the rows of W + scale · B A times magnitude / norm."""

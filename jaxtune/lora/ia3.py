@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxtune.models.declared import declared
-from jaxtune.models.forward_options import Call
+from jaxtune.models.declared import declare_parameter
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.linear import Linear
 
 
@@ -34,7 +34,7 @@ class IA3:
         """Declare factors of one in peft's shape: (1, in) for the input, (out, 1) for the output."""
         out, inner = shape
         shape_and_axes = ((1, inner), (None, axes[1])) if self.of_input else ((out, 1), (axes[0], None))
-        return {"ia3_l": declared(*shape_and_axes, nnx.initializers.ones, "adapter")}
+        return {"ia3_l": declare_parameter(*shape_and_axes, nnx.initializers.ones, "adapter")}
 
     def begin(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> dict[str, Array]:
         """Return the values unchanged."""
@@ -42,7 +42,7 @@ class IA3:
 
     @staticmethod
     def outputs(
-        linears: Sequence[Linear], x: Float[Array, "b s i"], ys: Sequence[Float[Array, "b s o"]], call: Call
+        linears: Sequence[Linear], x: Float[Array, "b s i"], ys: Sequence[Float[Array, "b s o"]], call: ForwardOptions
     ) -> list[Float[Array, "b s o"]]:
         """Return each y (bias included) times its factors, or the layer's output for x times the factors."""
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Set
 
-from jaxtune.config.schema import Lora
+from jaxtune.config.schema import LoraOptions
 from jaxtune.errors import UserError
 from jaxtune.lora.dora import DoRA
 from jaxtune.lora.ia3 import IA3
@@ -14,7 +14,7 @@ from jaxtune.models.spec import ModelSpec
 from jaxtune.models.treatment import linears, treat, treat_linears, treat_sites
 
 
-def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
+def inject(spec: ModelSpec, lora: LoraOptions) -> ModelSpec:
     """Return the spec with adapters on the selected linear layers and the other parameters frozen.
 
     Trained next to the adapters are the head of a classifier, lora.modules_to_save, and biases (lora.bias). Raises
@@ -40,7 +40,7 @@ def inject(spec: ModelSpec, lora: Lora) -> ModelSpec:
     return spec
 
 
-def _adapters(spec: ModelSpec, lora: Lora, file_names: Mapping[str, str]) -> dict[LoRA | IA3, Set[str]]:
+def _adapters(spec: ModelSpec, lora: LoraOptions, file_names: Mapping[str, str]) -> dict[LoRA | IA3, Set[str]]:
     """Return the layers of each adapter, by their names in the checkpoint files.
 
     `file_names`: name in the checkpoint files of each linear layer, by its name in a loaded model.
@@ -164,7 +164,7 @@ def _is_down(parts: tuple[Site, ...]) -> bool:
     return parts[0].local.endswith(".down.weight")
 
 
-def _biases(spec: ModelSpec, lora: Lora, adapted: set[str]) -> set[str]:
+def _biases(spec: ModelSpec, lora: LoraOptions, adapted: set[str]) -> set[str]:
     """Return names of the biases to train next to the adapters of these modules. Raises UserError if there are none."""
     if lora.bias == "none":
         return set()

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxtune.models.declared import declared
-from jaxtune.models.forward_options import Call
+from jaxtune.models.declared import declare_parameter
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.linear import Linear, matmul, named
 from jaxtune.parallel.random import dropout
 
@@ -89,12 +89,12 @@ class LoRA:
         zeros = nnx.initializers.zeros
         a_shape, b_shape = ((self.rank, inner), ("rank", axes[1])), ((out, self.rank), (axes[0], "rank"))
         parts = {
-            "lora_a": declared(*a_shape, a_init, "adapter", frozen=self.freeze_a),
-            "lora_b": declared(*b_shape, zeros, "adapter"),
+            "lora_a": declare_parameter(*a_shape, a_init, "adapter", frozen=self.freeze_a),
+            "lora_b": declare_parameter(*b_shape, zeros, "adapter"),
         }
         if self.init in FROM_WEIGHT:
-            parts["lora_a_start"] = declared(*a_shape, zeros, "adapter", frozen=True)
-            parts["lora_b_start"] = declared(*b_shape, zeros, "adapter", frozen=True)
+            parts["lora_a_start"] = declare_parameter(*a_shape, zeros, "adapter", frozen=True)
+            parts["lora_b_start"] = declare_parameter(*b_shape, zeros, "adapter", frozen=True)
         return {name: part for name, part in parts.items() if self.owner is None or name not in self.shared}
 
     def begin(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> dict[str, Array]:
@@ -117,10 +117,10 @@ class LoRA:
 
     @staticmethod
     def outputs(
-        linears: Sequence[Linear], x: Float[Array, "b s i"], ys: Sequence[Float[Array, "b s o"]], call: Call
+        linears: Sequence[Linear], x: Float[Array, "b s i"], ys: Sequence[Float[Array, "b s o"]], call: ForwardOptions
     ) -> list[Float[Array, "b s o"]]:
         """Return each y plus the adapter's output; the parts of a fused module drop the same elements of x."""
-        return [y + extra for y, extra in zip(ys, added(linears, x, call))]
+        return [y + extra for y, extra in zip(ys, adapter_outputs(linears, x, call))]
 
     def merged(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> Float[Array, "o i"]:
         """Return W + scale · B A."""
@@ -154,7 +154,9 @@ def matrices_of(linears: Sequence[Linear]) -> list[tuple[Array, Array]]:
     return [linear.adapter.matrices({p: value(linear, p) for p in linear.adapter.peft_names}) for linear in linears]
 
 
-def added(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> list[Float[Array, "b s o"]]:
+def adapter_outputs(
+    linears: Sequence[Linear], x: Float[Array, "b s i"], call: ForwardOptions
+) -> list[Float[Array, "b s o"]]:
     """Compute the output of each layer's adapter, which is added to the layer's: scale · dropout(x) A^T B^T.
 
     The scale multiplies x A^T, which has only `rank` features, so it costs nothing. The barriers keep XLA from fusing
@@ -169,7 +171,7 @@ def added(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> li
     return [jax.lax.optimization_barrier(product) for product in products]
 
 
-def dropped(linear: Linear, x: Float[Array, "b s i"], call: Call) -> Float[Array, "b s i"]:
+def apply_dropout(linear: Linear, x: Float[Array, "b s i"], call: ForwardOptions) -> Float[Array, "b s i"]:
     """Return x as the adapter of a layer sees it: with dropout while training."""
     rate = linear.adapter.dropout
     if call.noise is None or not rate:
@@ -178,13 +180,13 @@ def dropped(linear: Linear, x: Float[Array, "b s i"], call: Call) -> Float[Array
 
 
 def _project(
-    linears: Sequence[Linear], a_matrices: Sequence[Array], x: Float[Array, "b s i"], call: Call
+    linears: Sequence[Linear], a_matrices: Sequence[Array], x: Float[Array, "b s i"], call: ForwardOptions
 ) -> list[Float[Array, "b s r"]]:
     """Compute x A^T of each layer, in one product for all layers unless elements of x are dropped."""
     owners = [(linear, a) for linear, a in zip(linears, a_matrices) if linear.adapter.owner is None]
     multiply = partial(matmul, out=None, groups=call.groups)
     if call.noise is not None and any(linear.adapter.dropout for linear, _ in owners):
-        lows = [named(multiply(dropped(linear, x, call), a), call) for linear, a in owners]
+        lows = [named(multiply(apply_dropout(linear, x, call), a), call) for linear, a in owners]
     else:
         # One product with all A reads x once.
         product = multiply(x, jnp.concatenate([a for _, a in owners], axis=-2))

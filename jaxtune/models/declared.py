@@ -20,7 +20,7 @@ Init = Callable[[Array, tuple[int, ...], Any], Array]
 Kind = Literal["linear", "gate", "convolution", "router", "correction", "table", "score", "vector", "adapter"]
 
 
-def declared(
+def declare_parameter(
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
     init: Init,

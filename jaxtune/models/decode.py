@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxtune.models.decoder import Decoder, inputs_of
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.attend import attend_cached
 from jaxtune.models.layers.delta_net import memory
 from jaxtune.models.score import logits
@@ -112,7 +112,7 @@ def advance(
     placed = (jax.reshard(x, by_token()) for x in (tokens, jnp.maximum(numbers - start[:, None], 0), key_start, valid))
     tokens, positions, key_start, valid = placed
     inputs = inputs_of(decoder.spec, positions, attend_cached(index, key_start), valid)
-    hidden, cache, _ = decoder(tokens, inputs, Call(dtype), decoding.cache)
+    hidden, cache, _ = decoder(tokens, inputs, ForwardOptions(dtype), decoding.cache)
     rows = P(by_token()[0])
     next_logits, seen = logits(decoder, hidden[:, -1], dtype), decoding.seen
     arguments = jax.tree.map(lambda array: jax.reshard(array, rows), (next_logits, keys, seen))
@@ -132,11 +132,11 @@ def choose(
         logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = kept(logits / sampling.temperature, sampling)
+    logits = mask_logits(logits / sampling.temperature, sampling)
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
-def kept(logits: Float[Array, "b v"], sampling: Sampling) -> Float[Array, "b v"]:
+def mask_logits(logits: Float[Array, "b v"], sampling: Sampling) -> Float[Array, "b v"]:
     """Set the logits of tokens that must not be chosen to -inf."""
     top_k, top_p, min_p = sampling.top_k, sampling.top_p, sampling.min_p
     if top_k is not None:

@@ -16,21 +16,21 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxtune.models.declared import declared
-from jaxtune.models.forward_options import Call, Remat
+from jaxtune.models.declared import declare_parameter
+from jaxtune.models.forward_options import ForwardOptions, Remat
 from jaxtune.models.layers.attention import Attend, Attention, Inputs
 from jaxtune.models.layers.delta_net import GatedDeltaNet
-from jaxtune.models.layers.experts import Experts
+from jaxtune.models.layers.experts import ExpertsLayer
 from jaxtune.models.layers.latent_attention import LatentAttention
 from jaxtune.models.layers.linear import EXPERT_PRODUCT, FFN_PRODUCT, PRODUCT, QKV_PRODUCT
 from jaxtune.models.layers.lookup import lookup
 from jaxtune.models.layers.mlp import MLP
-from jaxtune.models.layers.norm import Norm
+from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.layers.rope import rotation
 from jaxtune.models.spec import DeltaNet, FeedForward, Heads, Layer, ModelSpec, StackSpec
 from jaxtune.parallel.layout import GATHERED, P, by_residual, by_token
-from jaxtune.parallel.offload import landed
-from jaxtune.parallel.random import dropout, shaken
+from jaxtune.parallel.offload import copy_to_device
+from jaxtune.parallel.random import dropout, neftune
 from jaxtune.precision.matmul import MAXIMA
 from pallas_kernels import flash_attention, gated_delta_rule
 
@@ -58,8 +58,8 @@ class Block(nnx.Module):
     """One transformer layer."""
 
     def __init__(self, spec: ModelSpec, layer: Layer):
-        def norm(*places: str) -> Norm | None:
-            return Norm(spec.hidden, spec.norm) if layer.norms in places else None
+        def norm(*places: str) -> NormLayer | None:
+            return NormLayer(spec.hidden, spec.norm) if layer.norms in places else None
 
         self.attention_norm = norm("before", "both", "shared")
         mixer = layer.mixer
@@ -68,12 +68,12 @@ class Block(nnx.Module):
         self.attention_out_norm = norm("after", "both")
         self.mlp_norm = norm("before", "both")
         slot = layer.feed_forward
-        self.mlp = MLP(spec, layer, slot) if isinstance(slot, FeedForward) else Experts(spec, layer, slot)
+        self.mlp = MLP(spec, layer, slot) if isinstance(slot, FeedForward) else ExpertsLayer(spec, layer, slot)
         self.mlp_out_norm = norm("after", "both")
         self.layer = layer
 
     def __call__(
-        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
+        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: ForwardOptions
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
         """Return the activations after the layer, its cache, and the sums of its experts (without a layer axis)."""
         # Between mixer and feed-forward, x may also be sharded by position over the tensor axis (Rules.residual). The
@@ -87,7 +87,7 @@ class Block(nnx.Module):
         fed, sums = (self.mlp(normed, call), {}) if isinstance(self.mlp, MLP) else self.mlp(normed, call, inputs.valid)
         return self._add(x, fed, self.mlp_out_norm, call, "feed-forward"), cache, sums
 
-    def _add(self, x: Array, y: Array, norm: Norm | None, call: Call, name: str) -> Array:
+    def _add(self, x: Array, y: Array, norm: NormLayer | None, call: ForwardOptions, name: str) -> Array:
         y = _apply_norm(jax.reshard(y, by_residual()), norm)
         if call.noise is not None and call.hidden_dropout:
             y = dropout(y, call.noise.rate(call.hidden_dropout), call.noise.site(f"{name} dropout"))
@@ -99,7 +99,7 @@ def _attention(spec: ModelSpec, layer: Layer, heads: Heads) -> Attention | Laten
     return Attention(spec, layer, heads) if latent is None else LatentAttention(spec, layer, heads, latent)
 
 
-def _apply_norm(x: Array, norm: Norm | None) -> Array:
+def _apply_norm(x: Array, norm: NormLayer | None) -> Array:
     return x if norm is None else norm(x)
 
 
@@ -112,7 +112,12 @@ class Stack(nnx.Module):
         self.float32 = any(treatment.float32 for layer in stack.period for _, treatment in layer.treatments)
 
     def __call__(
-        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call, numbers: Int[Array, " n"] | None = None
+        self,
+        x: Float[Array, "b s d"],
+        inputs: Inputs,
+        cache: Any,
+        call: ForwardOptions,
+        numbers: Int[Array, " n"] | None = None,
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
         """Return the activations after the stack, its cache and its sums.
 
@@ -128,14 +133,14 @@ class Stack(nnx.Module):
 
         def repeat(x, scanned):
             adapters, weights, cache, number = scanned
-            weights = landed(weights)  # from host memory, if they are offloaded
+            weights = copy_to_device(weights)  # from host memory, if they are offloaded
             x = checkpoint_name(x, INPUT)
             after, sums = [], []
             for position, block in enumerate(nnx.merge(graph, adapters, weights)):
                 x, layer_cache, emitted = block(x, inputs, cache and cache[position], call.layer(number + position))
                 after.append(layer_cache)
                 sums.append(emitted)
-            return x, (tuple(after) if cache else None, joined(sums, jnp.stack))
+            return x, (tuple(after) if cache else None, join_sums(sums, jnp.stack))
 
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[*KEPT[call.remat], *[GATHERED] * call.keep_gathered],
@@ -153,7 +158,7 @@ class Stack(nnx.Module):
         return x, cache, {name: _by_layer(value) for name, value in sums.items()}
 
 
-def joined(sums: list[Sums], join: Callable[[list[Array]], Array]) -> Sums:
+def join_sums(sums: list[Sums], join: Callable[[list[Array]], Array]) -> Sums:
     """Join the sums of consecutive layers, which may have different names."""
     names = dict.fromkeys(name for emitted in sums for name in emitted)
     return {name: join([emitted[name] for emitted in sums if name in emitted]) for name in names}
@@ -170,7 +175,9 @@ class Embedding(nnx.Module):
 
     def __init__(self, spec: ModelSpec):
         shape = (spec.padded_vocabulary, spec.hidden)
-        self.weight = declared(shape, ("vocabulary", "embed"), nnx.initializers.normal(spec.initializer_range), "table")
+        self.weight = declare_parameter(
+            shape, ("vocabulary", "embed"), nnx.initializers.normal(spec.initializer_range), "table"
+        )
 
     def __call__(self, tokens: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
         """Return the embeddings of tokens, in the compute dtype of the layers."""
@@ -182,7 +189,7 @@ class Score(nnx.Module):
 
     def __init__(self, spec: ModelSpec):
         init = nnx.initializers.normal(spec.initializer_range)
-        self.weight = declared((spec.labels, spec.hidden), (None, "embed"), init, "score")
+        self.weight = declare_parameter((spec.labels, spec.hidden), (None, "embed"), init, "score")
 
 
 class Decoder(nnx.Module):
@@ -192,7 +199,7 @@ class Decoder(nnx.Module):
         self.spec = spec
         self.embed = Embedding(spec)
         self.stacks = nnx.List([Stack(spec, stack) for stack in spec.stacks])
-        self.norm = Norm(spec.hidden, spec.norm)
+        self.norm = NormLayer(spec.hidden, spec.norm)
         self.head = Score(spec) if spec.labels else None if spec.tied else Embedding(spec)
 
     @property
@@ -206,7 +213,12 @@ class Decoder(nnx.Module):
         return next((number for number, one in enumerate(self.stacks) if one.stack.stages > 1), None)
 
     def run(
-        self, x: Float[Array, "b s d"], inputs: Inputs, call: Call, cache: Any = None, part: slice = slice(None)
+        self,
+        x: Float[Array, "b s d"],
+        inputs: Inputs,
+        call: ForwardOptions,
+        cache: Any = None,
+        part: slice = slice(None),
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
         """Return the activations after the stacks in `part`, their caches and their sums."""
         after, sums = [], []
@@ -214,20 +226,20 @@ class Decoder(nnx.Module):
             x, stack_cache, emitted = self.stacks[number](x, inputs, cache and cache[number], call)
             after.append(stack_cache)
             sums.append(emitted)
-        return x, (tuple(after) if cache else None), joined(sums, jnp.concatenate)
+        return x, (tuple(after) if cache else None), join_sums(sums, jnp.concatenate)
 
     def __call__(
-        self, tokens: Int[Array, "b s"], inputs: Inputs, call: Call, cache: Any = None
+        self, tokens: Int[Array, "b s"], inputs: Inputs, call: ForwardOptions, cache: Any = None
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
         """Return the hidden states for the head, the updated cache, and the sums of all layers."""
         x, cache, sums = self.run(self.embedded(tokens, call), inputs, call, cache)
         return self.normed(x), cache, sums
 
-    def embedded(self, tokens: Int[Array, "b s"], call: Call) -> Float[Array, "b s d"]:
+    def embedded(self, tokens: Int[Array, "b s"], call: ForwardOptions) -> Float[Array, "b s d"]:
         """Return the first layer's input: scaled embeddings, with NEFTune noise in training."""
         x = self.embed(tokens, call.dtype)
         if call.noise is not None and call.neftune_alpha:
-            x = shaken(x, call.neftune_alpha, call.noise.site("embeddings"))
+            x = neftune(x, call.neftune_alpha, call.noise.site("embeddings"))
         if self.spec.embedding_scale != 1:
             x *= jnp.asarray(self.spec.embedding_scale, x.dtype)
         return jax.reshard(x, by_residual())

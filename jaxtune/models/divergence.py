@@ -57,7 +57,7 @@ class Head:
     soft_cap: float | None = None
 
 
-def scored_beside(
+def score_with_divergence(
     decoder: Decoder,
     states: Float[Array, "b s d"],
     head: Float[Array, "v d"],
@@ -180,7 +180,9 @@ def outcomes(logits: Float[Array, "t v"], tokens: Int[Array, "t k"], how: Head) 
     return jnp.concatenate([listed - total[:, None], rest[:, None]], axis=1)
 
 
-def between(teacher: Float[Array, "t n"], student: Float[Array, "t n"], divergence: Divergence) -> Float[Array, " t"]:
+def compute_divergence(
+    teacher: Float[Array, "t n"], student: Float[Array, "t n"], divergence: Divergence
+) -> Float[Array, " t"]:
     """Return the divergence of two distributions, given as log-probabilities."""
     match divergence.kind:
         case "forward_kl":
@@ -257,7 +259,7 @@ def _losses(logits, columns, how, divergence, z_loss):
     at_target = jnp.take_along_axis(plain, jnp.clip(place, 0, logits.shape[1] - 1)[:, None], axis=1)[:, 0]
     target_logit = _over(jax.lax.psum, jnp.where(is_local, at_target, 0), how)
     student = outcomes(_temper(logits, divergence.temperature, how), tokens, how)
-    return total - target_logit + z_loss * total**2, between(log_probs, student, divergence)
+    return total - target_logit + z_loss * total**2, compute_divergence(log_probs, student, divergence)
 
 
 def _logits(hidden, head):

@@ -11,7 +11,7 @@ from pallas_kernels.grouped_matmul import Groups
 Remat = Literal["none", "experts", "ffn", "qkv", "dots", "attention+qkv", "block", "offload"]
 
 
-class Call(NamedTuple):
+class ForwardOptions(NamedTuple):
     """How a forward pass is computed.
 
     Attributes:
@@ -50,6 +50,6 @@ class Call(NamedTuple):
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
 
-    def layer(self, number: Int[Array, ""]) -> "Call":
+    def layer(self, number: Int[Array, ""]) -> "ForwardOptions":
         """Return the call for a layer: the same options, with the layer's noise."""
         return self if self.noise is None else self._replace(noise=self.noise.layer(number))

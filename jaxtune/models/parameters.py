@@ -24,7 +24,7 @@ from jaxtune.parallel.mesh import misfit
 from jaxtune.parallel.offload import on_host
 from jaxtune.parallel.random import named_key
 from jaxtune.precision.linears import Frozen
-from jaxtune.precision.operands import Numbers
+from jaxtune.precision.operands import MatmulFormat
 from jaxtune.quant.format import Format
 
 
@@ -301,12 +301,12 @@ def randomize(parameters: Mapping[str, Parameter], seed: int) -> Parameters:
     """Draw random values directly into their shards; they depend on seed, name and layer, not on mesh or stacks."""
 
     def make_all():
-        return {name: drawn(parameter, jax.random.key(seed)) for name, parameter in parameters.items()}
+        return {name: draw_parameter(parameter, jax.random.key(seed)) for name, parameter in parameters.items()}
 
     return jax.jit(make_all, out_shardings={name: p.sharding for name, p in parameters.items()})()
 
 
-def drawn(parameter: Parameter, key: Array) -> Array:
+def draw_parameter(parameter: Parameter, key: Array) -> Array:
     """Draw random values of a parameter; they depend on the key, its name and its layers."""
     key = named_key(key, parameter.local)
 
@@ -358,7 +358,10 @@ def _mixed_heads(mixer: Heads | DeltaNet) -> tuple[int, Axes]:
 
 
 def undivided_blocks(
-    parameters: Mapping[str, Parameter], formats: Mapping[str, Format | Numbers], mesh: jax.sharding.Mesh, remedy: str
+    parameters: Mapping[str, Parameter],
+    formats: Mapping[str, Format | MatmulFormat],
+    mesh: jax.sharding.Mesh,
+    remedy: str,
 ) -> list[str]:
     """Return complaints about parameters with a block that the mesh would split, each with the remedy."""
     complaints = set()
@@ -369,7 +372,9 @@ def undivided_blocks(
         for axis_name, size, elements, place in zip(parameter.matrix_axes, parameter.matrix, block, places):
             blocks, what = size // elements, f"the {size} features of {axis_name} in blocks of {elements}"
             # A stored matrix of one block can be split, because every device has its scale; a product's block cannot.
-            if (blocks > 1 or isinstance(format, Numbers)) and (text := misfit(mesh, axes_in(place), blocks, what)):
+            if (blocks > 1 or isinstance(format, MatmulFormat)) and (
+                text := misfit(mesh, axes_in(place), blocks, what)
+            ):
                 complaints.add(f"{text} (mesh.data takes the rest); or {remedy}")
     return sorted(complaints)
 

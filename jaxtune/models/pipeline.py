@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxtune.models.decoder import Decoder, Stack, Sums, inputs_of, joined
-from jaxtune.models.forward_options import Call
+from jaxtune.models.decoder import Decoder, Stack, Sums, inputs_of, join_sums
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.attend import attend_packed
 from jaxtune.models.layers.attention import Inputs
 from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel.layout import RULES, P, by_head, by_residual, by_token
-from jaxtune.parallel.pipeline_schedule import by_stage, from_one, sent
-from jaxtune.parallel.random import Noise, Source
+from jaxtune.parallel.pipeline_schedule import by_stage, from_one, shift_stages
+from jaxtune.parallel.random import Noise, StepNoise
 
 Batch = dict[str, Array]
 # The columns of a batch that layers use.
@@ -28,14 +28,14 @@ SEEN = ("positions", "key_start", "segment_ids", "place", "row")
 STAGES = P("stage")
 
 
-def seen(spec: ModelSpec, batch: Batch, call: Call) -> Inputs:
+def make_inputs(spec: ModelSpec, batch: Batch, call: ForwardOptions) -> Inputs:
     """Make the inputs that all layers share from the columns of a micro-batch."""
     place = whole_rows(batch, "place")
     attend = attend_packed(batch["key_start"], call, place)
     return inputs_of(spec, batch["positions"], attend, batch["segment_ids"] > 0, place)
 
 
-def noise_of(batch: Batch, source: Source) -> Noise:
+def noise_of(batch: Batch, source: StepNoise) -> Noise:
     """Make the source of randomness of a micro-batch from the step's."""
     return Noise(source.key, batch["row"], place=whole_rows(batch, "place"), share=source.share)
 
@@ -45,21 +45,23 @@ def whole_rows(batch: Batch, name: str) -> Array | None:
     return jax.reshard(batch[name], P(*by_head()[:2])) if name in batch else None
 
 
-def enter(decoder: Decoder, batch: Batch, call: Call) -> tuple[Float[Array, "b s d"], Sums]:
+def enter(decoder: Decoder, batch: Batch, call: ForwardOptions) -> tuple[Float[Array, "b s d"], Sums]:
     """Return the first stage's input, and the sums of the layers before it."""
     x = decoder.embedded(batch["tokens"], call)
-    x, _, sums = decoder.run(x, seen(decoder.spec, batch, call), call, part=slice(decoder.pipeline))
+    x, _, sums = decoder.run(x, make_inputs(decoder.spec, batch, call), call, part=slice(decoder.pipeline))
     return for_stages(x), sums
 
 
 def leave(
-    decoder: Decoder, x: Float[Array, "b s d"], sums: list[Sums], batch: Batch, call: Call
+    decoder: Decoder, x: Float[Array, "b s d"], sums: list[Sums], batch: Batch, call: ForwardOptions
 ) -> tuple[Float[Array, "b s d"], Sums]:
     """Return the head's input, from the last stage's output, and the sums of all layers; sums: of earlier layers."""
     assert decoder.pipeline is not None
     after = slice(decoder.pipeline + 1, None)
-    x, _, later_sums = decoder.run(jax.reshard(x, by_residual()), seen(decoder.spec, batch, call), call, part=after)
-    return decoder.normed(x), joined([*sums, later_sums], jnp.concatenate)
+    x, _, later_sums = decoder.run(
+        jax.reshard(x, by_residual()), make_inputs(decoder.spec, batch, call), call, part=after
+    )
+    return decoder.normed(x), join_sums([*sums, later_sums], jnp.concatenate)
 
 
 def for_stages(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
@@ -80,7 +82,7 @@ def seen_by_stages(batch: Batch) -> Batch:
     return {name: one(name, batch[name]) for name in SEEN if name in batch}
 
 
-def of_chunk(stacked: Any, chunk: Int[Array, ""], chunks: int) -> Any:
+def slice_chunk(stacked: Any, chunk: Int[Array, ""], chunks: int) -> Any:
     """Return the part of a chunk of arrays whose leading axis has the layers of a stage."""
 
     def one(leaf: Array) -> Array:
@@ -90,8 +92,8 @@ def of_chunk(stacked: Any, chunk: Int[Array, ""], chunks: int) -> Any:
     return stacked if chunks == 1 else jax.tree.map(one, stacked)
 
 
-def through(
-    chunk: Stack, number: Int[Array, ""], x: Float[Array, "b s d"], spec: ModelSpec, batch: Batch, call: Call
+def run_chunk(
+    chunk: Stack, number: Int[Array, ""], x: Float[Array, "b s d"], spec: ModelSpec, batch: Batch, call: ForwardOptions
 ) -> tuple[Float[Array, "b s d"], Sums]:
     """On the devices of a stage: run x through a chunk of its layers, and return the output and their sums.
 
@@ -102,7 +104,7 @@ def through(
     repeats = stack.repeats // (stack.stages * stack.chunks)
     # Global numbers of the chunk's repeats, which dropout needs: chunk c of all stages comes before chunk c + 1 of any.
     repeat = (number * stack.stages + stage) * repeats + jnp.arange(repeats)
-    x, _, sums = chunk(x, seen(spec, batch, call), None, call, stack.first + len(stack.period) * repeat)
+    x, _, sums = chunk(x, make_inputs(spec, batch, call), None, call, stack.first + len(stack.period) * repeat)
     return x, sums
 
 
@@ -117,7 +119,7 @@ def in_order(sums: Sums) -> Sums:
     return jax.tree.map(one, sums)
 
 
-def added(stacked: Array, value: Array, *index: Int[Array, ""]) -> Array:
+def add_at(stacked: Array, value: Array, *index: Int[Array, ""]) -> Array:
     """Add a value at an index of the leading axes. A negative index counts as 0: an idle stage adds zeros there."""
     at = (*(jnp.maximum(number, 0) for number in index), *(0,) * value.ndim)
     current = jax.lax.dynamic_slice(stacked, at, (*(1,) * len(index), *value.shape))
@@ -129,7 +131,9 @@ def zeros_like(shapes: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, out_sharding=leaf.sharding.spec), shapes)
 
 
-def in_turn(decoder: Decoder, x: Float[Array, "b s d"], batch: Batch, call: Call) -> tuple[Float[Array, "b s d"], Sums]:
+def run_chunks(
+    decoder: Decoder, x: Float[Array, "b s d"], batch: Batch, call: ForwardOptions
+) -> tuple[Float[Array, "b s d"], Sums]:
     """Run a forward pass through all chunks, one after the other: a stage waits while the others compute."""
     assert decoder.pipeline is not None
     stack, spec = decoder.stacks[decoder.pipeline].stack, decoder.spec
@@ -137,8 +141,8 @@ def in_turn(decoder: Decoder, x: Float[Array, "b s d"], batch: Batch, call: Call
 
     def on_stage(weights: Any, x: Array, batch: Batch) -> tuple[Array, Sums]:
         def run(chunk: Int[Array, ""], x: Array) -> tuple[Array, Sums]:
-            layers = nnx.merge(graph, of_chunk(weights, chunk, stack.chunks))
-            return through(layers, chunk, x, spec, batch, call)
+            layers = nnx.merge(graph, slice_chunk(weights, chunk, stack.chunks))
+            return run_chunk(layers, chunk, x, spec, batch, call)
 
         none = zeros_like(jax.eval_shape(run, jnp.zeros((), jnp.int32), x)[1])
 
@@ -147,8 +151,8 @@ def in_turn(decoder: Decoder, x: Float[Array, "b s d"], batch: Batch, call: Call
             # In hop n only stage n % stages has the activations and computes; the others' x is not used.
             chunk, is_active = number // stack.stages, number % stack.stages == jax.lax.axis_index("stage")
             x, emitted = jax.lax.cond(is_active, run, lambda chunk, x: (x, none), chunk, x)
-            sums = jax.tree.map(lambda total, value: added(total, value, chunk), sums, emitted)
-            return sent(x, stack.stages), sums
+            sums = jax.tree.map(lambda total, value: add_at(total, value, chunk), sums, emitted)
+            return shift_stages(x, stack.stages), sums
 
         start = x, jax.tree.map(lambda leaf: jnp.stack([leaf] * stack.chunks), none)
         x, sums = jax.lax.fori_loop(0, stack.stages * stack.chunks, hop, start)

@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxtune.errors import UserError
 from jaxtune.models import pipeline
 from jaxtune.models.decoder import Decoder
-from jaxtune.models.divergence import Divergence, likeliest, scored_beside
-from jaxtune.models.forward_options import Call
+from jaxtune.models.divergence import Divergence, likeliest, score_with_divergence
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.lookup import lookup
 from jaxtune.models.pipeline import Batch
 from jaxtune.parallel.layout import P, by_token, gather, used
@@ -61,7 +61,7 @@ Hidden = tuple[Float[Array, "b s d"], Mapping[str, Array]]  # hidden states for 
 def score(
     decoder: Decoder,
     batch: Batch,
-    call: Call,
+    call: ForwardOptions,
     hidden: Hidden | None = None,
     *,
     head_gradient: bool = False,
@@ -101,7 +101,7 @@ def score(
     if divergence is None:
         log_prob, loss = _cross_entropy(decoder, states, head, batch, z_loss, head_gradient)
     else:
-        nll, from_teacher = scored_beside(decoder, states, head, batch, divergence, z_loss, head_gradient)
+        nll, from_teacher = score_with_divergence(decoder, states, head, batch, divergence, z_loss, head_gradient)
         log_prob, loss = -nll, nll * batch["loss_weight"]
     if label_smoothing:
         head = head if head_gradient else jax.lax.stop_gradient(head)
@@ -158,7 +158,7 @@ def _above_mean(
     return target_logit - jnp.sum(wide * mean, axis=-1)
 
 
-def score_labels(decoder: Decoder, batch: Batch, call: Call, hidden: Hidden | None = None) -> LabelScores:
+def score_labels(decoder: Decoder, batch: Batch, call: ForwardOptions, hidden: Hidden | None = None) -> LabelScores:
     """Return a classifier's scores of a batch of packed rows; hidden: its `hidden_states`, if already computed.
 
     Logits are computed after every token, although only those after a document's last token are used: the head is
@@ -170,13 +170,13 @@ def score_labels(decoder: Decoder, batch: Batch, call: Call, hidden: Hidden | No
     return LabelScores(logits, sums)
 
 
-def hidden_states(decoder: Decoder, batch: Batch, call: Call) -> Hidden:
+def hidden_states(decoder: Decoder, batch: Batch, call: ForwardOptions) -> Hidden:
     """Return the head's input for a batch of packed rows; a pipeline's stages run one after another."""
     if decoder.pipeline is None:
-        hidden, _, sums = decoder(batch["tokens"], pipeline.seen(decoder.spec, batch, call), call)
+        hidden, _, sums = decoder(batch["tokens"], pipeline.make_inputs(decoder.spec, batch, call), call)
         return hidden, sums
     x, before = pipeline.enter(decoder, batch, call)
-    x, inside = pipeline.in_turn(decoder, x, batch, call)
+    x, inside = pipeline.run_chunks(decoder, x, batch, call)
     return pipeline.leave(decoder, x, [before, inside], batch, call)
 
 

@@ -239,7 +239,7 @@ class Treatment(NamedTuple):
 Treatments = tuple[tuple[str, Treatment], ...]
 
 
-def treated(treatments: Treatments, names: Iterable[str], change: Mapping[str, Any]) -> Treatments:
+def with_treatment(treatments: Treatments, names: Iterable[str], change: Mapping[str, Any]) -> Treatments:
     """Return the treatments with some fields changed for the named parameters."""
     by_name = dict(treatments)
     by_name |= {name: by_name.get(name, Treatment())._replace(**change) for name in names}
@@ -364,7 +364,7 @@ class StackSpec:
         return (self.first + position + len(self.period) * repeats).reshape(-1).tolist()
 
 
-MOST_UNLIKE_LAYERS = 8  # the longest period: more different layers become several stacks
+MAX_PERIOD = 8  # the longest period: more different layers become several stacks
 
 
 def stacks(layers: tuple[Layer, ...], stages: int = 1, chunks: int = 1) -> tuple[StackSpec, ...]:
@@ -377,7 +377,7 @@ def stacks(layers: tuple[Layer, ...], stages: int = 1, chunks: int = 1) -> tuple
     result, first = [], 0
     while first < len(layers):
         best = (1, 1)  # length of the period, repeats
-        for length in range(1, min(MOST_UNLIKE_LAYERS, len(layers) - first) + 1):
+        for length in range(1, min(MAX_PERIOD, len(layers) - first) + 1):
             period, repeats = layers[first : first + length], 1
             while layers[first + repeats * length : first + (repeats + 1) * length] == period:
                 repeats += 1

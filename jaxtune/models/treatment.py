@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxtune.config.schema import Precision, Quant
+from jaxtune.config.schema import PrecisionOptions, QuantOptions
 from jaxtune.errors import UserError
 from jaxtune.models.parameters import Site, sites
 from jaxtune.models.selection import select
-from jaxtune.models.spec import ModelSpec, treated
-from jaxtune.precision.recipes import numbers_of
+from jaxtune.models.spec import ModelSpec, with_treatment
+from jaxtune.precision.recipes import matmul_format
 
 
 def treat(spec: ModelSpec, names: Iterable[str], **change: Any) -> ModelSpec:
@@ -33,10 +33,10 @@ def treat_sites(spec: ModelSpec, chosen: Iterable[Site], **change: Any) -> Model
     for site in chosen:
         by_layer.setdefault(site.layer, set()).add(site.local)
     layers = tuple(
-        dataclasses.replace(layer, treatments=treated(layer.treatments, by_layer.get(number, ()), change))
+        dataclasses.replace(layer, treatments=with_treatment(layer.treatments, by_layer.get(number, ()), change))
         for number, layer in enumerate(spec.layers)
     )
-    outside = treated(spec.treatments, by_layer.get(None, ()), change)
+    outside = with_treatment(spec.treatments, by_layer.get(None, ()), change)
     return dataclasses.replace(spec, layers=layers, treatments=outside)
 
 
@@ -63,7 +63,7 @@ def not_linears(spec: ModelSpec) -> Iterator[str]:
             yield from (name.removesuffix(".weight"), name)
 
 
-def selected(spec: ModelSpec, options: Quant | Precision, section: str) -> set[str]:
+def select_linears(spec: ModelSpec, options: QuantOptions | PrecisionOptions, section: str) -> set[str]:
     """Return the linear layers that a section's options do not exclude, by Hugging Face name without ".weight".
 
     Raises UserError if there are none.
@@ -84,13 +84,13 @@ def selected(spec: ModelSpec, options: Quant | Precision, section: str) -> set[s
     return chosen
 
 
-def multiply(spec: ModelSpec, precision: Precision) -> ModelSpec:
+def multiply(spec: ModelSpec, precision: PrecisionOptions) -> ModelSpec:
     """Return the spec with the products of linear layers in the format of a low-precision recipe.
 
     With any other recipe, the layers that precision.exclude, skip_first_layers and skip_last_layers name are multiplied
     in float32. Raises UserError if they name every layer.
     """
-    chosen, numbers = selected(spec, precision, "precision"), numbers_of(precision)
+    chosen, numbers = select_linears(spec, precision, "precision"), matmul_format(precision)
     if numbers is None:
         return treat_linears(spec, linears(spec).keys() - chosen, float32=True)
     return treat_linears(spec, chosen, multiplied=numbers)

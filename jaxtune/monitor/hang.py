@@ -21,7 +21,7 @@ LEAVE_SECONDS = 5
 
 
 @contextmanager
-def ended_when_hung(goodput: Goodput, seconds: int | None, stacks: Path) -> Iterator[None]:
+def exit_when_hung(goodput: Goodput, seconds: int | None, stacks: Path) -> Iterator[None]:
     """In this context, end the process with exit code 1 if `goodput` does not move for `seconds`; None: never.
 
     It prints one line to stderr and writes the stacks of all threads to a file. Time in which this process itself is

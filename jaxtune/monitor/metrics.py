@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtune.config.schema import Aim, Log, Wandb
+from jaxtune.config.schema import AimOptions, LogOptions, WandbOptions
 from jaxtune.errors import UserError
 
 _WANDB_ID, _AIM_HASH = "wandb_id.txt", "aim_hash.txt"
@@ -40,7 +40,13 @@ class MetricsLog:
     """
 
     def __init__(
-        self, folder: pathlib.Path, log: Log, run_name: str, config: Mapping[str, Any], resume_step: int, is_main: bool
+        self,
+        folder: pathlib.Path,
+        log: LogOptions,
+        run_name: str,
+        config: Mapping[str, Any],
+        resume_step: int,
+        is_main: bool,
     ) -> None:
         self._file = self._tensorboard = self._wandb = self._aim = None
         self._wandb_every = log.wandb.every
@@ -93,7 +99,7 @@ class MetricsLog:
             self._aim.close()
 
 
-def check_outputs(log: Log) -> None:
+def check_outputs(log: LogOptions) -> None:
     """Raise UserError if the package of an output is missing, or wandb has no login.
 
     In a terminal wandb prompts for the login.
@@ -169,7 +175,7 @@ def _check_wandb_login() -> None:
         raise UserError(f"log.wandb.enabled: wandb has no login: {todo} ({error})") from error
 
 
-def _start_wandb(folder: pathlib.Path, options: Wandb, run_name: str, config: Mapping[str, Any]) -> Any:
+def _start_wandb(folder: pathlib.Path, options: WandbOptions, run_name: str, config: Mapping[str, Any]) -> Any:
     """A wandb run whose id is kept in the run folder, so that a resumed run continues it."""
     wandb = _load("wandb")
     id_file = folder / _WANDB_ID
@@ -190,7 +196,7 @@ def _start_wandb(folder: pathlib.Path, options: Wandb, run_name: str, config: Ma
     return run
 
 
-def _start_aim(folder: pathlib.Path, options: Aim, run_name: str, config: Mapping[str, Any]) -> Any:
+def _start_aim(folder: pathlib.Path, options: AimOptions, run_name: str, config: Mapping[str, Any]) -> Any:
     """An Aim run whose hash is kept in the run folder, so that a resumed run continues it."""
     aim = _load("aim")
     known = folder / _AIM_HASH

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtune.monitor.series import AXES, Row, Series, series, summary, thinned
+from jaxtune.monitor.series import AXES, Row, Series, series, summary, thin
 from jaxtune.monitor.step_time import StepTime
 
 MOST_POINTS = 1200  # per line; charts are at most about a thousand pixels wide
@@ -90,7 +90,7 @@ def contents(records: Sequence[Record], defaults: Mapping[str, Any], most: int =
             "exact": name in _EXACT,
             "lines": [_line(of_run[name], axes, most) if name in of_run else None for of_run in metrics],
         }
-        for group, name in grouped(list(dict.fromkeys(name for of_run in metrics for name in of_run)))
+        for group, name in group_metrics(list(dict.fromkeys(name for of_run in metrics for name in of_run)))
     ]
     columns = [record.name for record in records]
     options = [record.options for record in records]
@@ -116,7 +116,7 @@ def contents(records: Sequence[Record], defaults: Mapping[str, Any], most: int =
     }
 
 
-def grouped(names: Sequence[str]) -> list[tuple[str, str]]:
+def group_metrics(names: Sequence[str]) -> list[tuple[str, str]]:
     """(heading, metric) in the order of the page: losses, the objective's other metrics, then common metrics."""
     in_groups = {name for group in _GROUPS.values() for name in group}
     of_objective = [name for name in names if name not in in_groups]
@@ -162,7 +162,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _line(metric: Series, axes: Sequence[str], most: int) -> dict[str, Any]:
-    drawn, smooth = thinned(metric, most)
+    drawn, smooth = thin(metric, most)
     line: dict[str, Any] = {"summary": _plain(summary(metric)), "drawn": _points(drawn, axes)}
     return line if smooth is drawn else line | {"smooth": _points(smooth, axes)}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxtune.config.schema import Prof
+from jaxtune.config.schema import ProfOptions
 from jaxtune.monitor import step_time
 
 log = logging.getLogger("jaxtune")
@@ -18,7 +18,7 @@ _trace_requested = threading.Event()  # a trace was requested by SIGUSR1
 
 
 @contextmanager
-def asked_by_signal() -> Iterator[None]:
+def trace_on_signal() -> Iterator[None]:
     """In this context SIGUSR1 requests a trace of the next steps instead of ending the process; main thread only."""
     if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
         yield
@@ -31,7 +31,7 @@ def asked_by_signal() -> Iterator[None]:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL if before is None else before)
 
 
-def trace_folder(folder: pathlib.Path, prof: Prof) -> pathlib.Path:
+def trace_folder(folder: pathlib.Path, prof: ProfOptions) -> pathlib.Path:
     """The folder of the traces of a run's main process."""
     return folder / "profile" if prof.dir is None else pathlib.Path(prof.dir).expanduser() / folder.name
 
@@ -47,7 +47,9 @@ class Profiler:
     a trace has ended.
     """
 
-    def __init__(self, folder: pathlib.Path, prof: Prof, is_main: bool, step_text: Callable[[], str | None]) -> None:
+    def __init__(
+        self, folder: pathlib.Path, prof: ProfOptions, is_main: bool, step_text: Callable[[], str | None]
+    ) -> None:
         self._folder, self._step_text = trace_folder(folder, prof), step_text
         if not is_main:
             self._folder /= f"process-{jax.process_index()}"

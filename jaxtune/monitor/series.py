@@ -75,7 +75,7 @@ def summary(metric: Series) -> dict[str, Any]:
     }
 
 
-def thinned(metric: Series, most: int) -> tuple[Series, Series]:
+def thin(metric: Series, most: int) -> tuple[Series, Series]:
     """Thin a series to about `most` points. Returns (points to draw, points to smooth); short series stay as they are.
 
     Points to draw are the lowest, the highest and the first non-finite point of each interval, so no spike is lost.

@@ -17,7 +17,7 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT)
 _CLOSE = 0  # not the number of any signal
 
 
-class Asked(enum.IntEnum):
+class StopReason(enum.IntEnum):
     """The request of a process; if processes differ, the largest value counts."""
 
     NOTHING = 0
@@ -42,17 +42,17 @@ class StopRequest:
         """Whether this process got a stop request. Other processes may not have: to act on requests, use `agree`."""
         return self._wished.is_set()
 
-    def agree(self, end: bool = False) -> Asked:
+    def agree(self, end: bool = False) -> StopReason:
         """The largest request of all processes, by signals or by `end`; every process must call this in each step.
 
         With several processes, the answer is from the requests of the previous call, so that no step waits for
         communication.
         """
-        request = Asked.STOP if self.requested() else Asked.END if end else Asked.NOTHING
+        request = StopReason.STOP if self.requested() else StopReason.END if end else StopReason.NOTHING
         if jax.process_count() == 1:
             return request
         before, self._agreement = self._agreement, _largest_request(request)
-        return Asked.NOTHING if before is None else Asked(int(before))
+        return StopReason.NOTHING if before is None else StopReason(int(before))
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
@@ -99,7 +99,7 @@ def _say(line: str) -> None:
     sys.stderr.flush()
 
 
-def _largest_request(request: Asked) -> jax.Array:
+def _largest_request(request: StopReason) -> jax.Array:
     """The largest request of all processes, as an array on every device; computed after the work queued there."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("device",))
     sharding = jax.sharding.NamedSharding(mesh, jax.P("device"))

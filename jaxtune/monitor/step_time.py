@@ -79,7 +79,7 @@ class Operation(NamedTuple):
     end: float
 
 
-class Place(NamedTuple):
+class InstructionPlace(NamedTuple):
     """The part (of PARTS) and phase (of PHASES) of an instruction, and the names of instructions that run inside it."""
 
     part: str
@@ -200,7 +200,7 @@ def step_time(text: str, device: str, found: Sequence[Operation], steps: int) ->
         if each.module and (each.module != name or each.program not in programs):
             intervals[_OTHER_PROGRAMS].append((max(start, each.start), min(end, each.end)))
             continue
-        place = places.get(each.name, Place(_UNKNOWN, "rest"))
+        place = places.get(each.name, InstructionPlace(_UNKNOWN, "rest"))
         # On a CPU the trace has both a loop and the operations inside it: count only the latter.
         if device.startswith("/host") and not seen.isdisjoint(place.inside):
             continue
@@ -218,7 +218,7 @@ def step_time(text: str, device: str, found: Sequence[Operation], steps: int) ->
     return StepTime(device, steps, (end - start) / ms, busy / ms, parts, alone)
 
 
-def _of_step(found: Sequence[Operation], places: dict[str, Place]) -> list[Operation]:
+def _of_step(found: Sequence[Operation], places: dict[str, InstructionPlace]) -> list[Operation]:
     """The operations of the step's program: an evaluation's module has the same name, but fewer equal instructions."""
     programs: dict[int | None, list[Operation]] = defaultdict(list)
     for each in found:
@@ -235,7 +235,7 @@ def _union_length(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def places_of(text: str) -> tuple[str, dict[str, Place]]:
+def places_of(text: str) -> tuple[str, dict[str, InstructionPlace]]:
     """The name of a module, and the place of each instruction that is not inside a fusion.
 
     Raises ValueError if the text is not a module.
@@ -244,11 +244,11 @@ def places_of(text: str) -> tuple[str, dict[str, Place]]:
     if head is None:
         raise ValueError("the text of a compiled program begins with HloModule")
     module, places = Module.parse(text), {}
-    _read(module, module.entry, Place(_OTHER, "rest"), places)
+    _read(module, module.entry, InstructionPlace(_OTHER, "rest"), places)
     return head[1], places
 
 
-def _read(module: Module, computation: str, around: Place, places: dict[str, Place]) -> list[str]:
+def _read(module: Module, computation: str, around: InstructionPlace, places: dict[str, InstructionPlace]) -> list[str]:
     """Add the instructions of a computation, and of all computations that it calls, to `places`; return their names.
 
     Instructions without metadata, which XLA made, get the place of the instruction around them.
@@ -263,8 +263,8 @@ def _read(module: Module, computation: str, around: Place, places: dict[str, Pla
         inside: list[str] = []
         if instruction.opcode != "fusion":
             for name in called:
-                inside += _read(module, name, Place(part, phase), places)
-        places[instruction.name] = Place(part, phase, tuple(inside))
+                inside += _read(module, name, InstructionPlace(part, phase), places)
+        places[instruction.name] = InstructionPlace(part, phase, tuple(inside))
         names += [instruction.name, *inside]
     return names
 
@@ -290,7 +290,9 @@ def _phase(operation: str, frames: Sequence[Frame], around: str) -> str:
     return "forward" if forward and not optimizer else "rest"
 
 
-def _by_lines(module: Module, instruction: Instruction, fused: Sequence[Instruction], around: Place) -> tuple[str, str]:
+def _by_lines(
+    module: Module, instruction: Instruction, fused: Sequence[Instruction], around: InstructionPlace
+) -> tuple[str, str]:
     """Part and phase by lines of Python. A fusion with several results has no metadata: its instructions vote."""
     frames = module.frames(instruction)
     if frames or instruction.operation:

@@ -17,7 +17,7 @@ from jaxtune.models.score import Batch, LabelScores, Scores
 from jaxtune.objectives.objective import Objective, Sums
 
 
-def balanced(
+def add_balancing(
     objective: Objective,
     weight: float,
     over: Literal["batch", "sequence"] = "batch",
@@ -99,7 +99,7 @@ def _tokens(batch: Batch) -> Float[Array, " b"]:
 
 
 def _load(scores: Scores | LabelScores) -> dict[str, Float[Array, ""]]:
-    """Return the metrics of the load, over layers (see `balanced`)."""
+    """Return the metrics of the load, over layers (see `add_balancing`)."""
     choices = scores.sums["router_choices"].sum(1)
     shares = choices / jnp.maximum(choices.sum(-1, keepdims=True), 1.0)
     count = choices.shape[-1]

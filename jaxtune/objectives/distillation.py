@@ -4,14 +4,14 @@ from functools import partial
 
 import jax.numpy as jnp
 
-from jaxtune.columns import NEXT_TOKEN, of_teacher
-from jaxtune.config.schema import Distill
+from jaxtune.columns import NEXT_TOKEN, teacher_columns
+from jaxtune.config.schema import DistillOptions
 from jaxtune.models.divergence import Divergence
 from jaxtune.models.score import Batch, Scores
 from jaxtune.objectives.objective import Objective, Sums
 
 
-def distillation(options: Distill, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Objective:
+def distillation(options: DistillOptions, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Objective:
     """Return the objective (weight * divergence + (1 - weight) * cross-entropy) * loss_weight.
 
     It is a mean over tokens with a loss_weight. As in TRL's GKD, the divergence is not multiplied by the squared
@@ -21,7 +21,7 @@ def distillation(options: Distill, z_loss: float = 0.0, label_smoothing: float =
     divergence = Divergence(options.divergence, options.js_beta, options.temperature)
     return Objective(
         partial(_sums, options.weight),
-        (*NEXT_TOKEN, *of_teacher(options.top_k)),
+        (*NEXT_TOKEN, *teacher_columns(options.top_k)),
         z_loss=z_loss,
         label_smoothing=label_smoothing,
         divergence=divergence,

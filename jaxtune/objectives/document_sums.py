@@ -4,7 +4,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 
-def of_documents(values: Float[Array, "b s"], segment_ids: Int[Array, "b s"], count: int) -> Float[Array, "b {count}"]:
+def sum_documents(values: Float[Array, "b s"], segment_ids: Int[Array, "b s"], count: int) -> Float[Array, "b {count}"]:
     """Return the sum of values over each document of a row, in order; 0 for documents that the row does not have.
 
     Rows are made whole on each device, which costs only one float32 per token.

@@ -13,14 +13,14 @@ import numpy as np
 from jaxtyping import Float64
 
 from jaxtune.columns import ADVANTAGE, NEXT_TOKEN, OLD_LOG_PROB
-from jaxtune.config.schema import Grpo
+from jaxtune.config.schema import GrpoOptions
 from jaxtune.models.score import Batch, Scores
 from jaxtune.objectives.objective import Objective, Sums
 
 EPSILON = 1e-4  # added to a standard deviation, as in TRL
 
 
-def grpo(options: Grpo, max_new_tokens: int, temperature: float = 1.0) -> Objective:
+def grpo(options: GrpoOptions, max_new_tokens: int, temperature: float = 1.0) -> Objective:
     """Return the objective for rows with advantages.
 
     max_new_tokens: the divisor of Dr. GRPO. temperature: the sampling temperature of the completions, which divides the
@@ -34,7 +34,7 @@ def grpo(options: Grpo, max_new_tokens: int, temperature: float = 1.0) -> Object
     return Objective(sums, columns, compares, temperature=temperature, counts=counts)
 
 
-def _sums(options: Grpo, max_new_tokens: int, scores: Scores, batch: Batch) -> Sums:
+def _sums(options: GrpoOptions, max_new_tokens: int, scores: Scores, batch: Batch) -> Sums:
     mask = (batch["loss_weight"] > 0).astype(jnp.float32)
     tokens = jnp.maximum(jnp.sum(mask, -1, keepdims=True), 1)
     # Without stored log-probabilities the current ones are the old ones: the ratio is 1 and only has a gradient.

@@ -17,9 +17,9 @@ from jax.nn import log_sigmoid, relu, sigmoid
 from jaxtyping import Array, Bool, Float
 
 from jaxtune.columns import DESIRABLE, LAST, NEXT_TOKEN, REFERENCE, SCORE_DELTA, SCORED
-from jaxtune.config.schema import Preference
+from jaxtune.config.schema import PreferenceOptions
 from jaxtune.models.score import Batch, LabelScores, Scores
-from jaxtune.objectives.document_sums import of_documents
+from jaxtune.objectives.document_sums import sum_documents
 from jaxtune.objectives.objective import Objective, Sums
 
 REFERENCE_FREE = ("simpo", "cpo", "orpo")
@@ -52,7 +52,7 @@ class Pairs(NamedTuple):
         return self.chosen / jnp.maximum(self.tokens[0], 1) - self.rejected / jnp.maximum(self.tokens[1], 1)
 
 
-def preference(options: Preference) -> Objective:
+def preference(options: PreferenceOptions) -> Objective:
     """Return the objective of preference.loss.
 
     Metrics: rewards/chosen and rewards/rejected, which are beta times the difference of an answer's log-probability
@@ -71,7 +71,7 @@ def preference(options: Preference) -> Objective:
     return Objective(partial(_paired, options), columns, reference_pass, counts="pairs")
 
 
-def answer_weight(options: Preference) -> float:
+def answer_weight(options: PreferenceOptions) -> float:
     """Return the weight of the chosen answers' cross-entropy: preference.sft_weight, or by default the paper's."""
     if options.sft_weight is not None:
         return options.sft_weight
@@ -79,70 +79,70 @@ def answer_weight(options: Preference) -> float:
 
 
 # ---- losses of pairs ----
-def _sigmoid(pairs: Pairs, o: Preference) -> Array:
+def _sigmoid(pairs: Pairs, o: PreferenceOptions) -> Array:
     """DPO (arXiv:2305.18290, equation 7); with label_smoothing, conservative DPO."""
     return _smooth(o.beta * pairs.gain, o)
 
 
-def _smooth(margin: Array, o: Preference) -> Array:
+def _smooth(margin: Array, o: PreferenceOptions) -> Array:
     return -(1 - o.label_smoothing) * log_sigmoid(margin) - o.label_smoothing * log_sigmoid(-margin)
 
 
-def _robust(pairs: Pairs, o: Preference) -> Array:
+def _robust(pairs: Pairs, o: PreferenceOptions) -> Array:
     """Robust DPO: labels are wrong with probability label_smoothing (arXiv:2403.00409, equation 12)."""
     margin, wrong = o.beta * pairs.gain, o.label_smoothing
     return (wrong * log_sigmoid(-margin) - (1 - wrong) * log_sigmoid(margin)) / (1 - 2 * wrong)
 
 
-def _hinge(pairs: Pairs, o: Preference) -> Array:
+def _hinge(pairs: Pairs, o: PreferenceOptions) -> Array:
     """SLiC (arXiv:2305.10425), with normalised log-probabilities as in arXiv:2309.06657."""
     return relu(1 - o.beta * pairs.gain)
 
 
-def _ipo(pairs: Pairs, o: Preference) -> Array:
+def _ipo(pairs: Pairs, o: PreferenceOptions) -> Array:
     """IPO (arXiv:2310.12036, equation 17), with mean log-probabilities, as its authors use."""
     return jnp.square(pairs.mean_gain - 1 / (2 * o.beta))
 
 
-def _sigmoid_norm(pairs: Pairs, o: Preference) -> Array:
+def _sigmoid_norm(pairs: Pairs, o: PreferenceOptions) -> Array:
     """DPO with mean log-probabilities."""
     return _smooth(o.beta * pairs.mean_gain, o)
 
 
-def _exo_pair(pairs: Pairs, o: Preference) -> Array:
+def _exo_pair(pairs: Pairs, o: PreferenceOptions) -> Array:
     """EXO (arXiv:2402.00856, equation 16)."""
     margin, wrong = o.beta * pairs.gain, o.label_smoothing
     of_chosen = sigmoid(margin) * (log_sigmoid(margin) - jnp.log1p(-wrong))
     return of_chosen + sigmoid(-margin) * (log_sigmoid(-margin) - jnp.log(wrong))
 
 
-def _nca_pair(pairs: Pairs, o: Preference) -> Array:
+def _nca_pair(pairs: Pairs, o: PreferenceOptions) -> Array:
     """NCA (arXiv:2402.05369)."""
     chosen, rejected = o.beta * pairs.chosen, o.beta * pairs.rejected
     return -log_sigmoid(chosen) - 0.5 * log_sigmoid(-chosen) - 0.5 * log_sigmoid(-rejected)
 
 
-def _bco_pair(pairs: Pairs, o: Preference) -> Array:
+def _bco_pair(pairs: Pairs, o: PreferenceOptions) -> Array:
     """BCO (arXiv:2404.04656) without its running mean of rewards, as in TRL."""
     return -log_sigmoid(o.beta * pairs.chosen) - log_sigmoid(-o.beta * pairs.rejected)
 
 
-def _sppo_hard(pairs: Pairs, o: Preference) -> Array:
+def _sppo_hard(pairs: Pairs, o: PreferenceOptions) -> Array:
     """SPPO (arXiv:2405.00675, equation 4.7), with a win probability of 1 for the chosen answer."""
     return jnp.square(pairs.chosen - 0.5 / o.beta) + jnp.square(pairs.rejected + 0.5 / o.beta)
 
 
-def _apo_zero(pairs: Pairs, o: Preference) -> Array:
+def _apo_zero(pairs: Pairs, o: PreferenceOptions) -> Array:
     """APO-zero (arXiv:2408.06266, equation 7): chosen answers are better than the model's."""
     return 1 - sigmoid(o.beta * pairs.chosen) + sigmoid(o.beta * pairs.rejected)
 
 
-def _apo_down(pairs: Pairs, o: Preference) -> Array:
+def _apo_down(pairs: Pairs, o: PreferenceOptions) -> Array:
     """APO-down (arXiv:2408.06266, equation 8): the model's answers are better than the chosen ones."""
     return sigmoid(o.beta * pairs.chosen) + 1 - sigmoid(o.beta * pairs.gain)
 
 
-def _kto_pair(pairs: Pairs, o: Preference) -> Array:
+def _kto_pair(pairs: Pairs, o: PreferenceOptions) -> Array:
     """KTO for pairs: each answer against the mean of the answers of the other kind in the micro-batch."""
     there = pairs.tokens[0] > 0
     chosen, rejected = (jax.lax.stop_gradient(relu(_mean(x, there))) for x in (pairs.chosen, pairs.rejected))
@@ -150,12 +150,12 @@ def _kto_pair(pairs: Pairs, o: Preference) -> Array:
     return (losses[0] + losses[1]) / 2
 
 
-def _simpo(pairs: Pairs, o: Preference) -> Array:
+def _simpo(pairs: Pairs, o: PreferenceOptions) -> Array:
     """SimPO (arXiv:2405.14734, equation 6)."""
     return _smooth(o.beta * pairs.gain - o.simpo_gamma, o)
 
 
-def _orpo(pairs: Pairs, o: Preference) -> Array:
+def _orpo(pairs: Pairs, o: PreferenceOptions) -> Array:
     """The odds ratio of ORPO (arXiv:2403.07691, equation 7); the other term is the chosen answers' cross-entropy."""
 
     def log_odds(x: Array) -> Array:
@@ -165,7 +165,7 @@ def _orpo(pairs: Pairs, o: Preference) -> Array:
     return -o.beta * log_sigmoid(log_odds(pairs.chosen) - log_odds(pairs.rejected))
 
 
-LOSSES: dict[str, Callable[[Pairs, Preference], Array]] = {
+LOSSES: dict[str, Callable[[Pairs, PreferenceOptions], Array]] = {
     "sigmoid": _sigmoid,
     "sigmoid_norm": _sigmoid_norm,
     "hinge": _hinge,
@@ -185,7 +185,7 @@ LOSSES: dict[str, Callable[[Pairs, Preference], Array]] = {
 
 
 # ---- sums of a micro-batch ----
-def _paired(options: Preference, scores: Scores, batch: Batch) -> Sums:
+def _paired(options: PreferenceOptions, scores: Scores, batch: Batch) -> Sums:
     """Return the sums of a loss of `LOSSES`."""
     trained = batch["loss_weight"] > 0
     tokens = _pairs(trained.astype(jnp.float32), batch)
@@ -224,7 +224,7 @@ def _paired(options: Preference, scores: Scores, batch: Batch) -> Sums:
     return Sums(loss, pairs, metrics)
 
 
-def _kto(options: Preference, scores: Scores, batch: Batch) -> Sums:
+def _kto(options: PreferenceOptions, scores: Scores, batch: Batch) -> Sums:
     """Return the sums of KTO (arXiv:2402.01306, equation 8).
 
     A unit has the prompt with its answer, and the same prompt with an answer to another prompt. The log-ratio to the
@@ -289,7 +289,7 @@ def _relative_to_reference(scores: Scores, batch: Batch) -> tuple[Float[Array, "
 def _pairs(values: Float[Array, "b s"], batch: Batch) -> tuple[Float[Array, "b n"], Float[Array, "b n"]]:
     """Return the sums over the first and the second document of each unit."""
     count = max(1, values.shape[1] // 4)  # pairs of a row at most: a document has at least two tokens
-    sums = of_documents(values, batch["segment_ids"], 2 * count)
+    sums = sum_documents(values, batch["segment_ids"], 2 * count)
     return sums[:, ::2], sums[:, 1::2]
 
 

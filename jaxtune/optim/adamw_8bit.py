@@ -10,12 +10,12 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from jaxtune.optim import rules
-from jaxtune.optim.driver import updated
-from jaxtune.optim.rules import At, Rule, RuleState, Step, Updated
+from jaxtune.optim.driver import apply_rule
+from jaxtune.optim.rules import Hyperparameters, Rule, RuleState, Updated, UpdateInputs
 from jaxtune.parallel.layout import RULES, axes_in, spec
 from jaxtune.parallel.mesh import misfit
 from pallas_kernels import adamw_8bit as kernel
-from pallas_kernels.adamw_8bit import Adam, Moment
+from pallas_kernels.adamw_8bit import Adam, QuantizedMoment
 from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP, UNSIGNED_DYNAMIC_MAP
 
 if TYPE_CHECKING:
@@ -77,18 +77,20 @@ def adamw_8bit(beta1: float, beta2: float, epsilon: float) -> Rule:
         return jax.shard_map(init_shard, in_specs=spec, out_specs=spec)(parameter)
 
     def update(gradient, state, parameter, at):
-        step = Step(at.rate, jnp.float32(1), jnp.bool(True), jax.random.key(0))
+        step = UpdateInputs(at.rate, jnp.float32(1), jnp.bool(True), jax.random.key(0))
         return whole((parameter, state), gradient, at, step, stacked=False)
 
-    def whole(before: Updated, gradient: Array, at: At, step: Step, stacked: bool) -> Updated:
+    def whole(before: Updated, gradient: Array, at: Hyperparameters, step: UpdateInputs, stacked: bool) -> Updated:
         if block_of(before[0].shape[stacked:]) is None:
-            return updated(adamw, before, gradient, at, step)
+            return apply_rule(adamw, before, gradient, at, step)
         return _whole(adam, before, gradient, at, step, stacked)
 
     return Rule(init, update, by_layer=True, whole=whole)
 
 
-def _whole(adam: Adam, before: Updated, gradient: Array, at: At, step: Step, stacked: bool) -> Updated:
+def _whole(
+    adam: Adam, before: Updated, gradient: Array, at: Hyperparameters, step: UpdateInputs, stacked: bool
+) -> Updated:
     """Update a parameter or a stack with `pallas_kernels.adamw_8bit`: each device updates its shard."""
     spec = tuple(jax.typeof(before[0]).sharding.spec)
     # Mesh axes of layers, rows and columns; None for a dimension that the parameter does not have.
@@ -98,7 +100,7 @@ def _whole(adam: Adam, before: Updated, gradient: Array, at: At, step: Step, sta
     def by_layer(value: Any) -> Float32[Array, " l"]:
         return jax.reshard(jnp.broadcast_to(jnp.asarray(value, jnp.float32), layers), jax.P(axes[0]))
 
-    kernel_step = kernel.Step(
+    kernel_step = kernel.AdamStep(
         count=jnp.asarray(at.count),
         rate=by_layer(at.rate * jnp.asarray(at.multiplier)),
         decay=by_layer(at.decay),
@@ -108,7 +110,7 @@ def _whole(adam: Adam, before: Updated, gradient: Array, at: At, step: Step, sta
         origin=jnp.asarray([step.first, 0, 0], jnp.uint32),
     )
 
-    def of_shard(before: Updated, gradient: Array, kernel_step: kernel.Step) -> Updated:
+    def of_shard(before: Updated, gradient: Array, kernel_step: kernel.AdamStep) -> Updated:
         def as_stack(leaf: Array) -> Array:
             return leaf.reshape(len(kernel_step.rate), -1, leaf.shape[-1])
 
@@ -151,8 +153,8 @@ def undivided_moments(parameters: Mapping[str, "Parameter"], mesh: jax.sharding.
     return sorted(complaints)
 
 
-def _zeros(shape: tuple[int, ...], block: Block, value: int) -> Moment:
+def _zeros(shape: tuple[int, ...], block: Block, value: int) -> QuantizedMoment:
     """Return a moment of zeros, built directly: XLA would spend seconds on folding the amax of a constant."""
     rows, columns = block
     blocks = (*(size // rows for size in shape[:-1]), shape[-1] // columns)
-    return Moment(jnp.full(shape, value, jnp.uint8), jnp.zeros(blocks))
+    return QuantizedMoment(jnp.full(shape, value, jnp.uint8), jnp.zeros(blocks))

@@ -10,14 +10,14 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxtune.config.schema import Optim
+from jaxtune.config.schema import OptimOptions
 from jaxtune.optim import multipliers, rules
 from jaxtune.optim.adamw_8bit import adamw_8bit
-from jaxtune.optim.driver import layer_after_layer, on_stages, over_stages, updated
+from jaxtune.optim.driver import apply_rule, on_stages, over_stages, update_by_layer
 from jaxtune.optim.muon import muon, normuon
-from jaxtune.optim.rules import At, Rule, RuleState, Step, Updated
-from jaxtune.parallel.layout import moved
-from jaxtune.parallel.offload import is_on_host, put_beside, to_device
+from jaxtune.optim.rules import Hyperparameters, Rule, RuleState, Updated, UpdateInputs
+from jaxtune.parallel.layout import reshard_to
+from jaxtune.parallel.offload import is_on_host, put_like, to_device
 from jaxtune.parallel.pipeline_schedule import by_stage
 from jaxtune.parallel.random import named_key
 
@@ -40,7 +40,7 @@ class Optimizer(NamedTuple):
     """The three functions of an optimizer; parameters are a flat dict."""
 
     init: Callable[[Parameters], OptimizerState]
-    update: Callable[[Parameters, OptimizerState, Parameters, Step], tuple[dict[str, Array], OptimizerState]]
+    update: Callable[[Parameters, OptimizerState, Parameters, UpdateInputs], tuple[dict[str, Array], OptimizerState]]
     """(gradients, state, parameters, step) -> (parameters, state)."""
     point: Callable[[Parameters, OptimizerState], dict[str, Array]]
     """(parameters, state) -> the point at which gradients are computed: the parameters, except with schedule-free."""
@@ -94,7 +94,9 @@ class Trained(NamedTuple):
         return factor.reshape(-1, self.lead[1]).T.reshape(-1)
 
 
-def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTypeLike = jnp.bfloat16) -> Optimizer:
+def build(
+    optim: OptimOptions, trained: Mapping[str, Trained], layers: int, dtype: DTypeLike = jnp.bfloat16
+) -> Optimizer:
     """Return the optimizer that the options name, for a model with `layers` layers.
 
     `dtype`: dtype of the factors of Muon's matrix products. Raises UserError for a pattern that matches no trained
@@ -131,7 +133,7 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
             return jax.tree.map(properties.parted, state)
 
         def of_all(name: str, parameter: Array) -> RuleState:
-            init_one, parameter = partial(one, name), moved(parameter, trained[name].place)
+            init_one, parameter = partial(one, name), reshard_to(parameter, trained[name].place)
             if not staged(parameter):
                 return init_one(parameter)
             shapes = jax.eval_shape(init_one, jax.ShapeDtypeStruct(parameter.shape, parameter.dtype))
@@ -143,7 +145,7 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
         is_moment = leaf.shape == parameter.shape and leaf.dtype == jnp.float32
         return leaf.astype(optim.state_dtype) if is_moment else leaf
 
-    def update(gradients: Parameters, state: OptimizerState, parameters: Parameters, step: Step):
+    def update(gradients: Parameters, state: OptimizerState, parameters: Parameters, step: UpdateInputs):
         after = {}
         for name, parameter in parameters.items():
             rule, properties = rule_of[name], trained[name]
@@ -154,7 +156,7 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
             own_step = step._replace(key=named_key(step.key, name))
             # If the state has its own layout (ZeRO), it is not moved: parameter and gradient are resharded to it, and
             # the new parameter is resharded back.
-            resharded, gradient = (moved(x, properties.place) for x in (parameter, gradients[name]))
+            resharded, gradient = (reshard_to(x, properties.place) for x in (parameter, gradients[name]))
             run = (
                 partial(on_stages, partial(_advance, rule, properties))
                 if staged(resharded)
@@ -162,16 +164,16 @@ def build(optim: Optim, trained: Mapping[str, Trained], layers: int, dtype: DTyp
             )
             factors = rates[name] * properties.rate, decays[name]
             new, rule_state = run((resharded, state.rules[name]), gradient, factors, (state.count, rate), own_step)
-            after[name] = moved(new, stored_at(name, parameter)), rule_state
+            after[name] = reshard_to(new, stored_at(name, parameter)), rule_state
         count = state.count + step.finite
         states = {name: rule_state for name, (_, rule_state) in after.items()}
         return {name: parameter for name, (parameter, _) in after.items()}, OptimizerState(count, states)
 
     def point(parameters: Parameters, state: OptimizerState) -> dict[str, Array]:
         def one(name: str, parameter: Array) -> Array:
-            resharded = moved(parameter, trained[name].place)
+            resharded = reshard_to(parameter, trained[name].place)
             at = rule_of[name].point(resharded, state.rules[name])
-            return parameter if at is resharded else moved(at.astype(parameter.dtype), stored_at(name, parameter))
+            return parameter if at is resharded else reshard_to(at.astype(parameter.dtype), stored_at(name, parameter))
 
         return {name: one(name, parameter) for name, parameter in parameters.items()}
 
@@ -184,18 +186,18 @@ def staged(parameter: Array) -> bool:
 
 
 def _advance(
-    rule: Rule, properties: Trained, before: Updated, gradient: Array, factors: Any, at: Any, step: Step
+    rule: Rule, properties: Trained, before: Updated, gradient: Array, factors: Any, at: Any, step: UpdateInputs
 ) -> Updated:
     """Return the next parameter and state. at: count and rate. factors: factor on the rate, and weight decay."""
     before, gradient = jax.tree.map(properties.joined, (before, gradient))
-    its_at = At(*at, *(properties.in_order(factor, gradient) for factor in factors))
+    its_at = Hyperparameters(*at, *(properties.in_order(factor, gradient) for factor in factors))
     offloaded = any(map(is_on_host, jax.tree.leaves((before, gradient))))
     if properties.lead and (offloaded or (rule.by_layer and rule.whole is None)):
-        after = layer_after_layer(rule, before, gradient, its_at, step)
+        after = update_by_layer(rule, before, gradient, its_at, step)
     else:
         arguments = to_device(before), to_device(gradient), its_at, step
-        after = updated(rule, *arguments) if rule.whole is None else rule.whole(*arguments, bool(properties.lead))
-    return jax.tree.map(properties.parted, jax.tree.map(put_beside, after, before))
+        after = apply_rule(rule, *arguments) if rule.whole is None else rule.whole(*arguments, bool(properties.lead))
+    return jax.tree.map(properties.parted, jax.tree.map(put_like, after, before))
 
 
 def _zeros_of_a_layer(stacked: Array) -> Array:
@@ -209,7 +211,7 @@ def _repeat(leaf: Array, stacked: Array) -> Array:
     return jnp.broadcast_to(leaf, (len(stacked), *leaf.shape), out_sharding=place)
 
 
-def _rule(optim: Optim, is_matrix: bool, dtype: DTypeLike) -> Rule:
+def _rule(optim: OptimOptions, is_matrix: bool, dtype: DTypeLike) -> Rule:
     adamw = rules.adamw(optim.beta1, optim.beta2, optim.epsilon)
     match optim.name:
         case "adamw":

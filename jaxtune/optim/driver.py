@@ -8,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, BFloat16, Float32
 
-from jaxtune.optim.rules import At, Rule, Step, Updated
-from jaxtune.parallel.offload import put_beside, to_device
+from jaxtune.optim.rules import Hyperparameters, Rule, Updated, UpdateInputs
+from jaxtune.parallel.offload import put_like, to_device
 from jaxtune.parallel.pipeline_schedule import by_stage
 from pallas_kernels.stochastic_rounding import random_bits, to_bfloat16
 
 
-def updated(rule: Rule, before: Updated, gradient: Array, at: At, step: Step) -> Updated:
+def apply_rule(rule: Rule, before: Updated, gradient: Array, at: Hyperparameters, step: UpdateInputs) -> Updated:
     """Return the next parameter and state, in the dtypes of `before`; unchanged if the step was not finite."""
-    at = At(at.count, at.rate, *(_along_layers(value, before[0].ndim) for value in (at.multiplier, at.decay)))
+    at = Hyperparameters(
+        at.count, at.rate, *(_along_layers(value, before[0].ndim) for value in (at.multiplier, at.decay))
+    )
     parameter, state = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, before)
     after = rule.update(gradient.astype(jnp.float32) * step.factor, state, parameter, at)
     new, tree = jax.tree.flatten(after)
@@ -36,7 +38,7 @@ def _along_layers(value: Any, dimensions: int) -> Any:
     return value.reshape(-1, *(1,) * (dimensions - 1)) if np.ndim(value) else value
 
 
-def layer_after_layer(rule: Rule, before: Updated, gradient: Array, at: At, step: Step) -> Updated:
+def update_by_layer(rule: Rule, before: Updated, gradient: Array, at: Hyperparameters, step: UpdateInputs) -> Updated:
     """Update a stack in place, one layer after another, so that float32 temporaries are of one layer.
 
     Arrays in host memory are on the device a layer at a time. A rule that is not `by_layer` gets a stack of one layer;
@@ -51,12 +53,12 @@ def layer_after_layer(rule: Rule, before: Updated, gradient: Array, at: At, step
         return jnp.asarray(value)[layer] if np.ndim(value) else value
 
     def body(layer: Array, stack: Updated) -> Updated:
-        layer_at = At(at.count, at.rate, of_layer(at.multiplier, layer), of_layer(at.decay, layer))
+        layer_at = Hyperparameters(at.count, at.rate, of_layer(at.multiplier, layer), of_layer(at.decay, layer))
         # A stack's random bits depend on `first`, the layer's number, so that they equal those of a whole stack.
         change = {"first": layer} if stacked else {"key": jax.random.fold_in(step.key, layer)}
         arguments = one(layer, stack), one(layer, gradient), layer_at, step._replace(**change)
-        after = updated(rule, *arguments) if whole is None else whole(*arguments, True)
-        after = jax.tree.map(put_beside, after, stack)
+        after = apply_rule(rule, *arguments) if whole is None else whole(*arguments, True)
+        after = jax.tree.map(put_like, after, stack)
         return jax.tree.map(lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, layer, 0), stack, after)
 
     return jax.lax.fori_loop(0, len(gradient), body, before)
@@ -67,10 +69,12 @@ def over_stages(leaf: Any) -> jax.P:
     return jax.P("stage") if np.ndim(leaf) else jax.P()
 
 
-def on_stages(update: Callable[..., Updated], before: Updated, gradient: Array, factors: Any, at: Any, step: Step):
+def on_stages(
+    update: Callable[..., Updated], before: Updated, gradient: Array, factors: Any, at: Any, step: UpdateInputs
+):
     """Run an update of a parameter whose layers are divided over stages: each stage updates its own layers."""
 
-    def update_own(before: Updated, gradient: Array, factors: Any, at: Any, step: Step) -> Updated:
+    def update_own(before: Updated, gradient: Array, factors: Any, at: Any, step: UpdateInputs) -> Updated:
         key = jax.random.fold_in(step.key, jax.lax.axis_index("stage"))
         return update(before, gradient, factors, at, step._replace(key=key))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from jaxtyping import Float
 
-from jaxtune.config.schema import Optim
+from jaxtune.config.schema import OptimOptions
 from jaxtune.errors import UserError
 from jaxtune.models.selection import select
 
@@ -17,7 +17,7 @@ NO_DECAY = rf"norm|bias|A_log|sinks|{EMBEDDING}"
 Factor = float | Float[np.ndarray, " layers"]
 
 
-def rates(optim: Optim, hf_names: Mapping[str, tuple[str, ...]], layers: int) -> dict[str, Factor]:
+def rates(optim: OptimOptions, hf_names: Mapping[str, tuple[str, ...]], layers: int) -> dict[str, Factor]:
     """Return each trained parameter's factor on the learning rate: optim.lr_multipliers times its layer's factor.
 
     hf_names: Hugging Face names of each parameter, one for each stacked layer. layers: number of layers of the model.
@@ -40,7 +40,7 @@ def rates(optim: Optim, hf_names: Mapping[str, tuple[str, ...]], layers: int) ->
     return _by_parameter(hf_names, rate)
 
 
-def decays(optim: Optim, hf_names: Mapping[str, tuple[str, ...]]) -> dict[str, Factor]:
+def decays(optim: OptimOptions, hf_names: Mapping[str, tuple[str, ...]]) -> dict[str, Factor]:
     """Return each trained parameter's weight decay: optim.weight_decay times optim.decay_multipliers, or 0.
 
     It is 0 for parameters that optim.no_decay matches. hf_names: as in `rates`. Raises UserError for a regex that

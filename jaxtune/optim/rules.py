@@ -1,7 +1,7 @@
 """The interface of an optimizer, a `Rule` for one parameter; and the rules that are made from optax's.
 
-`At.count` replaces optax's counters, so that a state has only arrays of the parameter. Weight decay is decoupled in
-every rule (Loshchilov & Hutter 2019), even if the published rule adds it to the gradient or has none.
+`Hyperparameters.count` replaces optax's counters, so that a state has only arrays of the parameter. Weight
+decay is decoupled in every rule (Loshchilov & Hutter 2019), even if the published rule adds it to the gradient or has none.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ RuleState = Any
 Updated = tuple[Array, RuleState]
 
 
-class At(NamedTuple):
+class Hyperparameters(NamedTuple):
     """The count, learning rate and decay of an update.
 
     multiplier and decay are numbers, or arrays (layers, 1, ...) if the layers of a stacked parameter differ.
@@ -36,7 +36,7 @@ class At(NamedTuple):
     decay: Any
 
 
-class Step(NamedTuple):
+class UpdateInputs(NamedTuple):
     """Arguments of an update that all parameters share.
 
     Attributes:
@@ -67,20 +67,22 @@ class Rule(NamedTuple):
     """
 
     init: Callable[[Float[Array, "..."]], RuleState]
-    update: Callable[[Float[Array, "..."], RuleState, Float[Array, "..."], At], tuple[Float[Array, "..."], RuleState]]
+    update: Callable[
+        [Float[Array, "..."], RuleState, Float[Array, "..."], Hyperparameters], tuple[Float[Array, "..."], RuleState]
+    ]
     """(gradient, state, parameter, at) -> (parameter, state)."""
     point: Callable[[Float[Array, "..."], RuleState], Float[Array, "..."]] = _itself
     """(parameter, state) -> the point at which the gradient is computed."""
     by_layer: bool = False
     """Whether it is called for one layer of a stacked parameter after another, so that temporaries are of one layer."""
-    whole: Callable[[Updated, Array, At, Step, bool], Updated] | None = None
+    whole: Callable[[Updated, Array, Hyperparameters, UpdateInputs, bool], Updated] | None = None
     """(before, gradient, at, step, stacked) -> after, instead of `update`, for a rule with its own kernel.
 
     It gets arrays as they are stored and a stacked parameter whole, and does the rounding that `driver` does otherwise.
     """
 
 
-def descend(parameter: Float[Array, "..."], direction: Float[Array, "..."], at: At) -> Float[Array, "..."]:
+def descend(parameter: Float[Array, "..."], direction: Float[Array, "..."], at: Hyperparameters) -> Float[Array, "..."]:
     """Step against a direction, with decoupled weight decay (Loshchilov & Hutter 2019)."""
     return parameter - at.rate * at.multiplier * (direction + at.decay * parameter)
 
@@ -178,7 +180,7 @@ def schedule_free(beta1: float, beta2: float, epsilon: float) -> Rule:
     def point(parameter: Float[Array, "..."], state: RuleState) -> Float[Array, "..."]:
         return (1.0 - beta1) * state["z"] + beta1 * parameter
 
-    def update(gradient, state, parameter, at: At):
+    def update(gradient, state, parameter, at: Hyperparameters):
         at_y = point(parameter, state)
         before = optax.ScaleByAdamState(count=at.count, mu=jnp.zeros_like(gradient), nu=state["nu"])
         direction, moments = adam.update(gradient, before)

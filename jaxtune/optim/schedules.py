@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from jaxtune.config.schema import Optim
+from jaxtune.config.schema import OptimOptions
 from jaxtune.errors import UserError
 
 log = logging.getLogger("jaxtune")
 
 
-def warmup_steps(optim: Optim, total_steps: int) -> int:
+def warmup_steps(optim: OptimOptions, total_steps: int) -> int:
     """Return the number of warm-up steps, from the option's number or ratio.
 
     With a ratio, at least one step has the full rate. transformers rounds up instead, so a run of one step has a
@@ -24,7 +24,7 @@ def warmup_steps(optim: Optim, total_steps: int) -> int:
     return optim.warmup_steps or min(math.ceil(optim.warmup_ratio * total_steps), max(total_steps - 1, 0))
 
 
-def check_length(optim: Optim, total_steps: int) -> str | None:
+def check_length(optim: OptimOptions, total_steps: int) -> str | None:
     """Return a warning about a run of `total_steps` steps, or None. Raises UserError if nothing would be trained."""
     warmup, decayed = warmup_steps(optim, total_steps), optim.decay_ratio * total_steps
     if optim.decay_ratio < 1 and warmup >= decayed:
@@ -47,7 +47,7 @@ def check_length(optim: Optim, total_steps: int) -> str | None:
     return None
 
 
-def learning_rate(optim: Optim, total_steps: int) -> Callable[[Array], Array]:
+def learning_rate(optim: OptimOptions, total_steps: int) -> Callable[[Array], Array]:
     """Return a function: step (0 is the first) -> learning rate in float32.
 
     Linear warm-up from start_lr to the peak, then the shape that optim.schedule names, down to the final rate. The
@@ -98,7 +98,7 @@ def learning_rate(optim: Optim, total_steps: int) -> Callable[[Array], Array]:
     return rate
 
 
-def learning_rates(optim: Optim, total_steps: int) -> Float32[np.ndarray, " steps"]:
+def learning_rates(optim: OptimOptions, total_steps: int) -> Float32[np.ndarray, " steps"]:
     """Return the learning rate of every step of a run.
 
     The rate is an argument of the compiled step, so a run of another length uses the same program. Logs a warning if

@@ -173,7 +173,7 @@ def gather(weight: Array, stacked: int = 0) -> Array:
     return checkpoint_name(whole, GATHERED)
 
 
-def moved(array: Array, place: jax.P | None) -> Array:
+def reshard_to(array: Array, place: jax.P | None) -> Array:
     """Return the array with another PartitionSpec; None: unchanged."""
     return array if place is None else jax.reshard(array, place)
 

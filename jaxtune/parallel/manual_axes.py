@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxtune.parallel.layout import RULES, Axes, P
-from jaxtune.parallel.offload import is_on_host, put_beside, to_device
+from jaxtune.parallel.offload import is_on_host, put_like, to_device
 
-# jax before 0.11 marks inputs and outputs of `apart` as replicated along the other axes, so XLA gathers them there.
+# jax before 0.11 marks inputs and outputs of `with_manual_axes` as replicated along other axes, and XLA gathers them.
 GATHERS_OTHER_AXES = jax.__version_info__ < (0, 11)
 
 
-def apart(axes: Axes, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def with_manual_axes(axes: Axes, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Return the function with the given axes manual: it runs on each group of devices with one index along them.
 
     Inside, the layout rules are those of a mesh without these axes. The function must not be differentiated, and
@@ -28,7 +28,7 @@ def apart(axes: Axes, function: Callable[..., Any], in_specs: Any, out_specs: An
     return jax.shard_map(inside, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)
 
 
-def with_others(tree: Any, axes: Axes, dimension: int = 0) -> Any:
+def all_gather_rows(tree: Any, axes: Axes, dimension: int = 0) -> Any:
     """All-gather rows of arrays over the given axes, in order; only the device's own rows get a gradient."""
 
     def one(rows: Array) -> Array:
@@ -43,12 +43,12 @@ def with_others(tree: Any, axes: Axes, dimension: int = 0) -> Any:
     return jax.tree.map(one, tree) if axes else tree
 
 
-def summed_over(tree: Any, axes: Axes) -> Any:
+def sum_over(tree: Any, axes: Axes) -> Any:
     """Sum arrays over all devices along the given axes, in float32; arrays in host memory are summed layer by layer."""
 
     def one(part: Array) -> Array:
         total = jax.lax.psum(to_device(part).astype(jnp.float32), axes)
-        return put_beside(total.astype(part.dtype), part)
+        return put_like(total.astype(part.dtype), part)
 
     def whole(part: Array) -> Array:
         return jax.lax.map(one, part) if is_on_host(part) else one(part)

@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 
-from jaxtune.config.schema import Mesh, Parallel
+from jaxtune.config.schema import MeshOptions, ParallelOptions
 from jaxtune.errors import UserError
 from jaxtune.parallel.layout import AXES, RULES, Axes, Layout, Rules, shards
 
 
-def make_mesh(mesh: Mesh, devices: "Sequence[Any] | None" = None, parallel: Parallel = Parallel()) -> jax.sharding.Mesh:
+def make_mesh(
+    mesh: MeshOptions, devices: "Sequence[Any] | None" = None, parallel: ParallelOptions = ParallelOptions()
+) -> jax.sharding.Mesh:
     """Make a mesh over all devices of all processes (or the given ones), and make it and its rules the current ones.
 
     Raises UserError if the sizes of the axes do not fit the number of devices.
@@ -37,7 +39,7 @@ def make_mesh(mesh: Mesh, devices: "Sequence[Any] | None" = None, parallel: Para
     return made
 
 
-def rules_of(parallel: Parallel, experts_apart: bool = False, staged: bool = False) -> Rules:
+def rules_of(parallel: ParallelOptions, experts_apart: bool = False, staged: bool = False) -> Rules:
     """Return the layout rules, with experts divided over the expert axis or not, and with a pipeline or not.
 
     In a pipeline's stages rows are whole. Outside the stages, the stage axis shards positions, so that all devices

@@ -41,7 +41,7 @@ def to_device(tree: Any) -> Any:
 
 @partial(jax.tree_util.register_dataclass, data_fields=("weight", "total"), meta_fields=())
 @dataclass(frozen=True)
-class Added:
+class GradientSum:
     """A stack of weights whose gradient the backward pass adds to a running sum, layer by layer, in the sum's memory.
 
     Attributes:
@@ -53,25 +53,25 @@ class Added:
     total: Array
 
 
-def landed(tree: Any) -> Any:
+def copy_to_device(tree: Any) -> Any:
     """Copy a layer's weights to the device. Call it inside the rematerialised body, so that the copy is not saved."""
 
     def one(leaf: Any) -> Any:
-        return _accumulate(to_device(leaf.weight), leaf.total) if isinstance(leaf, Added) else to_device(leaf)
+        return _accumulate(to_device(leaf.weight), leaf.total) if isinstance(leaf, GradientSum) else to_device(leaf)
 
-    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, Added))
+    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, GradientSum))
 
 
 @jax.custom_vjp
 def _accumulate(weight: Array, total: Array) -> Array:
-    """Return the weight; its gradient becomes part of the cotangent of `total` (see `Added`)."""
+    """Return the weight; its gradient becomes part of the cotangent of `total` (see `GradientSum`)."""
     return weight
 
 
 def _accumulate_backward(total: Array, gradient: Array) -> tuple[None, Array]:
     # Not a mathematical derivative: the cotangent slot carries total + gradient, so that gradient accumulation needs no
     # second array of the stack's size.
-    return None, put_beside((to_device(total) + gradient).astype(total.dtype), total)
+    return None, put_like((to_device(total) + gradient).astype(total.dtype), total)
 
 
 _accumulate.defvjp(lambda weight, total: (weight, total), _accumulate_backward)
@@ -87,6 +87,6 @@ def zeros_of(stack: Array, dtype: Any, on_host: bool) -> Array:
     return jax.lax.map(of_layer, stack) if on_host or is_on_host(stack) else jnp.zeros_like(stack, dtype)
 
 
-def put_beside(array: Array, like: Array) -> Array:
+def put_like(array: Array, like: Array) -> Array:
     """Return the array in the memory space of `like`."""
     return jax.device_put(array, Space.Host) if is_on_host(like) else array

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxtune.parallel.manual_axes import apart
+from jaxtune.parallel.manual_axes import with_manual_axes
 
 Order = Literal["gpipe", "1f1b"]
 
 
-class Work(NamedTuple):
+class StageWork(NamedTuple):
     """The forward or the backward passes of all stages in each tick; -1: the stage is idle.
 
     Attributes:
@@ -42,8 +42,8 @@ class Ticks(NamedTuple):
         returning: micro-batch whose backward pass ends, in the first chunk of all.
     """
 
-    forward: Work
-    backward: Work
+    forward: StageWork
+    backward: StageWork
     entering: Int[np.ndarray, " ticks"]
     leaving: Int[np.ndarray, " ticks"]
     returning: Int[np.ndarray, " ticks"]
@@ -96,8 +96,8 @@ def schedule(stages: int, chunks: int, micro_batches: int, order: Order) -> Sche
         by_tick[tick, stage] = value
         return by_tick
 
-    def work(tick: np.ndarray) -> Work:
-        return Work(*(table(tick, value) for value in (micro, chunk, turn % slots)))
+    def work(tick: np.ndarray) -> StageWork:
+        return StageWork(*(table(tick, value) for value in (micro, chunk, turn % slots)))
 
     def micro_batch_at(tick: np.ndarray) -> np.ndarray:
         by_tick = np.full(ticks, -1)
@@ -124,7 +124,7 @@ def _fewest(turn: np.ndarray, begin: np.ndarray, end: np.ndarray) -> int:
     return next(slots for slots in range(1, turn.max() + 2) if enough(slots))
 
 
-def sent(x: Array, stages: int, by: int = 1) -> Array:
+def shift_stages(x: Array, stages: int, by: int = 1) -> Array:
     """On the devices of each stage: receive x from the stage before (by=-1: the one after); stages form a ring."""
     return jax.lax.ppermute(x, "stage", [(stage, (stage + by) % stages) for stage in range(stages)])
 
@@ -142,6 +142,6 @@ def from_one(x: Array, is_own: Bool[Array, ""]) -> Array:
 def by_stage(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Return the function, run on the devices of each stage: the axis of stages is manual inside.
 
-    It must not be differentiated, as in `apart`.
+    It must not be differentiated, as in `with_manual_axes`.
     """
-    return apart(("stage",), function, in_specs, out_specs)
+    return with_manual_axes(("stage",), function, in_specs, out_specs)

@@ -21,7 +21,7 @@ def named_key(key: Array, name: str) -> Array:
     return jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
 
 
-class Source(NamedTuple):
+class StepNoise(NamedTuple):
     """The randomness of a step.
 
     Attributes:
@@ -33,10 +33,10 @@ class Source(NamedTuple):
     share: Float[Array, ""] | None = None
 
 
-def source_of(seed: int, step: Int[Array, ""], warmup_steps: int = 0) -> Source:
+def make_step_noise(seed: int, step: Int[Array, ""], warmup_steps: int = 0) -> StepNoise:
     """Return the randomness of a step; dropout rates rise linearly from 0 over the first `warmup_steps` steps."""
     key = jax.random.fold_in(jax.random.key(seed), step)
-    return Source(key, jnp.minimum(step / warmup_steps, 1.0) if warmup_steps else None)
+    return StepNoise(key, jnp.minimum(step / warmup_steps, 1.0) if warmup_steps else None)
 
 
 class Noise(NamedTuple):
@@ -101,7 +101,7 @@ def dropout(x: Float[Array, "b s i"], rate: float | Float[Array, ""], noise: Noi
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
 
 
-def shaken(x: Float[Array, "b s d"], alpha: float, noise: Noise) -> Float[Array, "b s d"]:
+def neftune(x: Float[Array, "b s d"], alpha: float, noise: Noise) -> Float[Array, "b s d"]:
     """Add uniform noise of at most alpha / sqrt(s * d) to embeddings (NEFTune, arXiv:2310.05914), as in transformers.
 
     A row's bits depend on its global number in the batch; s is the length of a row, however many documents it holds.

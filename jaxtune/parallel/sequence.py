@@ -49,18 +49,18 @@ def from_heads(x: Float[Array, "b s h d"]) -> Float[Array, "b s h d"]:
     return jax.reshard(x, by_token("heads", None))
 
 
-def gathered(x: Float[Array, "b s *of"], place: Int[Array, "b t"], axes: Axes) -> Float[Array, "b t *of"]:
+def gather_positions(x: Float[Array, "b s *of"], place: Int[Array, "b t"], axes: Axes) -> Float[Array, "b t *of"]:
     """Inside a shard_map: all-gather whole rows over the given axes, and order them by position.
 
     place: for each position as devices hold it, its position in the row.
     """
     whole = jax.lax.all_gather(x, axes, axis=1, tiled=True) if axes else x
     order = jnp.broadcast_to(jnp.arange(place.shape[1]), place.shape)
-    return dealt(whole, jnp.zeros_like(place).at[_rows(place), place].set(order, unique_indices=True))
+    return deal_positions(whole, jnp.zeros_like(place).at[_rows(place), place].set(order, unique_indices=True))
 
 
-def dealt(x: Float[Array, "b t *of"], place: Int[Array, "b t"]) -> Float[Array, "b t *of"]:
-    """Order whole rows as devices hold their positions: the inverse of `gathered`, with the same `place`."""
+def deal_positions(x: Float[Array, "b t *of"], place: Int[Array, "b t"]) -> Float[Array, "b t *of"]:
+    """Order whole rows as devices hold their positions: the inverse of `gather_positions`, with the same `place`."""
     # unique_indices makes the transpose, a scatter-add, reproducible bit by bit.
     return x.at[_rows(place), place].get(unique_indices=True)
 

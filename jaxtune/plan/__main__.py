@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
         if (code := command.run(_define_flags, body, [f"--config={recipe}", *rest])) or not parsed:
             return code
-    return command.guarded(lambda: _compare(parsed))
+    return command.run_guarded(lambda: _compare(parsed))
 
 
 def _plan_one(values: flags.FlagValues, config: Config) -> int:

@@ -13,7 +13,7 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.plan import calibration
 from jaxtune.plan.fit import fastest, overrides
-from jaxtune.plan.prediction import Plan, Where, predict
+from jaxtune.plan.prediction import Plan, TargetGpus, predict
 from jaxtune.plan.summary import as_json, comparison, line, table
 
 
@@ -47,7 +47,7 @@ def _use_cpu() -> None:
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
-def _fastest(config: Config, where: Where, measured: calibration.Calibration | None) -> Plan:
+def _fastest(config: Config, where: TargetGpus, measured: calibration.Calibration | None) -> Plan:
     plans = []
 
     def make_plan(other: Config) -> Plan:
@@ -70,9 +70,9 @@ def _with_model(config: Config, model: str | None) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=model, revision=None))
 
 
-def _where(values: flags.FlagValues, config: Config) -> tuple[Where, calibration.Calibration | None]:
+def _where(values: flags.FlagValues, config: Config) -> tuple[TargetGpus, calibration.Calibration | None]:
     """The GPUs, and the calibration measured on one."""
     gpus = [one for one in (values.gpus, config.device.gpus) if one is not None] or [1]
     if min(gpus) != max(gpus):
         raise UserError(f"--gpus={gpus[0]}: device.gpus is {gpus[1]}; leave one of them out")
-    return Where(values.gpu, gpus[0], values.hosts), calibration.find(values.gpu, values.calibration)
+    return TargetGpus(values.gpu, gpus[0], values.hosts), calibration.find(values.gpu, values.calibration)

@@ -61,7 +61,7 @@ class Unknown:
 
 
 @dataclass
-class Program:
+class LaunchedProgram:
     """All launches of a step.
 
     Attributes:
@@ -79,14 +79,14 @@ class Program:
     residuals: float = 0.0
 
 
-def read_program(text: str) -> Program:
+def read_program(text: str) -> LaunchedProgram:
     """Read the launches from an optimised module, the text of jax.stages.Compiled.as_text()."""
-    module, program = Module.parse(text), Program()
+    module, program = Module.parse(text), LaunchedProgram()
     _read(module, module.entry, 1, "step", program)
     return program
 
 
-def _read(module: Module, computation: str, count: int, phase: str, program: Program) -> None:
+def _read(module: Module, computation: str, count: int, phase: str, program: LaunchedProgram) -> None:
     """Add the launches of a computation that runs `count` times per step."""
     body = module.computations[computation]
     started: dict[str, Launch] = {}
@@ -114,9 +114,9 @@ def _read(module: Module, computation: str, count: int, phase: str, program: Pro
             program.launches.append(launch)
 
 
-def _read_loop(module: Module, loop: Instruction, count: int, around: str, program: Program) -> None:
+def _read_loop(module: Module, loop: Instruction, count: int, around: str, program: LaunchedProgram) -> None:
     phase = _phase(loop, around)
-    from_code, known = cost.iterations_said(loop.operation), loop.known_iterations
+    from_code, known = cost.read_iterations(loop.operation), loop.known_iterations
     trips = known if known is not None else from_code
     if trips is None:
         trips = 1
@@ -200,7 +200,7 @@ def _launch(
         count=count,
         reads=tuple(reads),
         written=written,
-        flops=2.0 * math.prod(sizes) if sizes else cost.flops_said(work.operation) or 0.0,
+        flops=2.0 * math.prod(sizes) if sizes else cost.read_flops(work.operation) or 0.0,
         sizes=sizes,
         compute_us=_xla_compute_us(instruction),
         group=_group(instruction) if collective else (),
@@ -291,7 +291,7 @@ def _xla_compute_us(instruction: Instruction) -> float:
     return 0.0 if estimate is None or "kind=kCustom" in instruction.attributes else float(estimate)
 
 
-def executed(thunks: str, trips: list[int]) -> dict[str, int]:
+def count_executed(thunks: str, trips: list[int]) -> dict[str, int]:
     """Count per step: 'graphs', launches of CUDA graphs; 'in graphs' and 'outside', kernels and copies.
 
     thunks: XLA's dump of the sequence that it will run (thunk_sequence_after_thunk_passes). trips: iterations of its

@@ -16,7 +16,7 @@ from jaxtune.models.parameters import abstract
 from jaxtune.monitor.throughput import flops_per_token, peak_flops
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.plan import calibration, rates
-from jaxtune.plan.launches import Launch, Program, executed, read_program
+from jaxtune.plan.launches import Launch, LaunchedProgram, count_executed, read_program
 from jaxtune.plan.models import config_of
 from jaxtune.training import memory
 from jaxtune.training.assembly import Program as Run
@@ -29,7 +29,7 @@ from pallas_kernels.gpus import GPUS
 
 
 @dataclasses.dataclass(frozen=True)
-class Where:
+class TargetGpus:
     """The GPUs of a plan.
 
     Attributes:
@@ -103,7 +103,7 @@ class Plan:
     """
 
     config: Config
-    where: Where
+    where: TargetGpus
     tokens: int
     memory: dict[str, int]
     needed: int
@@ -131,7 +131,7 @@ def xla_options(gpu: str) -> process.Options:
     return {"xla_gpu_collect_cost_model_stats": True} if GPUS[gpu].capability in _XLA_KNOWS else {}
 
 
-def predict(config: Config, where: Where, measured: calibration.Calibration | None = None) -> Plan:
+def predict(config: Config, where: TargetGpus, measured: calibration.Calibration | None = None) -> Plan:
     """Plan a config as `train` would compile it on these GPUs; measured: rates in place of assumed ones.
 
     No weight is read. For a model on the hub that is not listed in `plan.models`, config.json is read. Raises UserError
@@ -144,7 +144,7 @@ def predict(config: Config, where: Where, measured: calibration.Calibration | No
     return plan
 
 
-def _predict(config: Config, where: Where, measured: calibration.Calibration | None) -> Plan:
+def _predict(config: Config, where: TargetGpus, measured: calibration.Calibration | None) -> Plan:
     if reason := aot.unavailable():
         raise UserError(reason)
     if where.gpu not in GPUS:
@@ -157,11 +157,11 @@ def _predict(config: Config, where: Where, measured: calibration.Calibration | N
         where.gpu, run.step, *run.arguments, mesh=mesh, donate_argnums=0, compiler_options=options
     )
     program = read_program(compiled.hlo)
-    starts = executed(compiled.thunks, program.trips)
+    starts = count_executed(compiled.thunks, program.trips)
     need = memory.need_of(run, where.gpus, compiled.memory)
     tokens = config.data.seq_len * config.train.micro_batch_size * config.train.grad_accum_steps * data_shards(mesh)
     scenarios = calibration.scenarios(measured.values if measured else {})
-    timed = rates.timed(program, where.gpu, where.gpus, scenarios["central"])
+    timed = rates.time_launches(program, where.gpu, where.gpus, scenarios["central"])
     gaps = rates.gaps_ms(starts, program.syncs, scenarios["central"])
     return Plan(
         config=config,
@@ -188,16 +188,16 @@ def base_of(config: Config) -> Base:
     path = config.model.path or ""
     known = None if Path(path).expanduser().exists() or config.model.config else config_of(path)
     if known is not None:
-        return Base(spec_of(hf.changed(known, config.model), known, config.model))
+        return Base(spec_of(hf.apply_options(known, config.model), known, config.model))
     if Path(path).expanduser().exists():
         return read_base(config)
-    folder = hf.folders(config.model, weights=False).weights
+    folder = hf.find_folders(config.model, weights=False).weights
     return read_base(
         dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder), revision=None))
     )
 
 
-def _memory(run: Run, need: memory.Need, program: Program, config: Config) -> dict[str, int]:
+def _memory(run: Run, need: memory.Need, program: LaunchedProgram, config: Config) -> dict[str, int]:
     model = run.model
 
     def stored_bytes(names: Any) -> int:
@@ -225,7 +225,7 @@ def _memory(run: Run, need: memory.Need, program: Program, config: Config) -> di
     return {name: size for name, size in sizes.items() if size}
 
 
-def _speed(ms: float, tokens: int, run: Run, config: Config, where: Where) -> Speed:
+def _speed(ms: float, tokens: int, run: Run, config: Config, where: TargetGpus) -> Speed:
     peak = peak_flops(GPUS[where.gpu].kind)
     assert peak is not None
     rate = tokens / ms * 1e3
@@ -284,7 +284,7 @@ def _short(file: str) -> str:
     return path.parent.name if path.name == "__init__.py" else path.name
 
 
-def _notes(program: Program, config: Config, gpu: str, central: rates.Rates) -> list[str]:
+def _notes(program: LaunchedProgram, config: Config, gpu: str, central: rates.Rates) -> list[str]:
     notes = []
     kinds = {launch.kind for launch in program.launches}
     if GPUS[gpu].capability != (9, 0):

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxtune.monitor.throughput import peak_flops
-from jaxtune.plan.launches import Launch, Program
+from jaxtune.plan.launches import Launch, LaunchedProgram
 from pallas_kernels.aot import COLLECTIVES
 from pallas_kernels.gpus import GPUS, Gpu
 
@@ -148,7 +148,7 @@ class Timed:
         return self.exposed * self.launch.count / 1e3
 
 
-def timed(program: Program, gpu: str, per_host: int, rates: Rates) -> list[Timed]:
+def time_launches(program: LaunchedProgram, gpu: str, per_host: int, rates: Rates) -> list[Timed]:
     """The time of every launch. per_host: GPUs of a host, which decides the links of a collective."""
     recent: OrderedDict[str, float] = OrderedDict()  # results that are still in L2, the oldest first
     alone: dict[int, float] = {}
@@ -237,9 +237,9 @@ def _peak(spec: Gpu) -> float:
     return peak
 
 
-def step_ms(program: Program, executed: dict[str, int], gpu: str, per_host: int, rates: Rates) -> float:
+def step_ms(program: LaunchedProgram, executed: dict[str, int], gpu: str, per_host: int, rates: Rates) -> float:
     """Milliseconds of a whole step."""
-    launches = sum(one.total_ms for one in timed(program, gpu, per_host, rates))
+    launches = sum(one.total_ms for one in time_launches(program, gpu, per_host, rates))
     return launches + gaps_ms(executed, program.syncs, rates)
 
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxtune.precision.hadamard import rotated
-from jaxtune.precision.operands import Numbers, Operand, Operands, by_feature, largest
+from jaxtune.precision.hadamard import rotate_blocks
+from jaxtune.precision.operands import MatmulFormat, Operand, Operands, by_feature, global_amax
 from jaxtune.quant.array import divisors
 from pallas_kernels.fp8_matmul import fp8_matmul, quantize
 
@@ -16,7 +16,7 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 @dataclass(frozen=True)
-class Fp8Numbers(Numbers):
+class Fp8Matmul(MatmulFormat):
     """The hybrid format of Transformer Engine: forward products use fast accumulation, backward ones do not.
 
     Attributes:
@@ -51,8 +51,8 @@ class Fp8Numbers(Numbers):
             return dx, None, amax
         if self.hadamard:
             # Rotation along tokens gives other numbers: neither the codes made for dx nor the delayed scales fit them.
-            dy_codes, dy_scale_used, _ = _to_fp8(rotated(by_feature(dy)), E5M2)
-            x_codes, x_scale_used, _ = _to_fp8(rotated(by_feature(x)), E4M3)
+            dy_codes, dy_scale_used, _ = _to_fp8(rotate_blocks(by_feature(dy)), E5M2)
+            x_codes, x_scale_used, _ = _to_fp8(rotate_blocks(by_feature(x)), E4M3)
         else:
             # dW reuses the codes of dy. x was saved in its own dtype and is rounded again, to the same codes as in the
             # forward pass.
@@ -66,7 +66,7 @@ class Fp8Numbers(Numbers):
         return Operand(jax.lax.bitcast_convert_type(codes, jnp.uint8), scale)
 
     def _rotate(self, x: Float[Array, "m k"]) -> Float[Array, "m k"]:
-        return rotated(x) if self.hadamard else x
+        return rotate_blocks(x) if self.hadamard else x
 
 
 def _to_fp8(
@@ -78,7 +78,7 @@ def _to_fp8(
     A finite value that is too large for the scale saturates; a value that is not finite becomes NaN.
     """
     # Needed with a delayed scale too: amax enters the history, which sets the scales of later steps.
-    amax, dtype_max = largest(x), float(jnp.finfo(dtype).max)
+    amax, dtype_max = global_amax(x), float(jnp.finfo(dtype).max)
     if scale is None or online:
         current = divisors(amax / dtype_max)
         scale = current if scale is None else jnp.where(scale > 0, scale, current)

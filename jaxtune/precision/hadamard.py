@@ -15,7 +15,7 @@ PLAIN = functools.reduce(np.kron, [np.array([[1.0, 1.0], [1.0, -1.0]])] * 4) / n
 SIGNED = PLAIN * np.array([1, 1, -1, 1, -1, -1, -1, 1, 1, -1, 1, 1, -1, -1, 1, -1])
 
 
-def rotated(x: Float[Array, "m k"], matrix: np.ndarray = PLAIN) -> Float[Array, "m k"]:
+def rotate_blocks(x: Float[Array, "m k"], matrix: np.ndarray = PLAIN) -> Float[Array, "m k"]:
     """Multiply each block of 16 elements of a row by an orthonormal matrix, in the dtype of x; k is a multiple of 16.
 
     rotated(a) rotated(b)^T = a b^T: rotate both sides of a product along the contracted dimension. Raises ValueError

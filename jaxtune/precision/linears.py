@@ -15,7 +15,7 @@ from jaxtune.quant.array import QuantizedArray, divisors
 from jaxtune.quant.format import Format
 
 if TYPE_CHECKING:
-    from jaxtune.precision.operands import Numbers
+    from jaxtune.precision.operands import MatmulFormat
 
 Scales = dict[str, Float[Array, "*lead 2"]]
 Amax = dict[str, Float[Array, "*lead 2 history"]]
@@ -52,7 +52,7 @@ class Linears:
         online_steps: number of first steps with current scaling, before the history is used.
     """
 
-    numbers: "Numbers"
+    numbers: "MatmulFormat"
     parameters: Mapping[str, LinearWeight]
     history: int | None = None
     online_steps: int = 0
@@ -123,7 +123,7 @@ class Frozen:
             operands are made once and stored.
     """
 
-    numbers: "Numbers"
+    numbers: "MatmulFormat"
     format: Format | None
 
     def abstract(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...]) -> LowPrecision:

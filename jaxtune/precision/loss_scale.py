@@ -27,7 +27,7 @@ def initial(scale: float) -> LossScale:
     return LossScale(jnp.float32(scale), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
 
-def updated(state: LossScale, finite: Bool[Array, ""], growth_steps: int) -> LossScale:
+def update_scale(state: LossScale, finite: Bool[Array, ""], growth_steps: int) -> LossScale:
     """Halve the scale after a step that overflowed; double it after `growth_steps` steps that did not."""
     good = jnp.where(finite, state.good_steps + 1, 0)
     grows = good >= growth_steps

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxtune.parallel.layout import RULES, Entry, P, axes_in, by_token, gather, ungathered
-from jaxtune.precision.operands import Numbers, Operands, operands_at
+from jaxtune.precision.operands import MatmulFormat, Operands, operands_at
 from jaxtune.quant.array import QuantizedArray
 from pallas_kernels.manual_axes import varying_axes
 
@@ -45,7 +45,7 @@ class LowPrecision:
     operands: Operands | None
     weight: Float[Array, "*stack o i"] | QuantizedArray | None
     scales: Float[Array, "*stack 2"] | None
-    numbers: Numbers
+    numbers: MatmulFormat
 
     def matmul(self, x: Float[Array, "b s i"], axis: Entry, noise: "Noise | None") -> Float[Array, "b s o"]:
         """Compute x W^T in the dtype of x; `axis` is the mesh axis, or axes, that shard o.

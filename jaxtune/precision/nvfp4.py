@@ -11,8 +11,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8, UInt16
 
-from jaxtune.precision.hadamard import SIGNED, rotated
-from jaxtune.precision.operands import BLOCK, Numbers, Operand, Operands, by_feature, largest, nan_unless_finite
+from jaxtune.precision.hadamard import SIGNED, rotate_blocks
+from jaxtune.precision.operands import (
+    BLOCK,
+    MatmulFormat,
+    Operand,
+    Operands,
+    by_feature,
+    global_amax,
+    nan_unless_finite,
+)
 from jaxtune.quant.array import block_absmax, by_block, in_blocks, pack
 from jaxtune.quant.nvfp4_format import (
     LARGEST,
@@ -32,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Nvfp4Numbers(Numbers):
+class Nvfp4Matmul(MatmulFormat):
     """Weights in blocks of 16 x 16, so that W and W^T have the same codes; activations and gradients in 1 x 16.
 
     Attributes:
@@ -65,26 +73,26 @@ class Nvfp4Numbers(Numbers):
     def forward(self, x, weight, scale):
         """Round both sides to nearest and multiply."""
         rows = x.reshape(-1, x.shape[-1])
-        amax = largest(rows)
+        amax = global_amax(rows)
         y = _product(self._nearest(rows, amax), weight, x.dtype)
         return y.reshape(*x.shape[:2], -1), amax
 
     def backward(self, dy, x, weight, scales, random, dtype):
         """Round dy stochastically by the `random` bits, or to nearest without them, and multiply."""
         for_dx, for_dw = (None, None) if random is None else random
-        rows, amax = dy.reshape(-1, dy.shape[-1]), largest(dy)
+        rows, amax = dy.reshape(-1, dy.shape[-1]), global_amax(dy)
         left = self._gradient(rows, amax, None if for_dx is None else for_dx.reshape(rows.shape))
         dx = _product(left, weight, dy.dtype, transposed=True).reshape(*dy.shape[:2], -1)
         if x is None:
             return dx, None, amax
         dy, x = by_feature(dy), by_feature(x)
         if self.hadamard:
-            dy, x = rotated(dy, SIGNED), rotated(x, SIGNED)
+            dy, x = rotate_blocks(dy, SIGNED), rotate_blocks(x, SIGNED)
         if for_dw is not None:  # after the rotation, padded positions are no longer 0 and need random bits too
             padding = -for_dw.shape[1] % BLOCK
             for_dw = by_feature(jnp.pad(for_dw, ((0, 0), (0, padding), (0, 0)), "wrap"))
-        left = self._gradient(dy, largest(dy), for_dw)
-        return dx, _product(left, self._nearest(x, largest(x)), dtype), amax
+        left = self._gradient(dy, global_amax(dy), for_dw)
+        return dx, _product(left, self._nearest(x, global_amax(x)), dtype), amax
 
     def random(self, noise: "Noise | None", shape: tuple[int, ...]) -> Any:
         """Draw 16 random bits per element of dy, once for dx and once for dW; they depend on noise and global row.

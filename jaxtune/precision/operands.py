@@ -1,4 +1,4 @@
-"""A weight in low precision, ready for its products, and the interface of a number format, `Numbers`.
+"""A weight in low precision, ready for its products, and the interface of a number format, `MatmulFormat`.
 
 Shapes: b batch, s sequence, i inputs and o outputs of the layer, m rows, k contracted elements, t tokens.
 """
@@ -53,7 +53,7 @@ class Operands:
     backward: Operand | None
 
 
-class Numbers(ABC):
+class MatmulFormat(ABC):
     """A number format, and how it computes the three products of a linear layer.
 
     It is a `Storage` of models.parameters that stores operands. Hashable: equal instances share a jit cache entry.
@@ -116,14 +116,14 @@ class Numbers(ABC):
         return operands_at(weight, self, layout_spec(*axes))
 
 
-def operands_at(weight: Float[Array, "*stack o i"], numbers: Numbers, place: P) -> Operands:
+def operands_at(weight: Float[Array, "*stack o i"], numbers: MatmulFormat, place: P) -> Operands:
     """Make the operands of a weight, or a stack, with this PartitionSpec. They have no gradient."""
     places = _names(_shapes(numbers, weight.shape[-2:], weight.dtype), tuple(place))
     return _make_operands(jax.lax.stop_gradient(weight), numbers, places)
 
 
 @partial(jax.jit, static_argnames=("numbers", "places"))
-def _make_operands(weight: Float[Array, "*stack o i"], numbers: Numbers, places: Operands) -> Operands:
+def _make_operands(weight: Float[Array, "*stack o i"], numbers: MatmulFormat, places: Operands) -> Operands:
     make = numbers.operands
     for _ in range(weight.ndim - 2):
         make = jax.vmap(make)
@@ -132,7 +132,7 @@ def _make_operands(weight: Float[Array, "*stack o i"], numbers: Numbers, places:
     return cast(Operands, jax.sharding.auto_axes(make, axes=axes, out_sharding=places)(weight))
 
 
-def _shapes(numbers: Numbers, shape: tuple[int, ...], dtype: Any) -> Operands:
+def _shapes(numbers: MatmulFormat, shape: tuple[int, ...], dtype: Any) -> Operands:
     return jax.eval_shape(numbers.operands, jax.ShapeDtypeStruct(shape, dtype))
 
 
@@ -155,7 +155,7 @@ def _names(operands: Operands, axes: tuple[Entry, ...]) -> Operands:
 # rematerialised scan.
 
 
-def largest(x: Float[Array, "..."]) -> Float[Array, ""]:
+def global_amax(x: Float[Array, "..."]) -> Float[Array, ""]:
     """Return the amax of x: largest finite magnitude, float32, over all devices with a shard (inside a shard_map)."""
     finite = jnp.isfinite(x)
     magnitudes = jnp.where(finite, jnp.abs(x), finite.astype(x.dtype))  # False, so 0, where x is not finite

@@ -1,4 +1,4 @@
-"""The number formats of a run: a `Recipe` from the options under `precision`."""
+"""The number formats of a run: a `PrecisionRecipe` from the options under `precision`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,17 +7,17 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxtune.config.schema import Precision
+from jaxtune.config.schema import PrecisionOptions
 from jaxtune.errors import UserError
-from jaxtune.precision.fp8 import Fp8Numbers
+from jaxtune.precision.fp8 import Fp8Matmul
 from jaxtune.precision.linears import Linears, LinearWeight
-from jaxtune.precision.nvfp4 import Nvfp4Numbers, native
-from jaxtune.precision.operands import Numbers
+from jaxtune.precision.nvfp4 import Nvfp4Matmul, native
+from jaxtune.precision.operands import MatmulFormat
 from pallas_kernels.gpus import Device
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PrecisionRecipe:
     """The number formats that a training step computes in.
 
     Attributes:
@@ -37,18 +37,18 @@ class Recipe:
     linears: Linears | None = None
 
 
-BF16 = Recipe(jnp.dtype("bfloat16"), "default")
+BF16 = PrecisionRecipe(jnp.dtype("bfloat16"), "default")
 # By the value of precision.recipe, before other options change the record.
 RECIPES = {
     "bf16": BF16,
-    "fp32": Recipe(jnp.dtype("float32"), "highest"),
-    "fp16": Recipe(jnp.dtype("float16"), "default"),
+    "fp32": PrecisionRecipe(jnp.dtype("float32"), "highest"),
+    "fp16": PrecisionRecipe(jnp.dtype("float16"), "default"),
     "fp8_hybrid": BF16,
     "nvfp4": BF16,
 }
 
 
-def recipe_of(precision: Precision, linears: Linears | None) -> Recipe:
+def recipe_of(precision: PrecisionOptions, linears: Linears | None) -> PrecisionRecipe:
     """Return the recipe for the options under `precision`; `linears`: the layers that fp8_hybrid and nvfp4 apply to."""
     recipe = dataclasses.replace(
         RECIPES[precision.recipe], gradient_dtype=jnp.dtype(precision.gradient_dtype), linears=linears
@@ -58,19 +58,19 @@ def recipe_of(precision: Precision, linears: Linears | None) -> Recipe:
     return dataclasses.replace(recipe, loss_scale=precision.fp16.loss_scale, growth_steps=precision.fp16.growth_steps)
 
 
-def numbers_of(precision: Precision) -> Numbers | None:
+def matmul_format(precision: PrecisionOptions) -> MatmulFormat | None:
     """Return the number format in which a low-precision recipe multiplies linear layers; None for another recipe."""
     match precision.recipe:
         case "fp8_hybrid":
-            return Fp8Numbers(precision.fp8.hadamard, online=precision.fp8.online_scale_steps > 0)
+            return Fp8Matmul(precision.fp8.hadamard, online=precision.fp8.online_scale_steps > 0)
         case "nvfp4":
-            return Nvfp4Numbers(**dataclasses.asdict(precision.nvfp4))
+            return Nvfp4Matmul(**dataclasses.asdict(precision.nvfp4))
     return None
 
 
-def linears_of(precision: Precision, weights: Mapping[str, LinearWeight]) -> Linears | None:
+def linears_of(precision: PrecisionOptions, weights: Mapping[str, LinearWeight]) -> Linears | None:
     """Return how the recipe multiplies these weights in low precision; None if it multiplies none."""
-    numbers = numbers_of(precision)
+    numbers = matmul_format(precision)
     if numbers is None:
         return None
     if precision.recipe == "fp8_hybrid" and precision.fp8.scaling == "delayed":

@@ -5,7 +5,7 @@ README.md in this folder explains how to add a format.
 
 from types import ModuleType
 
-from jaxtune.config.schema import Quant
+from jaxtune.config.schema import QuantOptions
 from jaxtune.quant import four_bit_floats, fp8_format, integers, mxfp4_format, nvfp4_format
 from jaxtune.quant.array import QuantizedArray
 from jaxtune.quant.format import Format
@@ -27,7 +27,7 @@ def format_module(name: str) -> ModuleType:
     return MODULES[name]
 
 
-def format_of(options: Quant, parameter: str) -> Format:
+def format_of(options: QuantOptions, parameter: str) -> Format:
     """Return the format that quant.format selects for a parameter, by its name inside a layer ("mlp.down.weight")."""
     assert options.format is not None
     return format_module(options.format).format_of(options, parameter)

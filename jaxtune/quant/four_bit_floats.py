@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from jaxtune.config.schema import Quant
+from jaxtune.config.schema import QuantOptions
 from jaxtune.config.schemes import BLOCK_SIZES
 from jaxtune.quant.array import SCALES_PER_OUTER, TINY, QuantizedArray, block_absmax, by_block, in_blocks, nearest, pack
 from jaxtune.quant.format import Format
@@ -17,7 +17,7 @@ from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 
 
-def format_of(options: Quant, parameter: str) -> Format:
+def format_of(options: QuantOptions, parameter: str) -> Format:
     """Return NF4 or FP4, one scale per quant.block_size (64) elements of a row, in 8 bits with quant.double_quant."""
     assert options.format is not None
     block = options.block_size if isinstance(options.block_size, int) else BLOCK_SIZES["nf4"][0]

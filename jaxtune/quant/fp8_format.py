@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxtune.config.schema import Quant
+from jaxtune.config.schema import QuantOptions
 from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, divisors, in_blocks
 from jaxtune.quant.format import Format
 
 LARGEST = 448.0  # the largest e4m3 number
 
 
-def format_of(options: Quant, parameter: str) -> Format:
+def format_of(options: QuantOptions, parameter: str) -> Format:
     """Return FP8 in square blocks of quant.block_size (128); "channel": a scale per row; "tensor": one per matrix."""
     match options.block_size or 128:
         case "channel":

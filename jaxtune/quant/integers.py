@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxtune.config.schema import Quant
+from jaxtune.config.schema import QuantOptions
 from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, divisors, in_blocks, pack
 from jaxtune.quant.format import Format
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 
 
-def format_of(options: Quant, parameter: str) -> Format:
+def format_of(options: QuantOptions, parameter: str) -> Format:
     """Return INT8 or INT4 with a scale per row, or per quant.block_size elements of a row.
 
     weight_only_mix is ERNIE's: experts in INT4, the other weights in INT8.

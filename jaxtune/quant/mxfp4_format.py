@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from jaxtune.config.schema import Quant
+from jaxtune.config.schema import QuantOptions
 from jaxtune.config.schemes import BLOCK_SIZES
 from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, e8m0, in_blocks, pack
 from jaxtune.quant.format import Format
@@ -13,7 +13,7 @@ from jaxtune.quant.nvfp4_format import nearest_e2m1
 LARGEST_EXPONENT = 2  # the largest e2m1 exponent
 
 
-def format_of(options: Quant, parameter: str) -> Format:
+def format_of(options: QuantOptions, parameter: str) -> Format:
     """Return MXFP4 in blocks of 32 elements of a row."""
     return Mxfp4("e2m1", (1, *BLOCK_SIZES["mxfp4"]))
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from jaxtune.config.schema import Quant
+from jaxtune.config.schema import QuantOptions
 from jaxtune.config.schemes import BLOCK_SIZES
 from jaxtune.quant.array import TINY, QuantizedArray, block_absmax, by_block, divisors, in_blocks, pack
 from jaxtune.quant.format import Format
@@ -16,7 +16,7 @@ LARGEST, LARGEST_SCALE = 6.0, 448.0
 SMALLEST_SCALE = 2.0**-9  # the smallest e4m3 number above zero
 
 
-def format_of(options: Quant, parameter: str) -> Format:
+def format_of(options: QuantOptions, parameter: str) -> Format:
     """Return NVFP4 in blocks of 16 elements of a row."""
     return Nvfp4("e2m1", (1, *BLOCK_SIZES["nvfp4"]), options.four_over_six)
 

@@ -19,13 +19,20 @@ from jaxtune import data
 from jaxtune.columns import ADVANTAGE, LOSS_WEIGHT, OLD_LOG_PROB, TOKENS, Column
 from jaxtune.config.schema import Config
 from jaxtune.data.formats.prompts import Prompt, Prompts
-from jaxtune.data.formats.units import Documents, Part
-from jaxtune.data.rows.prompt_feed import Asked
+from jaxtune.data.formats.units import Documents, TokenisedDataset
+from jaxtune.data.rows.prompt_feed import PromptBatch
 from jaxtune.errors import UserError
 from jaxtune.exports.write import export_adapter
 from jaxtune.host.process import compiler_options
 from jaxtune.host.run_folder import RunFolder
-from jaxtune.inference.generation import Completion, completed, ending, make_generate, stop_tokens, text_of
+from jaxtune.inference.generation import (
+    Completion,
+    collect_completions,
+    completion_text,
+    make_generate,
+    make_stop_test,
+    stop_tokens,
+)
 from jaxtune.models.decode import Sampling
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.score import Batch, score
@@ -38,7 +45,7 @@ from jaxtune.rollout import completion_server
 from jaxtune.rollout.rewards import Reward, rewards_of, total
 from jaxtune.training.assembly import Program, call_of
 from jaxtune.training.state import State
-from jaxtune.training.step import weights_of_step
+from jaxtune.training.step import prepare_weights
 from jaxtune.weights.model import Model
 
 log = logging.getLogger("jaxtune")
@@ -69,7 +76,7 @@ class Rollout(NamedTuple):
 MakeRollout = Callable[[Parameters, Parameters, list[Prompt], Sequence[int]], Rollout]
 
 
-def with_rollouts(
+def make_rollout_step(
     config: Config,
     program: Program,
     make: MakeRollout,
@@ -89,7 +96,7 @@ def with_rollouts(
     written = _CompletionsFile(RunFolder(run).completions) if config.log.jsonl and multihost.is_main() else None
     silent = 0  # steps in a row
 
-    def step(state: State, frozen: Parameters, asked: Asked, rate: Any) -> tuple[State, dict[str, Any]]:
+    def step(state: State, frozen: Parameters, asked: PromptBatch, rate: Any) -> tuple[State, dict[str, Any]]:
         nonlocal silent
         prompts = [prompt for prompt in asked.prompts for _ in range(group_size)]
         made = make(state.trained, frozen, prompts, range(asked.first, asked.first + len(prompts)))
@@ -133,7 +140,7 @@ def make_rollouts(config: Config, model: Model, tokenizer, functions: Mapping[st
         completions = complete(trained, frozen, [prompt.tokens for prompt in prompts], numbers)
         # As TRL's `batch_decode(completion_ids)`: decode a completion without its prompt.
         texts = [
-            prompt.begun + text_of(completion, tokenizer, after=prompt.tokens if prompt.begun else ())
+            prompt.begun + completion_text(completion, tokenizer, after=prompt.tokens if prompt.begun else ())
             for prompt, completion in zip(prompts, completions)
         ]
         each = _call_rewards(functions, prompts, texts, completions)
@@ -234,7 +241,7 @@ def _on_devices(config: Config, model: Model, tokenizer) -> Complete:
     sampling = Sampling(**{name: getattr(options, name) for name in Sampling._fields})
     how = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "seed": config.train.seed}
     generate = make_generate(model.graph, model.spec, dtype=recipe.dtype, **how)
-    ended = ending(_stops(config, model, tokenizer), options.stop, tokenizer)
+    ended = make_stop_test(_stops(config, model, tokenizer), options.stop, tokenizer)
     of_step = config.train.micro_batch_size * config.train.grad_accum_steps * data_shards(jax.sharding.get_mesh())
     size = options.completions_at_once or of_step
 
@@ -246,7 +253,7 @@ def _on_devices(config: Config, model: Model, tokenizer) -> Complete:
             # Pad the last batch to the compiled size, by repeating the last prompt; its completions are dropped.
             rows = [min(row, len(prompts) - 1) for row in range(first, first + size)]
             tokens = generate(parameters, [prompts[row] for row in rows], [numbers[row] for row in rows])
-            completions += completed(tokens, min(size, len(prompts) - first), ended)
+            completions += collect_completions(tokens, min(size, len(prompts) - first), ended)
         return completions
 
     return complete
@@ -310,7 +317,7 @@ def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -
         [0] * len(prompt.tokens) + [completion.finished or not config.grpo.mask_truncated] * len(completion.tokens)
         for prompt, completion in pairs
     ]
-    part = Part(
+    part = TokenisedDataset(
         name="completions",
         key="",
         columns={column.name: column for column in (TOKENS, LOSS_WEIGHT, ADVANTAGE)},
@@ -344,7 +351,7 @@ def _make_scored(config: Config, model: Model) -> Callable[[Parameters, Paramete
     call = call_of(config, recipe)._replace(remat="none")  # without a backward pass nothing is rematerialised
 
     def scored(trained: Parameters, frozen: Parameters, batch: Batch) -> Array:
-        weights_of, _ = weights_of_step(recipe.linears, trained, frozen, {}, jnp.zeros((), jnp.int32))
+        weights_of, _ = prepare_weights(recipe.linears, trained, frozen, {}, jnp.zeros((), jnp.int32))
 
         def of_micro_batch(_: None, micro: Batch) -> tuple[None, Array]:
             with jax.default_matmul_precision(recipe.matmul_precision):

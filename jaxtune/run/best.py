@@ -5,12 +5,12 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from jaxtune.config.schema import Config, Eval
+from jaxtune.config.schema import Config, EvalOptions
 from jaxtune.errors import UserError
 
 
 @dataclass(frozen=True)
-class Standing:
+class BestTracker:
     """The best evaluation so far and the number of evaluations without improvement; saved in checkpoints.
 
     Attributes:
@@ -23,7 +23,7 @@ class Standing:
     value: float | None = None
     no_better: int = 0
 
-    def after(self, step: int, metrics: Mapping[str, float], options: Eval) -> "Standing":
+    def after(self, step: int, metrics: Mapping[str, float], options: EvalOptions) -> "BestTracker":
         """Return the updated record after an evaluation.
 
         As in transformers' EarlyStoppingCallback, an evaluation counts as no better unless it beats the best value by
@@ -35,13 +35,13 @@ class Standing:
         check_metric(options, metrics)
         value = metrics[options.best_metric]
         if self.value is None:
-            return Standing(step, value) if not math.isnan(value) else Standing(no_better=self.no_better + 1)
+            return BestTracker(step, value) if not math.isnan(value) else BestTracker(no_better=self.no_better + 1)
         gain = value - self.value if is_larger_better(options) else self.value - value
         # A comparison with NaN is false, so NaN is neither an improvement nor the best value.
         no_better = 0 if gain > options.min_improvement else self.no_better + 1
-        return Standing(step, value, no_better) if gain > 0 else dataclasses.replace(self, no_better=no_better)
+        return BestTracker(step, value, no_better) if gain > 0 else dataclasses.replace(self, no_better=no_better)
 
-    def ending(self, options: Eval) -> str:
+    def ending(self, options: EvalOptions) -> str:
         """Return why the run should end; "" if it should not."""
         if options.target is not None and self.value is not None:
             gain = self.value - options.target if is_larger_better(options) else options.target - self.value
@@ -58,13 +58,13 @@ def is_judged(config: Config) -> bool:
     return config.ckpt.keep_best or config.eval.patience is not None or config.eval.target is not None
 
 
-def check_metric(options: Eval, names: Collection[str]) -> None:
+def check_metric(options: EvalOptions, names: Collection[str]) -> None:
     """Raise UserError if eval.best_metric is not among the names of an evaluation's metrics."""
     if options.best_metric not in names:
         raise UserError(f"eval.best_metric={options.best_metric!r}: an evaluation has {', '.join(names)}")
 
 
-def is_larger_better(options: Eval) -> bool:
+def is_larger_better(options: EvalOptions) -> bool:
     """Whether a larger value of eval.best_metric is better."""
     if options.larger_is_better is not None:
         return options.larger_is_better

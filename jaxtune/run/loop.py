@@ -17,8 +17,8 @@ from jaxtyping import Float32
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Parameters
-from jaxtune.monitor.signals import Asked
-from jaxtune.run.best import Standing
+from jaxtune.monitor.signals import StopReason
+from jaxtune.run.best import BestTracker
 from jaxtune.run.watch import Watch
 from jaxtune.training.state import State
 
@@ -44,7 +44,7 @@ class Position:
     tokens: int = 0
     bad_steps: int = 0
     put_off: tuple[str, ...] = ()
-    standing: Standing = Standing()
+    standing: BestTracker = BestTracker()
     ended: str = ""
     plugins: dict[str, Any] = dataclasses.field(default_factory=dict)
     spikes: int = 0
@@ -60,12 +60,12 @@ class Position:
         feed = saved["feed"] if "feed" in saved else {"row": saved["row"]}  # older checkpoints have only a row
         # Checkpoints from before `put_off` could only put off an evaluation.
         put_off = saved.get("put_off", ("eval",) if saved.get("evaluation_due") else ())
-        standing, plugins = Standing(**saved.get("standing", {})), saved.get("plugins", {})
+        standing, plugins = BestTracker(**saved.get("standing", {})), saved.get("plugins", {})
         numbers["spikes"] = saved.get("spikes", 0)
         return cls(**numbers, feed=feed, put_off=tuple(put_off), standing=standing, plugins=plugins)
 
 
-class Moment(NamedTuple):
+class StepInfo(NamedTuple):
     """A moment between two steps.
 
     Attributes:
@@ -93,16 +93,16 @@ class Task:
     """
 
     name: str
-    due: Callable[[Moment], bool]
+    due: Callable[[StepInfo], bool]
     run: Callable[[State, Position], None]
     at_end: bool = True
     at_stop: bool = False
 
 
-def each(steps: int = 0, epochs: float | None = None) -> Callable[[Moment], bool]:
+def every(steps: int = 0, epochs: float | None = None) -> Callable[[StepInfo], bool]:
     """Make a `due` function, true every `steps` steps (0: never) and every `epochs` epochs (None: never)."""
 
-    def due(at: Moment) -> bool:
+    def due(at: StepInfo) -> bool:
         # A multiple of `epochs` was passed in this step.
         epoch_due = epochs is not None and math.floor(at.epochs / epochs) > math.floor(at.epochs_before / epochs)
         return epoch_due or (steps > 0 and at.step % steps == 0)
@@ -190,16 +190,16 @@ def train(
                 watch.profiler.after_step(results)
                 report()
                 request = watch.stop.agree(bool(watch.plugins.ending))
-            moment = Moment(position.step + 1, watch.epoch(after), watch.epoch(position.feed))
+            moment = StepInfo(position.step + 1, watch.epoch(after), watch.epoch(position.feed))
             position.step, position.feed, position.put_off = moment.step, after, ()
             # A copy, because `position` has advanced by the time the results are reported.
             pending = dataclasses.replace(position), results
             if roll_back is not None:  # before the next step, which must not start from the weights of a spike
                 with watch.goodput.measure("step"):
                     report()
-            if request is Asked.END:
+            if request is StopReason.END:
                 position.ended = watch.plugins.ending or "a plugin of another process requested it"
-            stopping = request is Asked.STOP
+            stopping = request is StopReason.STOP
             for task in tasks:
                 ending = position.step == total_steps or position.ended
                 if not (task.due(moment) or (task.at_end and ending) or (task.at_stop and stopping)):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.checkpoint.manager import HOST_FILE
 from jaxtune.checkpoint.mirror import Mirror
-from jaxtune.checkpoint.storage import open_folder, reason
+from jaxtune.checkpoint.storage import error_text, open_folder
 from jaxtune.config import from_json, to_json
 from jaxtune.config.differences import differences
 from jaxtune.config.loading import as_dict
@@ -22,7 +22,7 @@ log = logging.getLogger("jaxtune")
 
 
 @contextmanager
-def mirrored(config: Config, folder: RunFolder) -> Iterator[Mirror | None]:
+def mirror_run(config: Config, folder: RunFolder) -> Iterator[Mirror | None]:
     """Open the run's mirror in the main process; other processes get None.
 
     At the end of the run the mirror is brought up to date, and its state is logged. Raises UserError if ckpt.mirror
@@ -99,7 +99,7 @@ def _steps(mirror: Mirror) -> list[int]:
     try:
         return mirror.steps()
     except Exception as error:  # each file system raises its own types
-        raise UserError(f"ckpt.mirror: {mirror.remote.url} cannot be read: {reason(error)}") from error
+        raise UserError(f"ckpt.mirror: {mirror.remote.url} cannot be read: {error_text(error)}") from error
 
 
 def _check_same(config: Config, mirror: Mirror) -> None:
@@ -107,7 +107,7 @@ def _check_same(config: Config, mirror: Mirror) -> None:
     try:
         text = mirror.remote.read("config.json").decode()
     except Exception as error:
-        raise UserError(f"ckpt.mirror: {mirror.remote.url}/config.json cannot be read: {reason(error)}") from error
+        raise UserError(f"ckpt.mirror: {mirror.remote.url}/config.json cannot be read: {error_text(error)}") from error
     then = as_dict(from_json(hide_secrets(text), f"{mirror.remote.url}/config.json"))
     if changed := [key for key, _, _ in differences(then, as_dict(from_json(to_json(config))), "")]:
         raise UserError(

@@ -15,14 +15,14 @@ from jaxtune.checkpoint.manager import HOST_FILE
 from jaxtune.config import from_json, to_json
 from jaxtune.config.differences import differences
 from jaxtune.config.loading import as_dict
-from jaxtune.config.schema import Config, Train
+from jaxtune.config.schema import Config, TrainOptions
 from jaxtune.data import Counts, Feed, PromptFeed
 from jaxtune.errors import UserError, hide_secrets
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.parameters import abstract
 from jaxtune.parallel import multihost
-from jaxtune.run.best import Standing
+from jaxtune.run.best import BestTracker
 from jaxtune.run.loop import Position
 from jaxtune.training.assembly import Program
 from jaxtune.training.state import State
@@ -56,7 +56,7 @@ class Saved:
         """Whether the run of the checkpoint is complete."""
         return self.record["step"] >= total_steps or (self.step is None and bool(self.record.get("ended")))
 
-    def progress(self, train: Train, total_steps: int) -> str:
+    def progress(self, train: TrainOptions, total_steps: int) -> str:
         """The run's progress, for messages: steps taken, of the steps that the config now asks for."""
         step = self.record["step"]
         if step <= total_steps:
@@ -134,7 +134,7 @@ def _saved_start(config: Config, folder: RunFolder) -> Saved:
     return Saved(checkpoints, step, record, own=False)
 
 
-def restored(saved: Saved, program: Program, load_optimizer: bool) -> tuple[State, Parameters, Position]:
+def restore_run(saved: Saved, program: Program, load_optimizer: bool) -> tuple[State, Parameters, Position]:
     """Restore a checkpoint: its state, frozen parts of adapters, and position.
 
     The optimizer's state is new if the checkpoint has none, or if not `load_optimizer`.
@@ -150,12 +150,12 @@ def restored(saved: Saved, program: Program, load_optimizer: bool) -> tuple[Stat
         state = state._replace(optimizer=jax.jit(program.optimizer.init)(state.trained))
     position = Position.from_json(checkpoint.host)
     if not saved.own:
-        position.standing = Standing()  # the best step of the other run has no checkpoint here
+        position.standing = BestTracker()  # the best step of the other run has no checkpoint here
     log.info("resumed from step %d", position.step)
     return state, starts, position
 
 
-def rolled_back(checkpoints: CheckpointManager, program: Program, state: State) -> State:
+def roll_back(checkpoints: CheckpointManager, program: Program, state: State) -> State:
     """Return `state` with weights and optimizer of the newest checkpoint; its own ones are deleted.
 
     Step, guard and scaling stay. Without a checkpoint, `state` is returned unchanged.

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.config.schema import Config, Data, Memory, Mesh, Optim, Train
-from jaxtune.config.schema import Model as ModelOptions
+from jaxtune.config.schema import Config, DataOptions, MemoryOptions, MeshOptions, OptimOptions, TrainOptions
+from jaxtune.config.schema import ModelOptions as ModelOptions
 from jaxtune.models import families
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.training.assembly import Program, assemble
@@ -63,12 +63,12 @@ def _steps() -> tuple[list[float], list[float]]:
     """Run the steps in bfloat16 on the first device; return losses and gradient norms."""
     config = Config(
         model=ModelOptions(from_scratch=True),
-        data=Data(seq_len=128),
-        train=Train(micro_batch_size=2),
-        optim=Optim(learning_rate=RATE),
-        memory=Memory(remat="block"),
+        data=DataOptions(seq_len=128),
+        train=TrainOptions(micro_batch_size=2),
+        optim=OptimOptions(learning_rate=RATE),
+        memory=MemoryOptions(remat="block"),
     )
-    mesh = make_mesh(Mesh(), jax.devices()[:1])
+    mesh = make_mesh(MeshOptions(), jax.devices()[:1])
     program = assemble(Base(families.read_spec(SHAPE)), config, mesh)
     batch, frozen = _batch(program), frozen_parameters(program.model, config)
     state = jax.jit(program.start)(initial_parameters(program.model, config))

@@ -6,7 +6,7 @@ from jaxtune.config.schema import Config
 from jaxtune.evaluation.evaluator import Evaluate
 from jaxtune.models.decoder import Parameters
 from jaxtune.run.best import is_judged
-from jaxtune.run.loop import Moment, Position, Task, each
+from jaxtune.run.loop import Position, StepInfo, Task, every
 from jaxtune.run.watch import Watch
 from jaxtune.training.state import State
 
@@ -48,12 +48,12 @@ def tasks_of(
     def end_epoch(state: State, at: Position) -> None:
         watch.plugins("on_epoch", at.step, round(watch.epoch(at.feed)))
 
-    def save_due(at: Moment) -> bool:
-        return each(ckpt.save_steps, ckpt.save_epochs)(at) or (ckpt.keep_best and position.standing.step == at.step)
+    def save_due(at: StepInfo) -> bool:
+        return every(ckpt.save_steps, ckpt.save_epochs)(at) or (ckpt.keep_best and position.standing.step == at.step)
 
-    tasks = [Task("epoch", each(epochs=1.0), end_epoch, at_end=False)]
+    tasks = [Task("epoch", every(epochs=1.0), end_epoch, at_end=False)]
     if options.sample_prompt and options.sample_steps:
-        tasks.append(Task("sample", each(options.sample_steps), write, at_end=False))
+        tasks.append(Task("sample", every(options.sample_steps), write, at_end=False))
     if evaluate is not None:  # before saving: the rows of metrics after a checkpoint's step are cut on resume
-        tasks.append(Task("eval", each(options.steps, options.epochs), judge, at_end=options.at_end))
+        tasks.append(Task("eval", every(options.steps, options.epochs), judge, at_end=options.at_end))
     return [*tasks, Task("save", save_due, save, at_end=ckpt.at_end, at_stop=True)]

@@ -15,7 +15,7 @@ from jaxtune.host.run_folder import RunFolder
 from jaxtune.monitor import throughput
 from jaxtune.monitor.goodput import Goodput
 from jaxtune.monitor.gpus import Gpus
-from jaxtune.monitor.hang import ended_when_hung
+from jaxtune.monitor.hang import exit_when_hung
 from jaxtune.monitor.health import Health
 from jaxtune.monitor.metrics import MetricsLog
 from jaxtune.monitor.profiler import Profiler
@@ -89,7 +89,7 @@ def watching(
         profiler = opened.enter_context(closing(Profiler(folder.path, config.prof, main, step_text)))
         shown = Progress(total_steps, step, config.log.every, main, config.log.format)
         progress = opened.enter_context(closing(shown))
-        opened.enter_context(ended_when_hung(goodput, config.train.hang_seconds, folder.stacks(jax.process_index())))
+        opened.enter_context(exit_when_hung(goodput, config.train.hang_seconds, folder.stacks(jax.process_index())))
         gpus = Gpus() if config.log.gpu_every and main else None
         health, stop = Health(config.optim.name), opened.enter_context(StopRequest())
         yield Watch(

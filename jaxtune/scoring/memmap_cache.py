@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxtune.data.cache.documents import full_disk_is_named
+from jaxtune.data.cache.documents import explain_full_disk
 
 log = logging.getLogger("jaxtune")
 
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
-def kept(file: Path, write: Callable[[Path], None]) -> np.ndarray:
+def load_or_compute(file: Path, write: Callable[[Path], None]) -> np.ndarray:
     """Return the memory-mapped array of a .npy file, computed with `write` if the file is missing or damaged.
 
     The file holds the array and then its SHA-256.
@@ -35,7 +35,7 @@ def kept(file: Path, write: Callable[[Path], None]) -> np.ndarray:
         file.parent.mkdir(parents=True, exist_ok=True)
         # Write to a name of this process and rename, so that no other process reads half a file.
         unfinished = file.with_suffix(f".{socket.gethostname()}.{os.getpid()}.tmp")
-        with full_disk_is_named(file.parent):
+        with explain_full_disk(file.parent):
             write(unfinished)
             with unfinished.open("r+b") as stream:
                 checksum = hashlib.file_digest(stream, "sha256").digest()

@@ -19,21 +19,21 @@ from jaxtune.data.rows.splits import cache_folder
 from jaxtune.host.process import compiler_options
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.score import Batch, score
-from jaxtune.objectives.document_sums import of_documents
+from jaxtune.objectives.document_sums import sum_documents
 from jaxtune.objectives.preference import preference
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import recipe_of
-from jaxtune.scoring.memmap_cache import kept
+from jaxtune.scoring.memmap_cache import load_or_compute
 from jaxtune.training.assembly import call_of
-from jaxtune.training.step import weights_of_step
+from jaxtune.training.step import prepare_weights
 from jaxtune.weights.model import Model
 from jaxtune.weights.values import read_reference, start_parameters
 
 log = logging.getLogger("jaxtune")
 
 
-def with_reference(config: Config, model: Model, mesh: jax.sharding.Mesh, rows: data.Rows) -> data.Rows:
+def add_reference_scores(config: Config, model: Model, mesh: jax.sharding.Mesh, rows: data.Rows) -> data.Rows:
     """Add the reference's scores as a column, if preference.precompute_reference is set; else return rows unchanged.
 
     Scores are cached in the folder of tokenised documents, by a hash of their inputs. Raises UserError as
@@ -48,7 +48,7 @@ def with_reference(config: Config, model: Model, mesh: jax.sharding.Mesh, rows: 
         with path.open("wb") as stream:
             np.save(stream, _scores(config, model, mesh, rows))
 
-    return rows.with_column(REFERENCE, kept(file, write))
+    return rows.with_column(REFERENCE, load_or_compute(file, write))
 
 
 def _key(config: Config, model: Model, rows: data.Rows) -> str:
@@ -91,10 +91,10 @@ def _make_step(config: Config, model: Model) -> Callable[[Parameters, Parameters
 
     def step(trained: Parameters, frozen: Parameters, batch: Batch) -> jax.Array:
         micro = jax.tree.map(lambda column: column[0], batch)
-        weights_of, _ = weights_of_step(recipe.linears, trained, frozen, {}, jnp.zeros((), jnp.int32))
+        weights_of, _ = prepare_weights(recipe.linears, trained, frozen, {}, jnp.zeros((), jnp.int32))
         with jax.default_matmul_precision(recipe.matmul_precision):
             scores = score(bind(model.graph, weights_of(trained, {})), micro, call)
         most = max(2, micro["tokens"].shape[1] // 2)  # a document has two tokens at least
-        return jax.reshard(of_documents(-scores.loss, micro["segment_ids"], most), P())
+        return jax.reshard(sum_documents(-scores.loss, micro["segment_ids"], most), P())
 
     return step

@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxtune import data, hf
 from jaxtune.checkpoint import fingerprint
-from jaxtune.columns import of_teacher
-from jaxtune.config.schema import Config, Experts, Memory, Precision, Quant
+from jaxtune.columns import teacher_columns
+from jaxtune.config.schema import Config, ExpertsOptions, MemoryOptions, PrecisionOptions, QuantOptions
 from jaxtune.data.rows.splits import cache_folder
 from jaxtune.errors import UserError
 from jaxtune.host.process import compiler_options
@@ -25,10 +25,10 @@ from jaxtune.models.score import Batch, hidden_states
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import recipe_of
-from jaxtune.scoring.memmap_cache import kept
+from jaxtune.scoring.memmap_cache import load_or_compute
 from jaxtune.training.assembly import call_of
 from jaxtune.weights.model import Model, declare_model, read_base
-from jaxtune.weights.values import check_files, initial_parameters, of_model, read_parameters, tokenizer_folder
+from jaxtune.weights.values import check_files, config_for_model, initial_parameters, read_parameters, tokenizer_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -92,15 +92,15 @@ def _config_of(name: str, config: Config) -> Config:
         config,
         data=dataclasses.replace(config.data, special_tokens=()),
         train=dataclasses.replace(config.train, freeze=None),
-        quant=Quant(),
-        experts=Experts(),
-        memory=Memory(remat="none"),
-        precision=Precision("bf16" if low else config.precision.recipe),
+        quant=QuantOptions(),
+        experts=ExpertsOptions(),
+        memory=MemoryOptions(remat="none"),
+        precision=PrecisionOptions("bf16" if low else config.precision.recipe),
     )
-    return of_model(name, whole)
+    return config_for_model(name, whole)
 
 
-def with_teacher(
+def add_teacher_columns(
     teacher: Teacher | None, mesh: jax.sharding.Mesh, feed: data.Feed | data.PromptFeed
 ) -> data.Feed | data.PromptFeed:
     """Add the teacher's columns to the training rows of the feed; without a teacher, return the feed unchanged.
@@ -132,8 +132,8 @@ def _with_columns(teacher: Teacher, mesh: jax.sharding.Mesh, rows: data.Rows, us
         log.info("distill.teacher: scoring %d targets in %d rows, to keep %s", targets, used, room)
         _write(path, teacher, mesh, rows, used)
 
-    values = kept(file, write)
-    for column in of_teacher(options.top_k):
+    values = load_or_compute(file, write)
+    for column in teacher_columns(options.top_k):
         rows = rows.with_column(column, values[column.name])
     return rows
 
@@ -150,7 +150,7 @@ def _count_trained(rows: data.Rows, row: int) -> tuple[int, int]:
 
 def _record(config: Config) -> np.dtype:
     """The record of a token in the file, 8 * distill.top_k + 4 bytes; all columns of a row are contiguous."""
-    columns = of_teacher(config.distill.top_k)
+    columns = teacher_columns(config.distill.top_k)
     return np.dtype([(column.name, column.dtype, (column.width or 1,)) for column in columns])
 
 
@@ -212,7 +212,7 @@ def _make_step(teacher: Teacher) -> Callable[[Parameters, Batch], dict[str, jax.
         with jax.default_matmul_precision(recipe.matmul_precision):
             hidden, _ = hidden_states(decoder, micro, call)
             top = likeliest(decoder, hidden, call.dtype, options.top_k, teacher.vocabulary, options.temperature)
-        columns = {column.name: values for column, values in zip(of_teacher(options.top_k), top)}
+        columns = {column.name: values for column, values in zip(teacher_columns(options.top_k), top)}
         columns |= {"place": micro["place"]} if "place" in micro else {}
         return {name: jax.reshard(values, P()) for name, values in columns.items()}
 

@@ -15,10 +15,10 @@ from jaxtune.errors import UserError
 from jaxtune.host import plugins
 from jaxtune.host.process import compiler_options
 from jaxtune.models.decoder import Parameters, cast_like
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.parameters import abstract
 from jaxtune.models.spec import Experts
-from jaxtune.objectives.balanced import balanced
+from jaxtune.objectives.balanced import add_balancing
 from jaxtune.objectives.classification import classification
 from jaxtune.objectives.cross_entropy import cross_entropy, token_accuracy
 from jaxtune.objectives.distillation import distillation
@@ -32,7 +32,7 @@ from jaxtune.parallel import offload
 from jaxtune.parallel.layout import RULES, Axes, Layout, P, by_token, spec
 from jaxtune.parallel.manual_axes import GATHERS_OTHER_AXES
 from jaxtune.parallel.mesh import data_shards
-from jaxtune.precision.recipes import Recipe, recipe_of
+from jaxtune.precision.recipes import PrecisionRecipe, recipe_of
 from jaxtune.training.guard import first_level
 from jaxtune.training.noise import make_noise
 from jaxtune.training.pipelined_step import pipelined_gradients
@@ -40,7 +40,7 @@ from jaxtune.training.state import State, initial_state
 from jaxtune.training.step import Gradients, accumulated_gradients, make_train_step
 from jaxtune.weights.model import Base, Model, abstract_average, declare_model
 from jaxtune.weights.reference import abstract_reference
-from jaxtune.weights.relora import make_merge, merged_into
+from jaxtune.weights.relora import make_merge, merge_targets
 
 log = logging.getLogger("jaxtune")
 
@@ -91,10 +91,10 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     if mesh.shape["stage"] == 1:
         offloaded = [name for name, p in model.trained.items() if p.lead and (p.on_host or on_host)]
         by_layer = dict.fromkeys(offloaded, on_host)
-        gradients = accumulated_gradients(*forward, places, by_layer, summed_last(config, recipe, mesh), warmup)
+        gradients = accumulated_gradients(*forward, places, by_layer, deferred_sum_axes(config, recipe, mesh), warmup)
     else:
         gradients = pipelined_gradients(*forward, config.parallel.pipeline, places, warmup)
-    averaged, merged = abstract_average(model, config), merged_into(model, config)
+    averaged, merged = abstract_average(model, config), merge_targets(model, config)
     step = make_train_step(
         *(gradients, optimizer, config.optim.max_grad_norm, recipe, seed, objective.counts),
         *(update_steps, config.optim.ema_decay or 0.0),
@@ -119,7 +119,7 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     return Program(model, objective, optimizer, gradients, step, start, state, frozen, batch)
 
 
-def summed_last(config: Config, recipe: Recipe, mesh: jax.sharding.Mesh) -> Axes:
+def deferred_sum_axes(config: Config, recipe: PrecisionRecipe, mesh: jax.sharding.Mesh) -> Axes:
     """Return the mesh axes over which gradients are summed once a step, after its last micro-batch; () if none.
 
     These axes shard the rows of a batch, but neither parameters nor gradients: `data`, and `fsdp` if parallel.zero = 1.
@@ -140,7 +140,7 @@ def summed_last(config: Config, recipe: Recipe, mesh: jax.sharding.Mesh) -> Axes
 def objective_of(config: Config, model: Model) -> Objective:
     """Return the objective that a run minimises."""
     regularisers = config.train.z_loss, config.train.label_smoothing
-    if (of_plugin := plugins.own_objective(config)) is not None:
+    if (of_plugin := plugins.plugin_objective(config)) is not None:
         objective = of_plugin
     elif config.rollout.rewards:
         objective = grpo(config.grpo, config.rollout.max_new_tokens, config.rollout.temperature)
@@ -160,7 +160,7 @@ def objective_of(config: Config, model: Model) -> Objective:
         for name, parameter in model.trained.items()
         if parameter.kind == "correction"
     }
-    return balanced(objective, weight, experts.router_loss_over, experts.router_z_loss, corrections)
+    return add_balancing(objective, weight, experts.router_loss_over, experts.router_z_loss, corrections)
 
 
 def task_of(model: Model, config: Config) -> Objective:
@@ -170,15 +170,15 @@ def task_of(model: Model, config: Config) -> Objective:
     return classification(model.spec.labels) if model.spec.labels else token_accuracy()
 
 
-def call_of(config: Config, recipe: Recipe) -> Call:
+def call_of(config: Config, recipe: PrecisionRecipe) -> ForwardOptions:
     """Return the options of a run's forward passes; memory.remat='auto' counts as 'block' here."""
-    return Call(
+    return ForwardOptions(
         recipe.dtype,
         remat="block" if config.memory.remat == "auto" else config.memory.remat,
         unroll=config.memory.unroll,
         backend=config.attention.backend,
         fallback=config.attention.fallback,
-        documents=config.attention.most_documents,
+        documents=config.attention.max_documents_per_row,
         experts=config.experts.backend,
         capacity_factor=config.experts.capacity_factor if config.experts.dispatch == "all_to_all" else None,
         keep_gathered=not config.parallel.reshard_after_forward,
@@ -206,7 +206,7 @@ def _optimizer(model: Model, config: Config) -> Optimizer:
 def trained_of(model: Model, config: Config) -> dict[str, Trained]:
     """Return the optimizer's view of each trained parameter."""
     places, moved_by_load = places_of(model, RULES.value.optimizer), balancing(config.experts.bias_update_rate)
-    plugin_rule = plugins.own_rule(config)
+    plugin_rule = plugins.plugin_rule(config)
     return {
         name: Trained(
             tuple(one.name for one in p.places),

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxtune.config.schema import Guard
+from jaxtune.config.schema import GuardOptions
 
 
 class Level(NamedTuple):
@@ -32,7 +32,7 @@ def first_level() -> Level:
     return Level(zero, zero, zero, jnp.zeros((), jnp.int32), jnp.ones((), jnp.float32))
 
 
-def bounds(level: Level, options: Guard) -> tuple[Float[Array, ""], Float[Array, ""]]:
+def bounds(level: Level, options: GuardOptions) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return the largest loss and gradient norm that are not a spike; infinite in the first guard.window steps."""
     ready = level.steps >= options.window
     loss = level.loss + options.deviations * jnp.sqrt(level.variance)
@@ -42,7 +42,7 @@ def bounds(level: Level, options: Guard) -> tuple[Float[Array, ""], Float[Array,
 
 
 def level_after(
-    level: Level, loss: Float[Array, ""], norm: Float[Array, ""], finite: Bool[Array, ""], options: Guard
+    level: Level, loss: Float[Array, ""], norm: Float[Array, ""], finite: Bool[Array, ""], options: GuardOptions
 ) -> Level:
     """Return the level after a step; a step that is not finite does not count.
 

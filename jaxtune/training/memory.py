@@ -26,7 +26,7 @@ from jaxtune.errors import UserError
 from jaxtune.models.forward_options import Remat
 from jaxtune.parallel.offload import is_on_host
 from jaxtune.training.assembly import Program, assemble, compile_step
-from pallas_kernels.aot import Memory, memory_of
+from pallas_kernels.aot import CompiledMemory, memory_of
 from pallas_kernels.gpus import current_device
 
 log = logging.getLogger("jaxtune")
@@ -99,7 +99,7 @@ def with_policy(config: Config, remat: Remat) -> Config:
     return dataclasses.replace(config, memory=dataclasses.replace(config.memory, remat=remat))
 
 
-def compile_what_fits(
+def compile_fitting_step(
     config: Config, program: Program, mesh: jax.sharding.Mesh, before: Remat | None
 ) -> tuple[Program, jax.stages.Compiled, Remat]:
     """Compile the step with the config's rematerialisation policy or, if 'auto', with the first that fits.
@@ -169,7 +169,7 @@ _EXHAUSTED = (
 
 
 @contextlib.contextmanager
-def out_of_memory_is_answered(config: Config) -> Iterator[None]:
+def explain_out_of_memory(config: Config) -> Iterator[None]:
     """Turn any out-of-memory error of XLA, Python or the system into one UserError that names options to change."""
     try:
         yield
@@ -261,7 +261,7 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
             yield text, other
 
 
-def need_of(program: Program, devices: int, step: Memory | None = None) -> Need:
+def need_of(program: Program, devices: int, step: CompiledMemory | None = None) -> Need:
     """Return the need of a process with `devices` devices; before the step is compiled, without its temporaries."""
     saved = sum(map(shard_bytes, jax.tree.leaves(program.state))) * devices
     if step is None:

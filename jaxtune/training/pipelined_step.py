@@ -24,33 +24,33 @@ from jaxtyping import Array, Float, Int
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Decoder, Parameters, bind
 from jaxtune.models.decoder import Sums as Emitted
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.pipeline import (
     STAGES,
-    added,
+    add_at,
     enter,
     in_order,
     leave,
     noise_of,
-    of_chunk,
+    run_chunk,
     seen_by_stages,
-    through,
+    slice_chunk,
     zeros_like,
 )
 from jaxtune.models.score import Batch
 from jaxtune.objectives.objective import Objective, Sums
-from jaxtune.parallel.layout import P, moved
-from jaxtune.parallel.pipeline_schedule import Order, by_stage, from_one, schedule, sent
-from jaxtune.parallel.random import Source, source_of
+from jaxtune.parallel.layout import P, reshard_to
+from jaxtune.parallel.pipeline_schedule import Order, by_stage, from_one, schedule, shift_stages
+from jaxtune.parallel.random import StepNoise, make_step_noise
 from jaxtune.precision.linears import Linears
-from jaxtune.precision.recipes import Recipe
+from jaxtune.precision.recipes import PrecisionRecipe
 from jaxtune.training.state import Scaling
-from jaxtune.training.step import Gradients, Summed, placed, scores_of, weights_of_step
+from jaxtune.training.step import Gradients, GradientSums, prepare_weights, reshard_gradients, score_micro_batch
 
 Index = Int[Array, ""]
 
 
-class Part(NamedTuple):
+class PipelineWeights(NamedTuple):
     """The parameters of the pipeline, or all others.
 
     Attributes:
@@ -114,8 +114,8 @@ class Carry(NamedTuple):
 def pipelined_gradients(
     graph: nnx.GraphDef,
     objective: Objective,
-    recipe: Recipe,
-    call: Call,
+    recipe: PrecisionRecipe,
+    call: ForwardOptions,
     seed: int,
     order: Order,
     places: Mapping[str, jax.P] = {},
@@ -139,8 +139,8 @@ def pipelined_gradients(
         step: Array,
         scaling: Scaling = Scaling(),
         reference: Mapping[str, Any] = {},
-    ) -> Summed:
-        key = source_of(seed, step, dropout_warmup_steps)
+    ) -> GradientSums:
+        key = make_step_noise(seed, step, dropout_warmup_steps)
         magnified = 1.0 if scaling.loss is None else scaling.loss.scale / batch["tokens"][0].size
         decoder = bind(graph, {**frozen, **trained})
         spec, stack = decoder.spec, decoder.stacks[decoder.pipeline].stack
@@ -154,8 +154,8 @@ def pipelined_gradients(
         # Stages are the leading axis of these gradients, and manual inside of `by_stage`: the specs must not name it.
         places_in = {name: P(None, *place[1:]) for name, place in places_in.items()}
         linears_in, linears = _split_linears(recipe.linears, prefix)
-        bound, scales = weights_of_step(linears, trained, frozen, amax, step)
-        inside = Part(trained_in, frozen_in, {}, {})
+        bound, scales = prepare_weights(linears, trained, frozen, amax, step)
+        inside = PipelineWeights(trained_in, frozen_in, {}, {})
         if linears_in is not None:
             on_stage = {name: jax.reshard(history, STAGES) for name, history in amax_in.items()}
             operands = by_stage(linears_in.operands, STAGES, STAGES)({**frozen_in, **trained_in})
@@ -163,7 +163,7 @@ def pipelined_gradients(
         seen = seen_by_stages(batch)
 
         # ---- the three parts of a micro-batch's forward pass ----
-        def noisy(micro: Batch, key: Source) -> Call:
+        def noisy(micro: Batch, key: StepNoise) -> ForwardOptions:
             return call._replace(noise=noise_of(micro, key))
 
         def whole(trained: Parameters, scales: dict[str, Array]) -> Decoder:
@@ -174,31 +174,35 @@ def pipelined_gradients(
             micro = _at(batch, number)
             return enter(whole(trained, scales), micro, noisy(micro, key))
 
-        def of_chunks(part: Part, chunk: Index, micro: Batch, key: Source, x: Array) -> tuple[Array, Emitted]:
+        def of_chunks(
+            part: PipelineWeights, chunk: Index, micro: Batch, key: StepNoise, x: Array
+        ) -> tuple[Array, Emitted]:
             weights = {**part.frozen, **part.trained}
             if linears_in is not None:
                 weights = linears_in.wrapped(weights, part.operands, part.scales)
-            return through(bind(of_stack, weights), chunk, x, spec, micro, noisy(micro, key))
+            return run_chunk(bind(of_stack, weights), chunk, x, spec, micro, noisy(micro, key))
 
         def after(
             trained: Parameters, scales: dict[str, Array], x: Array, entered: Emitted, emitted: Emitted, number: Index
         ) -> tuple[Array, Sums]:
             decoder, micro = whole(trained, scales), _at(batch, number)
             hidden = leave(decoder, x, [entered, in_order(emitted)], micro, noisy(micro, key))
-            scores = scores_of(decoder, micro, objective, noisy(micro, key), head in trained, hidden)
+            scores = score_micro_batch(decoder, micro, objective, noisy(micro, key), head in trained, hidden)
             sums = objective.loss(scores, micro)
             return sums.loss * magnified, sums
 
         # ---- a tick of one stage ----
         # Inside of `by_stage` an array has one stage's part: its leading axis has size 1, so leaf[0] and leaf[None].
-        def forward(part: Part, row: Any, x: Array, all: Stages, seen: Batch, key: Source) -> tuple[Array, Stages]:
+        def forward(
+            part: PipelineWeights, row: Any, x: Array, all: Stages, seen: Batch, key: StepNoise
+        ) -> tuple[Array, Stages]:
             (number, chunk, slot), stage = _row_of_stage(row.forward)
             state = jax.tree.map(lambda leaf: leaf[0], all)
             # The first chunk takes the embedding's output, any other chunk the output of the previous one.
             x = jnp.where((stage == 0) & (chunk == 0), x, state.arriving)
 
             def compute(x: Array) -> tuple[Array, Emitted]:
-                return of_chunks(of_chunk(part, chunk, stack.chunks), chunk, _at(seen, number), key, x)
+                return of_chunks(slice_chunk(part, chunk, stack.chunks), chunk, _at(seen, number), key, x)
 
             # number -1: the stage is idle in this tick (the bubble of the pipeline) and skips the computation.
             y, emitted = jax.lax.cond(number >= 0, compute, lambda x: zeros_like(jax.eval_shape(compute, x)), x)
@@ -206,14 +210,14 @@ def pipelined_gradients(
             kept_input = jnp.where(number >= 0, x, _at(state.inputs, slot))
             state = state._replace(
                 inputs=jax.lax.dynamic_update_index_in_dim(state.inputs, kept_input, slot, 0),
-                arriving=sent(y, stack.stages),
-                emitted=jax.tree.map(lambda all, one: added(all, one, chunk, number), state.emitted, emitted),
+                arriving=shift_stages(y, stack.stages),
+                emitted=jax.tree.map(lambda all, one: add_at(all, one, chunk, number), state.emitted, emitted),
             )
             leaving = _broadcast_leaving(row.leaving, y, (stage == last[0]) & (chunk == last[1]))
             return leaving, jax.tree.map(lambda leaf: leaf[None], state)
 
         def backward(
-            part: Part, row: Any, waiting: Array, total: Total, all: Stages, seen: Batch, key: Source
+            part: PipelineWeights, row: Any, waiting: Array, total: Total, all: Stages, seen: Batch, key: StepNoise
         ) -> tuple[Array, Total, Stages]:
             (number, chunk, slot), stage = _row_of_stage(row.backward)
             state = jax.tree.map(lambda leaf: leaf[0], all)
@@ -222,7 +226,7 @@ def pipelined_gradients(
             dy = jnp.where(is_last, _at(waiting, number % plan.waiting), state.returning)
 
             def compute(total: Total) -> tuple[Total, Array]:
-                given = of_chunk(part, chunk, stack.chunks)
+                given = slice_chunk(part, chunk, stack.chunks)
 
                 def of(trained: Parameters, scales: dict[str, Array], x: Array) -> tuple[Array, Emitted]:
                     return of_chunks(given._replace(trained=trained, scales=scales), chunk, _at(seen, number), key, x)
@@ -230,11 +234,11 @@ def pipelined_gradients(
                 # vjp of the saved input: this recomputes the chunk's forward pass.
                 _, transposed = jax.vjp(of, given.trained, given.scales, _at(state.inputs, slot))
                 *parts, dx = transposed((dy, _at(_at(state.of_emitted, chunk), number)))
-                so_far = of_chunk(total, chunk, stack.chunks)
+                so_far = slice_chunk(total, chunk, stack.chunks)
                 return _with_chunk(total, _accumulate(so_far, Total(*parts), places_in), chunk, stack.chunks), dx
 
             total, dx = jax.lax.cond(number >= 0, compute, lambda total: (total, jnp.zeros_like(dy)), total)
-            state = state._replace(returning=sent(dx, stack.stages, by=-1))
+            state = state._replace(returning=shift_stages(dx, stack.stages, by=-1))
             back = _broadcast_leaving(row.returning, dx, (stage == 0) & (chunk == 0))
             return back, total, jax.tree.map(lambda leaf: leaf[None], state)
 
@@ -247,7 +251,7 @@ def pipelined_gradients(
                 return before(trained, scales, row.entering)
 
             x, entered = jax.lax.cond(row.entering >= 0, take, lambda: zeros_like(jax.eval_shape(take)))
-            entered = jax.tree.map(lambda all, one: added(all, one, row.entering), carry.entered, entered)
+            entered = jax.tree.map(lambda all, one: add_at(all, one, row.entering), carry.entered, entered)
             leaving, stages = forward_of_all(inside, row, x, carry.stages, seen, key)
             carry = carry._replace(stages=stages, entered=entered)
             # The head's gradient is ready before the stages' backward pass of this tick: in 1F1B the last stage begins
@@ -278,15 +282,15 @@ def pipelined_gradients(
             return carry._replace(outside=_accumulate(carry.outside, Total(*parts), places_out))
 
         # ---- the step ----
-        def nothing(part: Part, seen: Batch, key: Source, x: Array) -> Emitted:
+        def nothing(part: PipelineWeights, seen: Batch, key: StepNoise, x: Array) -> Emitted:
             """Zeros for the sums that a stage emits, in all chunks and micro-batches."""
             first = jnp.int32(0)
-            shapes = jax.eval_shape(of_chunks, of_chunk(part, first, stack.chunks), first, _at(seen, 0), key, x)[1]
+            shapes = jax.eval_shape(of_chunks, slice_chunk(part, first, stack.chunks), first, _at(seen, 0), key, x)[1]
             return zeros_like(jax.tree.map(lambda leaf: _with_leading(leaf, 1, stack.chunks, count), shapes))
 
-        def start(part: Part, places: Mapping[str, jax.P]) -> Total:
+        def start(part: PipelineWeights, places: Mapping[str, jax.P]) -> Total:
             zero = jax.tree.map(lambda p: jnp.zeros_like(p, recipe.gradient_dtype), part.trained)
-            return Total(placed(zero, places), jax.tree.map(jnp.zeros_like, part.scales))
+            return Total(reshard_gradients(zero, places), jax.tree.map(jnp.zeros_like, part.scales))
 
         x, entered = zeros_like(jax.eval_shape(before, trained, scales, jnp.int32(0)))
         emitted = by_stage(nothing, (STAGES, P(), P(), P()), STAGES)(inside, seen, key, x)
@@ -301,18 +305,18 @@ def pipelined_gradients(
             entered=entered,
             of_entered=entered,
             inside=by_stage(partial(start, places=places_in), STAGES, STAGES)(inside),
-            outside=start(Part(trained, frozen, {}, scales), places_out),
+            outside=start(PipelineWeights(trained, frozen, {}, scales), places_out),
             sums=zeros_like(sums),
         )
         done, _ = jax.lax.scan(tick, begin, jax.tree.map(jnp.asarray, plan.ticks))
 
         def where_trained(name: str, direction: Array) -> Array:
             inner = inside.trained.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
-            return moved(direction, None if inner is None else jax.typeof(inner).sharding.spec)
+            return reshard_to(direction, None if inner is None else jax.typeof(inner).sharding.spec)
 
         directions = {name: where_trained(name, direction) for name, direction in done.sums.directions.items()}
         amax = {name: jax.reshard(value, P()) for name, value in done.inside.amax.items()}
-        return Summed(
+        return GradientSums(
             {**done.outside.gradients, **_with_prefix(prefix, done.inside.gradients)},
             done.sums._replace(directions=directions),
             {**done.outside.amax, **_with_prefix(prefix, amax)},
@@ -363,7 +367,9 @@ def _with_chunk(total: Total, one_chunk: Total, chunk: Index, chunks: int) -> To
 
 
 def _accumulate(total: Total, micro: Total, places: Mapping[str, jax.P]) -> Total:
-    summed = jax.tree.map(lambda a, b: (a + b).astype(a.dtype), total.gradients, placed(micro.gradients, places))
+    summed = jax.tree.map(
+        lambda a, b: (a + b).astype(a.dtype), total.gradients, reshard_gradients(micro.gradients, places)
+    )
     return Total(summed, jax.tree.map(jnp.maximum, total.amax, micro.amax))
 
 

@@ -10,7 +10,7 @@ from jaxtune.optim.build import Optimizer, OptimizerState
 from jaxtune.precision import loss_scale
 from jaxtune.precision.linears import Amax
 from jaxtune.precision.loss_scale import LossScale
-from jaxtune.precision.recipes import Recipe
+from jaxtune.precision.recipes import PrecisionRecipe
 from jaxtune.training.guard import Level
 
 
@@ -51,7 +51,7 @@ class State(NamedTuple):
         return {**self.base, **(self.average or self.trained)}
 
 
-def initial_state(optimizer: Optimizer, trained: Parameters, recipe: Recipe | None = None) -> State:
+def initial_state(optimizer: Optimizer, trained: Parameters, recipe: PrecisionRecipe | None = None) -> State:
     """The state before the first step."""
     scaling = Scaling()
     if recipe is not None and recipe.loss_scale is not None:

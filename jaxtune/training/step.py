@@ -18,28 +18,28 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxtune.config.schema import Guard
+from jaxtune.config.schema import GuardOptions
 from jaxtune.models.decoder import Decoder, Parameters, bind, cast_like
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.pipeline import noise_of
 from jaxtune.models.score import Batch, Hidden, LabelScores, Scores, score, score_labels
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.optim import build
 from jaxtune.optim.build import Optimizer
-from jaxtune.parallel.layout import Axes, P, moved, shards
-from jaxtune.parallel.manual_axes import apart, summed_over, with_others
-from jaxtune.parallel.offload import Added, is_on_host, to_device, zeros_of
-from jaxtune.parallel.random import named_key, source_of
+from jaxtune.parallel.layout import Axes, P, reshard_to, shards
+from jaxtune.parallel.manual_axes import all_gather_rows, sum_over, with_manual_axes
+from jaxtune.parallel.offload import GradientSum, is_on_host, to_device, zeros_of
+from jaxtune.parallel.random import make_step_noise, named_key
 from jaxtune.precision import loss_scale
 from jaxtune.precision.linears import Amax, Linears
-from jaxtune.precision.recipes import Recipe
+from jaxtune.precision.recipes import PrecisionRecipe
 from jaxtune.training.guard import bounds, level_after
 from jaxtune.training.state import Scaling, State
 
 Metrics = dict[str, Any]
 
 
-class Summed(NamedTuple):
+class GradientSums(NamedTuple):
     """Sums over micro-batches, not yet divided by the weight.
 
     Attributes:
@@ -57,14 +57,14 @@ class Summed(NamedTuple):
 
 # (trained, frozen, batch with a leading axis of micro-batches, step, scaling, reference) -> sums. There are two:
 # `accumulated_gradients` below, and `run.pipelined.pipelined_gradients`.
-Gradients = Callable[..., Summed]
+Gradients = Callable[..., GradientSums]
 
 
 def accumulated_gradients(
     graph: nnx.GraphDef,
     objective: Objective,
-    recipe: Recipe,
-    call: Call,
+    recipe: PrecisionRecipe,
+    call: ForwardOptions,
     seed: int,
     places: Mapping[str, jax.P] = {},
     added_by_layer: Mapping[str, bool] = {},
@@ -86,45 +86,49 @@ def accumulated_gradients(
         step: Array,
         scaling: Scaling = Scaling(),
         reference: Mapping[str, Any] = {},
-    ) -> Summed:
+    ) -> GradientSums:
         arguments = trained, frozen, batch, step, scaling, dict(reference)
         if not summed_last:
             return of_rows(*arguments)
         # With only jit, XLA would all-reduce the gradients in every micro-batch. With these axes manual, a device sums
         # the gradients of its own rows, and they are reduced once: 1 / A of the communication.
         specs = (P(), P(), P(None, summed_last), P(), P(), P())
-        return apart(summed_last, of_rows, specs, P())(*arguments)
+        return with_manual_axes(summed_last, of_rows, specs, P())(*arguments)
 
     def of_rows(
         trained: Parameters, frozen: Parameters, batch: Batch, step: Array, scaling: Scaling, reference: Parameters
-    ) -> Summed:
+    ) -> GradientSums:
         """Gradients of the local rows along `summed_last`; the objective sees the scores of all rows (all-gathered)."""
-        source = source_of(seed, step, dropout_warmup_steps)
-        weights_of, scales = weights_of_step(recipe.linears, trained, frozen, scaling.amax, step)
-        compared = compared_with(graph, recipe.linears, reference, frozen, scaling.amax, step)
+        source = make_step_noise(seed, step, dropout_warmup_steps)
+        weights_of, scales = prepare_weights(recipe.linears, trained, frozen, scaling.amax, step)
+        compared = bind_reference(graph, recipe.linears, reference, frozen, scaling.amax, step)
         size = batch["tokens"][0].size * shards(summed_last, jax.sharding.get_abstract_mesh())
         # The loss is a sum over tokens here. Dividing the loss scale by their number applies it to the mean loss, so
         # that its meaning does not depend on the size of a micro-batch.
         magnified = 1.0 if scaling.loss is None else scaling.loss.scale / size
 
         def loss(given: Parameters, scales: dict[str, Array], micro: Batch) -> tuple[Array, Sums]:
-            # `Added` takes a stack's gradient sum through the backward pass; its cotangent is the new sum.
-            decoder = bind(graph, weights_of(given | {n: Added(trained[n], given[n]) for n in added_by_layer}, scales))
+            # `GradientSum` takes a stack's gradient sum through the backward pass; its cotangent is the new sum.
+            decoder = bind(
+                graph, weights_of(given | {n: GradientSum(trained[n], given[n]) for n in added_by_layer}, scales)
+            )
             head = "embed.weight" if decoder.head is None else "head.weight"
             noisy = call._replace(noise=noise_of(micro, source))
-            scores = scores_of(decoder, micro, objective, noisy, head in trained, compared=compared)
-            sums = objective.loss(scores_with_others(scores, summed_last), with_others(micro, summed_last))
+            scores = score_micro_batch(decoder, micro, objective, noisy, head in trained, compared=compared)
+            sums = objective.loss(gather_scores(scores, summed_last), all_gather_rows(micro, summed_last))
             return sums.loss * magnified, sums
 
-        def add(total: Summed, micro: Batch) -> tuple[Summed, None]:
+        def add(total: GradientSums, micro: Batch) -> tuple[GradientSums, None]:
             given = trained | {name: total.gradients[name] for name in added_by_layer}
             (_, sums), (grads, amax) = jax.value_and_grad(loss, (0, 1), has_aux=True)(given, scales, micro)
             added = {name: grads.pop(name) for name in added_by_layer}
             earlier = {name: total.gradients[name] for name in grads}
-            summed = added | jax.tree.map(lambda a, b: (a + b).astype(a.dtype), earlier, placed(grads, places))
+            summed = added | jax.tree.map(
+                lambda a, b: (a + b).astype(a.dtype), earlier, reshard_gradients(grads, places)
+            )
             # The cotangent of a delayed scale is an amax (`LowPrecision.scales`): the largest one counts.
             largest = jax.tree.map(jnp.maximum, total.amax, amax)
-            return Summed(summed, jax.tree.map(jnp.add, total.sums, sums), largest), None
+            return GradientSums(summed, jax.tree.map(jnp.add, total.sums, sums), largest), None
 
         # Sums have gradient_dtype, whatever dtype the parameters are stored in.
         totals = {
@@ -133,27 +137,29 @@ def accumulated_gradients(
         given = trained | {name: totals[name] for name in added_by_layer}
         # Objectives differ in their metrics: the initial carry of the scan gets their shapes from one micro-batch.
         _, sums = jax.eval_shape(loss, given, scales, jax.tree.map(lambda x: x[0], batch))
-        start = Summed(placed(totals, places), jax.tree.map(_zero, sums), jax.tree.map(jnp.zeros_like, scales))
+        start = GradientSums(
+            reshard_gradients(totals, places), jax.tree.map(_zero, sums), jax.tree.map(jnp.zeros_like, scales)
+        )
         total, _ = jax.lax.scan(add, start, batch)
-        return total._replace(gradients=summed_over(total.gradients, summed_last), magnified=magnified)
+        return total._replace(gradients=sum_over(total.gradients, summed_last), magnified=magnified)
 
     return gradients
 
 
-def placed(gradients: Parameters, places: Mapping[str, jax.P]) -> Parameters:
+def reshard_gradients(gradients: Parameters, places: Mapping[str, jax.P]) -> Parameters:
     """Reshard gradients to the PartitionSpecs in which they are summed."""
-    return {name: moved(gradient, places.get(name)) for name, gradient in gradients.items()}
+    return {name: reshard_to(gradient, places.get(name)) for name, gradient in gradients.items()}
 
 
 def _zero(leaf: jax.ShapeDtypeStruct) -> Array:
     return jnp.zeros(leaf.shape, leaf.dtype)
 
 
-def scores_of(
+def score_micro_batch(
     decoder: Decoder,
     batch: Batch,
     objective: Objective,
-    call: Call,
+    call: ForwardOptions,
     head_gradient: bool,
     hidden: Hidden | None = None,
     compared: Decoder | None = None,
@@ -176,7 +182,7 @@ def scores_of(
     return scores._replace(reference=jax.lax.stop_gradient(reference))
 
 
-def compared_with(
+def bind_reference(
     graph: nnx.GraphDef,
     linears: Linears | None,
     reference: Mapping[str, Any],
@@ -188,17 +194,19 @@ def compared_with(
     if not reference:
         return None
     values = dict(reference)
-    weights_of, scales = weights_of_step(linears, values, frozen, amax, step)
+    weights_of, scales = prepare_weights(linears, values, frozen, amax, step)
     return bind(graph, weights_of(values, scales))
 
 
-def scores_with_others(scores: Scores | LabelScores, axes: Axes) -> Scores | LabelScores:
+def gather_scores(scores: Scores | LabelScores, axes: Axes) -> Scores | LabelScores:
     """All-gather scores over `axes`, for objectives that are not a sum over rows."""
     # `sums` are per layer: their rows are the second axis.
-    return with_others(scores._replace(sums={}), axes)._replace(sums=with_others(scores.sums, axes, dimension=1))
+    return all_gather_rows(scores._replace(sums={}), axes)._replace(
+        sums=all_gather_rows(scores.sums, axes, dimension=1)
+    )
 
 
-def weights_of_step(
+def prepare_weights(
     linears: Linears | None, trained: Parameters, frozen: Parameters, amax: Amax, step: Array
 ) -> tuple[Callable[[Parameters, dict[str, Array]], Parameters], dict[str, Array]]:
     """Return a function (trained, scales) -> weights to bind the decoder to; and the delayed scales of the step.
@@ -216,7 +224,7 @@ def make_train_step(
     gradients: Gradients,
     optimizer: Optimizer,
     max_grad_norm: float,
-    recipe: Recipe,
+    recipe: PrecisionRecipe,
     seed: int = 0,
     counts: str = "target_tokens",
     reference_update_steps: int | None = None,
@@ -225,7 +233,7 @@ def make_train_step(
     merge_interval: int = 0,
     reset_on_merge: bool = False,
     noise: Callable[..., Parameters] | None = None,
-    guarded: Guard | None = None,
+    guarded: GuardOptions | None = None,
 ) -> Callable[[State, Parameters, Batch, Float[Array, ""]], tuple[State, Metrics]]:
     """Return the train step: (state, frozen, batch, learning rate) -> (state, metrics).
 
@@ -272,7 +280,7 @@ def make_train_step(
         factor = build.clip_factor(norm, max_grad_norm) / (weight * summed.magnified)
 
         # A step that is not taken is computed too: the optimizer selects old or new values by `taken` (jnp.where).
-        update = build.Step(rate, factor, taken, named_key(key, "rounding"))
+        update = build.UpdateInputs(rate, factor, taken, named_key(key, "rounding"))
         with jax.default_matmul_precision(recipe.matmul_precision):
             directed = {**summed.gradients, **summed.sums.directions}
             trained, optimizer_state = optimizer.update(directed, state.optimizer, state.trained, update)
@@ -290,7 +298,7 @@ def make_train_step(
             level = level_after(level, loss, norm, finite, guarded)
         scaling = state.scaling
         if scaling.loss is not None and recipe.growth_steps is not None:
-            after = loss_scale.updated(scaling.loss, finite, recipe.growth_steps)
+            after = loss_scale.update_scale(scaling.loss, finite, recipe.growth_steps)
             metrics |= {"loss_scale": scaling.loss.scale, "skipped_steps": after.skipped_steps}
             scaling = scaling._replace(loss=after)
         if recipe.linears is not None:
@@ -322,7 +330,7 @@ def _norm(gradients: Parameters) -> Float[Array, ""]:
 
 
 def make_eval_step(
-    graph: nnx.GraphDef, objective: Objective, recipe: Recipe, call: Call
+    graph: nnx.GraphDef, objective: Objective, recipe: PrecisionRecipe, call: ForwardOptions
 ) -> Callable[[Parameters, Parameters, Batch, Parameters], Sums]:
     """Return the evaluation step: (trained, frozen, batch, reference) -> sums. Sums are scalars, never logits.
 
@@ -331,13 +339,13 @@ def make_eval_step(
 
     def step(trained: Parameters, frozen: Parameters, batch: Batch, reference: Mapping[str, Any] = {}) -> Sums:
         first = jnp.zeros((), jnp.int32)
-        weights_of, _ = weights_of_step(recipe.linears, trained, frozen, {}, first)
-        compared = compared_with(graph, recipe.linears, reference, frozen, {}, first)
+        weights_of, _ = prepare_weights(recipe.linears, trained, frozen, {}, first)
+        compared = bind_reference(graph, recipe.linears, reference, frozen, {}, first)
 
         def of_micro_batch(micro: Batch) -> Sums:
             with jax.default_matmul_precision(recipe.matmul_precision):
                 decoder = bind(graph, weights_of(trained, {}))
-                scores = scores_of(decoder, micro, objective, call, head_gradient=False, compared=compared)
+                scores = score_micro_batch(decoder, micro, objective, call, head_gradient=False, compared=compared)
                 return objective.loss(scores, micro)
 
         def add(total: Sums, micro: Batch) -> tuple[Sums, None]:

@@ -31,7 +31,7 @@ def begin_adapters(
     if config.lora.init in FROM_WEIGHT:
         log.info("lora.init=%r: decomposing the weights that have adapters", config.lora.init)
     values = {**trained, **frozen}
-    for names in model.beside_adapters:
+    for names in model.adapted_linears:
         if model.parameters[names[0]].treatment.adapter.from_weight:
             values |= _begin_module(model, names, values)
     return {name: values[name] for name in trained}, {name: values[name] for name in frozen}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtune import hf
-from jaxtune.config.schema import Model
+from jaxtune.config.schema import ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.models import families
 from jaxtune.models.families.entries import Entries
@@ -15,14 +15,14 @@ from jaxtune.models.parameters import declare
 from jaxtune.models.spec import ModelSpec
 
 
-def spec_of(described: Mapping[str, Any], saved: Mapping[str, Any], model: Model) -> ModelSpec:
+def spec_of(described: Mapping[str, Any], saved: Mapping[str, Any], model: ModelOptions) -> ModelSpec:
     """Read the spec from `described`, the config.json after model.overrides; `saved` is the one before.
 
     Raises UserError for an override that is not in `saved` and that the family does not read, and as `read_spec`.
     """
     known = {*_names(saved), *ROPE_ENTRIES}
     spec = families.read_spec(Entries(described, known))  # adds to `known` each entry that the family reads
-    for names, value in hf.overrides(model):
+    for names, value in hf.parse_overrides(model):
         for name in (*names, *_names(value)):
             if name not in known:
                 near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0)
@@ -41,7 +41,7 @@ def _names(value: Any) -> Iterator[str]:
             yield from _names(inner)
 
 
-def count_parameters(model: Model) -> int:
+def count_parameters(model: ModelOptions) -> int:
     """The number of parameters of a model, by its config.json, which is downloaded if need be."""
-    declared = declare(families.read_spec(hf.describe(model)))[1]
+    declared = declare(families.read_spec(hf.read_described_config(model)))[1]
     return sum(math.prod(parameter.shape) for parameter in declared.values())

@@ -21,13 +21,13 @@ from jaxtune.lora.lora import FROM_WEIGHT, LoRA
 from jaxtune.models import families
 from jaxtune.models.parameters import Parameter, declare, undivided, undivided_blocks
 from jaxtune.models.spec import DeltaNet, Experts, Heads, Layer, ModelSpec, classifier
-from jaxtune.models.treatment import freeze, freeze_corrections, multiply, selected, treat_sites
+from jaxtune.models.treatment import freeze, freeze_corrections, multiply, select_linears, treat_sites
 from jaxtune.models.treatment import linears as linears_by_name
 from jaxtune.monitor.throughput import Work
 from jaxtune.parallel.layout import RULES, axes_of, shards
 from jaxtune.parallel.mesh import misfit
 from jaxtune.precision.linears import Frozen, Linears
-from jaxtune.precision.operands import Numbers
+from jaxtune.precision.operands import MatmulFormat
 from jaxtune.precision.recipes import check_device, linears_of
 from jaxtune.quant import Format, format_of
 from jaxtune.weights.architecture import spec_of
@@ -135,7 +135,7 @@ class Model:
         return {part: f"{first if part in adapter.shared else site}.{part}" for part in adapter.peft_names}
 
     @property
-    def beside_adapters(self) -> list[list[str]]:
+    def adapted_linears(self) -> list[list[str]]:
         """The frozen linear layers with low-rank adapters, grouped by Hugging Face module."""
         modules: dict[str, list[str]] = {}
         for name, parameter in self.frozen.items():
@@ -177,9 +177,9 @@ class Model:
 def read_base(config: Config) -> Base:
     """Read a config's base model from its folder or the hub, without its weights. Raises UserError."""
     plugins.load(config)  # first, because a plugin may define the model's family
-    folders = hf.folders(config.model)
+    folders = hf.find_folders(config.model)
     folder, saved = folders.weights, hf.read_config(folders.config)
-    described = hf.changed(saved, config.model)
+    described = hf.apply_options(saved, config.model)
     spec, new_head = _with_head(spec_of(described, saved, config.model), described, config)
     if config.model.from_scratch and spec.untouched is not None:
         raise UserError(
@@ -269,7 +269,7 @@ def _apply_treatments(base: Base, config: Config, train: bool) -> ModelSpec:
         _refuse_scheme(base, config, train)
         names, options = base.scheme.modules, base.scheme.options
     elif config.quant.format is not None:
-        names = selected(spec, config.quant, "quant")
+        names = select_linears(spec, config.quant, "quant")
     # A format may differ between the linear layers of a block, so group the layers by format.
     known, formats = linears_by_name(spec), {}
     for site in {site for name in names for site in known[name]}:
@@ -331,7 +331,7 @@ def _refuse_without_effect(model: Model, config: Config, mesh: jax.sharding.Mesh
 
 def _check_adapters(model: Model, config: Config) -> None:
     """Raise UserError for an adapter that needs a weight it cannot read, or that starts with more than its rank."""
-    for names in model.beside_adapters:
+    for names in model.adapted_linears:
         first, rows = model.parameters[names[0]], sum(model.parameters[name].matrix[0] for name in names)
         adapter, name = first.treatment.adapter, first.places[0].name.removesuffix(".weight")
         if adapter.from_weight and isinstance(first.storage, Frozen):
@@ -449,7 +449,7 @@ def _refuse_scheme(base: Base, config: Config, train: bool) -> None:
 
 
 def _refuse_misfits(
-    model: Model, formats: Mapping[str, Format | Numbers], option: str, section: str, exclude: str | None
+    model: Model, formats: Mapping[str, Format | MatmulFormat], option: str, section: str, exclude: str | None
 ) -> None:
     """Raise UserError for parameters that their format's blocks do not divide, and say how to exclude them."""
     reasons = {

@@ -15,14 +15,14 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.lora.lora import FROM_WEIGHT
 from jaxtune.models.decoder import Parameters
-from jaxtune.models.parameters import Parameter, drawn
+from jaxtune.models.parameters import Parameter, draw_parameter
 from jaxtune.parallel.layout import P
 from jaxtune.parallel.random import named_key
 from jaxtune.quant import QuantizedArray
 from jaxtune.weights.model import Model
 
 
-def merged_into(model: Model, config: Config) -> dict[str, Parameter]:
+def merge_targets(model: Model, config: Config) -> dict[str, Parameter]:
     """Return the frozen weights with adapters that lora.merge_interval changes; {} without it.
 
     Raises UserError if a weight cannot be changed in a step.
@@ -67,7 +67,7 @@ def make_merge(model: Model, base: Mapping[str, Parameter], seed: int) -> Callab
             merged[name] = _merge(parameter, base_values[name], parts)
         key = jax.random.fold_in(named_key(jax.random.key(seed), "merge"), step)
         reinitialised = {
-            name: jax.reshard(drawn(parameter, key), jax.typeof(trained[name]).sharding.spec)
+            name: jax.reshard(draw_parameter(parameter, key), jax.typeof(trained[name]).sharding.spec)
             for name, parameter in fresh.items()
         }
         return {**trained, **reinitialised}, merged

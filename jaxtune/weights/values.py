@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune import hf
-from jaxtune.checkpoint import CheckpointManager, Restored, verify_fingerprint
-from jaxtune.config.schema import Config, Lora, Quant
+from jaxtune.checkpoint import CheckpointManager, RestoredCheckpoint, verify_fingerprint
+from jaxtune.config.schema import Config, LoraOptions, QuantOptions
 from jaxtune.errors import UserError
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.lora.lora import LoRA
@@ -25,7 +25,7 @@ from jaxtune.quant.mxfp4_format import Mxfp4
 from jaxtune.weights.adapter_start import begin_adapters
 from jaxtune.weights.model import Model, abstract_average, declare_model, read_base
 from jaxtune.weights.reference import abstract_reference
-from jaxtune.weights.relora import merged_into
+from jaxtune.weights.relora import merge_targets
 from jaxtune.weights.trusted_code import base_of_run
 
 
@@ -142,7 +142,7 @@ def frozen_parameters(model: Model, config: Config, but: Collection[str] = ()) -
 
 def start_parameters(model: Model, config: Config) -> tuple[Parameters, Parameters, Parameters]:
     """(trained, base, frozen) before the first step; base: weights that adapters are merged into (`weights.relora`)."""
-    base = _values(model, merged_into(model, config), config)
+    base = _values(model, merge_targets(model, config), config)
     frozen = frozen_parameters(model, config, but=base)
     trained, frozen = begin_adapters(model, config, initial_parameters(model, config), frozen)
     return trained, base, frozen
@@ -300,12 +300,12 @@ def result_of(checkpoints: CheckpointManager, model: Model, config: Config, step
 
 def _restore(
     checkpoints: CheckpointManager, model: Model, config: Config, step: int | None, reference: Parameters
-) -> Restored | None:
+) -> RestoredCheckpoint | None:
     """Restore `result`, `reference` and `starts` of a checkpoint, without the optimizer's state, which is larger."""
     average = abstract_average(model, config)
     result = "average" if average else "trained"
     wanted = {result: average or abstract(model.trained), "reference": reference}
-    wanted["base"] = abstract(merged_into(model, config) | model.starts)
+    wanted["base"] = abstract(merge_targets(model, config) | model.starts)
     restored = checkpoints.restore(wanted, step, part=True, grouping=model.grouping)
     if restored is None:
         return None
@@ -315,7 +315,7 @@ def _restore(
     return dataclasses.replace(restored, state=state)
 
 
-def of_model(name: str, config: Config) -> Config:
+def config_for_model(name: str, config: Config) -> Config:
     """`config` for the model `name`: a folder or hub id, or the folder of an adapter, which names its base.
 
     The config's changes to config.json apply only to model.path and to adapters on it.
@@ -324,18 +324,18 @@ def of_model(name: str, config: Config) -> Config:
     Raises UserError if an adapter does not name its base.
     """
     folder = Path(name).expanduser()
-    lora, quant, base, revision, model = Lora(), Quant(), name, None, config.model
+    lora, quant, base, revision, model = LoraOptions(), QuantOptions(), name, None, config.model
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         adapter = hf.read_adapter(folder)
         if adapter.base_model is None:
             raise UserError(f"{name} does not name the model that it adapts (base_model_name_or_path)")
         base, revision = adapter.base_model, adapter.revision
-        lora = Lora(enabled=True, path=name, **adapter.options, **adapter.chosen)
+        lora = LoraOptions(enabled=True, path=name, **adapter.options, **adapter.chosen)
         quant = config.quant
         if adapter.labels:
             model = dataclasses.replace(model, head="classification", num_labels=adapter.labels)
     if not _same(base, config.model.path):
-        model = dataclasses.replace(model, **hf.OF_ONE_MODEL)
+        model = dataclasses.replace(model, **hf.SINGLE_MODEL_DEFAULTS)
     model = dataclasses.replace(model, path=base, revision=revision, from_scratch=False)
     return dataclasses.replace(config, model=model, lora=lora, quant=quant)
 

@@ -5,23 +5,23 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import registry
 from pallas_kernels.adamw_8bit import triton, xla
-from pallas_kernels.adamw_8bit.adam import Adam, Moment, Step, Updated
+from pallas_kernels.adamw_8bit.adam import Adam, AdamStep, QuantizedMoment, Updated
 from pallas_kernels.gpus import current_device
-from pallas_kernels.registry import ANY_CARD, Backend
+from pallas_kernels.registry import ANY_GPU, Backend
 
-__all__ = ["BACKENDS", "Adam", "Moment", "Step", "Updated", "adamw_8bit"]
+__all__ = ["BACKENDS", "Adam", "AdamStep", "QuantizedMoment", "Updated", "adamw_8bit"]
 
 # In order of preference.
 BACKENDS = (
-    Backend("triton", triton.update, triton.refuses, {ANY_CARD: "interpreted tests"}),
-    Backend("xla", xla.update, registry.never_refuses, {ANY_CARD: "tests"}),
+    Backend("triton", triton.update, triton.refuses, {ANY_GPU: "interpreted tests"}),
+    Backend("xla", xla.update, registry.never_refuses, {ANY_GPU: "tests"}),
 )
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def adamw_8bit(
-    gradient: Float[Array, "l o i"], before: Updated, step: Step, adam: Adam, *, backend: str = "auto"
+    gradient: Float[Array, "l o i"], before: Updated, step: AdamStep, adam: Adam, *, backend: str = "auto"
 ) -> Updated:
     """Return the parameter and both moments after a step.
 

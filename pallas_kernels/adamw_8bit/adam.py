@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, UInt8, UInt32
 TINY = float(np.finfo(np.float32).tiny)  # XLA flushes smaller (subnormal) numbers to zero
 
 
-class Moment(NamedTuple):
+class QuantizedMoment(NamedTuple):
     """A moment in 8 bits. An element is value(code) * absmax of its block, which has r x c elements."""
 
     codes: UInt8[Array, "l o i"]
@@ -21,11 +21,11 @@ class Moment(NamedTuple):
 
 
 # Parameter, mean of gradients (in the signed dynamic map), mean of squared gradients (in the unsigned map).
-Updated = tuple[Float[Array, "l o i"], Moment, Moment]
+Updated = tuple[Float[Array, "l o i"], QuantizedMoment, QuantizedMoment]
 SIGNED = (True, False)
 
 
-class Step(NamedTuple):
+class AdamStep(NamedTuple):
     """The inputs of a step other than the gradient, for a stack of matrices or the shard of a stack.
 
     Attributes:
@@ -76,7 +76,7 @@ class Adam:
         """The decay rate of each moment."""
         return self.beta1, self.beta2
 
-    def factors(self, step: Step) -> Factors:
+    def factors(self, step: AdamStep) -> Factors:
         """Compute the factors of a step, bias correction included.
 
         With c1 and c2 as the corrections for moments that started at zero,
@@ -112,7 +112,7 @@ def inverse(absmax: Float32[Array, "*blocks"]) -> Float32[Array, "*blocks"]:
     return 1 / jnp.where(absmax < TINY, 1.0, absmax)
 
 
-def block_of(moment: Moment) -> tuple[int, int]:
+def block_of(moment: QuantizedMoment) -> tuple[int, int]:
     """Return the rows and columns of a block."""
     (_, rows, columns), (_, down, across) = moment.codes.shape, moment.absmax.shape
     return rows // down, columns // across

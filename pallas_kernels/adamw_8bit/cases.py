@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.adamw_8bit import triton
-from pallas_kernels.adamw_8bit.adam import Adam, Moment, Step, Updated
-from pallas_kernels.case import Case, asked
+from pallas_kernels.adamw_8bit.adam import Adam, AdamStep, QuantizedMoment, Updated
+from pallas_kernels.case import Case, bind_request
 
 ADAM = Adam(0.9, 0.999, 1e-8)
 # Shape, block, and the dtype of parameter and gradient. (4 layers, so that they fit the GPU with the least memory.)
@@ -22,16 +22,16 @@ STACKS = (
 def _cases() -> Iterator[Case]:
     for shape, block, dtype in STACKS:
         gradient, before, step = jax.eval_shape(partial(_arguments, shape, block, dtype))
-        refuses = asked(triton.refuses, triton.request_for(before))
+        refuses = bind_request(triton.refuses, triton.request_for(before))
         inputs = f"{block[0]}x{block[1]} {dtype}"
         function = partial(triton.update, adam=ADAM)
         yield Case("adamw_8bit", "triton", "forward", inputs, function, (gradient, before, step), refuses)
 
 
-def _arguments(shape: tuple[int, int, int], block: tuple[int, int], dtype: str) -> tuple[jax.Array, Updated, Step]:
+def _arguments(shape: tuple[int, int, int], block: tuple[int, int], dtype: str) -> tuple[jax.Array, Updated, AdamStep]:
     (layers, rows, columns), numbers = shape, partial(jnp.zeros, dtype=jnp.float32)
-    moment = Moment(jnp.zeros(shape, jnp.uint8), numbers((layers, rows // block[0], columns // block[1])))
-    step = Step(
+    moment = QuantizedMoment(jnp.zeros(shape, jnp.uint8), numbers((layers, rows // block[0], columns // block[1])))
+    step = AdamStep(
         count=jnp.zeros((), jnp.int32),
         rate=numbers(layers),
         decay=numbers(layers),

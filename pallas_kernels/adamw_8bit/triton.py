@@ -13,19 +13,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.adamw_8bit.adam import SIGNED, Adam, Factors, Moment, Step, Updated, block_of, inverse
+from pallas_kernels.adamw_8bit.adam import SIGNED, Adam, AdamStep, Factors, QuantizedMoment, Updated, block_of, inverse
 from pallas_kernels.adamw_8bit.dynamic_map import TABLES, Tables, decode, encode
 from pallas_kernels.gpus import Device
 from pallas_kernels.manual_axes import vary_over, varying_axes
-from pallas_kernels.quant_matmul.triton import AMPERE, span, whole
-from pallas_kernels.stochastic_rounding import random_bits, stored
+from pallas_kernels.quant_matmul.triton import AMPERE, span, whole_array_spec
+from pallas_kernels.stochastic_rounding import random_bits, round_to_dtype
 
 # Elements that a program updates, and its warps: a thread has 16 elements, which are 16 bytes of codes.
 ELEMENTS, WARPS = 2048, 4
 
 
 @dataclass(frozen=True)
-class Request:
+class AdamRequest:
     """A stack of matrices (layers, rows, columns), or its shard, in blocks of (block_rows, block_columns)."""
 
     layers: int
@@ -35,14 +35,14 @@ class Request:
     block_columns: int
 
 
-def request_for(before: Updated) -> Request:
+def request_for(before: Updated) -> AdamRequest:
     """Return the request for these arrays."""
     parameter, mu, _ = before
     layers, rows, columns = parameter.shape
-    return Request(layers, rows, columns, *block_of(mu))
+    return AdamRequest(layers, rows, columns, *block_of(mu))
 
 
-def refuses(device: Device, request: Request) -> str | None:
+def refuses(device: Device, request: AdamRequest) -> str | None:
     """Return why this kernel cannot run a request on a device, or None."""
     if device.capability is None or device.capability < AMPERE:
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"
@@ -55,7 +55,7 @@ def refuses(device: Device, request: Request) -> str | None:
 
 
 def update(
-    gradient: Float[Array, "l o i"], before: Updated, step: Step, adam: Adam, *, interpret: bool = False
+    gradient: Float[Array, "l o i"], before: Updated, step: AdamStep, adam: Adam, *, interpret: bool = False
 ) -> Updated:
     """Return the parameter and the moments after a step; see `adamw_8bit`."""
     request, (parameter, mu, nu) = request_for(before), before
@@ -82,8 +82,8 @@ def update(
     after, *moments = pl.pallas_call(
         partial(_kernel, request=request, adam=adam, rows=rows, columns=columns),
         grid=(pl.cdiv(blocks, rows),),
-        in_specs=[whole(x) for x in operands],
-        out_specs=[whole(x) for x in out],
+        in_specs=[whole_array_spec(x) for x in operands],
+        out_specs=[whole_array_spec(x) for x in out],
         out_shape=out,
         input_output_aliases={number: number for number in range(len(out))},
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
@@ -91,10 +91,10 @@ def update(
         name="adamw_8bit",
     )(*operands)
     moments = [array.reshape(like.shape) for array, like in zip(moments, (*mu, *nu))]
-    return after.reshape(parameter.shape), Moment(*moments[:2]), Moment(*moments[2:])
+    return after.reshape(parameter.shape), QuantizedMoment(*moments[:2]), QuantizedMoment(*moments[2:])
 
 
-def _kernel(*refs, request: Request, adam: Adam, rows: int, columns: int):
+def _kernel(*refs, request: AdamRequest, adam: Adam, rows: int, columns: int):
     parameter_ref, mu_ref, mu_absmax_ref, nu_ref, nu_absmax_ref, gradient_ref, *constants = refs[:-5]
     factors_ref, words_ref, rate_ref, decay_ref, *tables = constants
     parameter_out, mu_out, mu_absmax_out, nu_out, nu_absmax_out = refs[-5:]
@@ -138,13 +138,13 @@ def _kernel(*refs, request: Request, adam: Adam, rows: int, columns: int):
         )
         key, *origin = (words_ref[1], words_ref[2]), words_ref[3], words_ref[4], words_ref[5]
         places = (place.astype(jnp.uint32) + first for place, first in zip((layer[:, None], row, column), origin))
-        new = stored(after, parameter_out.dtype, random_bits(key, *places))
+        new = round_to_dtype(after, parameter_out.dtype, random_bits(key, *places))
         plgpu.store(parameter_out.at[indices], new, mask=valid)
         store(mean, signed, mu_out, mu_absmax_out)
         store(square, unsigned, nu_out, nu_absmax_out)
 
 
-def _places(block: Array, element: Array, request: Request) -> tuple[Array, Array, Array]:
+def _places(block: Array, element: Array, request: AdamRequest) -> tuple[Array, Array, Array]:
     """Return the layers of blocks, and the rows and columns of their elements, in shapes that broadcast."""
     across = request.columns // request.block_columns  # blocks next to each other in a row
     down = request.rows // request.block_rows

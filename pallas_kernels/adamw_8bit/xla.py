@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.adamw_8bit import reference
-from pallas_kernels.adamw_8bit.adam import Adam, Step, Updated
+from pallas_kernels.adamw_8bit.adam import Adam, AdamStep, Updated
 
 
-def update(gradient: Float[Array, "l o i"], before: Updated, step: Step, adam: Adam) -> Updated:
+def update(gradient: Float[Array, "l o i"], before: Updated, step: AdamStep, adam: Adam) -> Updated:
     """Return the parameter and the moments after a step; see `adamw_8bit`."""
 
     def body(layer: Array, stack: Updated) -> Updated:

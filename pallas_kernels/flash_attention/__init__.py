@@ -10,10 +10,10 @@ from pallas_kernels import registry
 from pallas_kernels.flash_attention import cudnn, fa3, mosaic, mosaic_backward, triton, xla
 from pallas_kernels.flash_attention.differentiate import RESIDUALS, attention
 from pallas_kernels.flash_attention.mask import MaskSpec, intervals
-from pallas_kernels.flash_attention.variant import Request, Variant
+from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import current_device
 from pallas_kernels.manual_axes import vary_over, varying_axes
-from pallas_kernels.registry import ANY_CARD, Backend
+from pallas_kernels.registry import ANY_GPU, Backend
 
 __all__ = ["BACKENDS", "RESIDUALS", "MaskSpec", "flash_attention"]
 
@@ -29,9 +29,9 @@ BACKENDS = (
         mosaic.refuses,
         {(9, 0): "benchmarks/results/nvidia_h200.json"},
     ),
-    Backend("triton", attention(triton.forward, triton.backward), triton.refuses, {ANY_CARD: "interpreted tests"}),
+    Backend("triton", attention(triton.forward, triton.backward), triton.refuses, {ANY_GPU: "interpreted tests"}),
     Backend("fa3", fa3.attend, fa3.refuses, {}),
-    Backend("xla", attention(xla.forward, xla.backward), registry.never_refuses, {ANY_CARD: "tests"}),
+    Backend("xla", attention(xla.forward, xla.backward), registry.never_refuses, {ANY_GPU: "tests"}),
 )
 
 
@@ -68,7 +68,7 @@ def flash_attention(
     Raises ValueError for shapes that do not fit together, and registry.CannotRun for a backend that cannot run.
     """
     variant = _variant(q, k, v, mask, scale, soft_cap, sinks)
-    request = Request(
+    request = AttentionRequest(
         dtype=q.dtype,
         head_dim=q.shape[3],
         queries=q.shape[1],

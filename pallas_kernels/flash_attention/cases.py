@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.case import Case, asked
+from pallas_kernels.case import Case, bind_request
 from pallas_kernels.flash_attention import mosaic, mosaic_backward, triton
-from pallas_kernels.flash_attention.variant import Request, Variant
+from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Device
 
 ROWS, LENGTH, HEADS, KV_HEADS = 2, 2048, 8, 2
@@ -25,11 +25,13 @@ def _cases(
     backend: str,
     forward: Callable[..., Any],
     backward: Callable[..., Any],
-    refuses: Callable[[Device, Request], str | None],
+    refuses: Callable[[Device, AttentionRequest], str | None],
 ) -> Iterator[Case]:
     for dtype, head_dim, soft_cap in SHAPES:
         variant = Variant(head_dim**-0.5, soft_cap, True, None, 0)
-        request = Request(jnp.dtype(dtype), head_dim, LENGTH, LENGTH, True, variant, soft_cap is not None, True)
+        request = AttentionRequest(
+            jnp.dtype(dtype), head_dim, LENGTH, LENGTH, True, variant, soft_cap is not None, True
+        )
         q = jax.ShapeDtypeStruct((ROWS, LENGTH, HEADS, head_dim), dtype)
         k = jax.ShapeDtypeStruct((ROWS, LENGTH, KV_HEADS, head_dim), dtype)
         bound = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
@@ -41,7 +43,9 @@ def _cases(
             ("backward", backward, (q, k, k, bound, bound, per_query, per_query, q)),
         ):
             function = partial(_call, function, variant)
-            yield Case("flash_attention", backend, direction, inputs, function, arguments, asked(refuses, request))
+            yield Case(
+                "flash_attention", backend, direction, inputs, function, arguments, bind_request(refuses, request)
+            )
 
 
 def _call(function: Callable[..., Any], variant: Variant, *arguments: Any) -> Any:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.flash_attention.variant import Request, Variant
+from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Device
 
 AMPERE, HOPPER = (8, 0), (9, 0)
@@ -36,7 +36,7 @@ def attend(
     )
 
 
-def refuses(device: Device, request: Request) -> str | None:
+def refuses(device: Device, request: AttentionRequest) -> str | None:
     """Return why cuDNN cannot run this request on a device, or None; an argument that it would ignore is a reason."""
     if device.capability is None or device.capability < AMPERE:
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"

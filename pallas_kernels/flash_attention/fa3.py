@@ -33,7 +33,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import cost
 from pallas_kernels.flash_attention.blocks import most_flops
 from pallas_kernels.flash_attention.differentiate import RESIDUALS
-from pallas_kernels.flash_attention.variant import Request, Variant
+from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Device
 from pallas_kernels.manual_axes import vary_over, varying_axes
 
@@ -57,7 +57,7 @@ class Packing(NamedTuple):
     right: Bool[Array, ""]
 
 
-def refuses(device: Device, request: Request) -> str | None:
+def refuses(device: Device, request: AttentionRequest) -> str | None:
     """Return why fa3 cannot run a request on a device, or None; an argument that it would ignore is a reason."""
     if device.capability != (9, 0):
         return "it needs a Hopper GPU (compute capability 9.0)"

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import cost
 from pallas_kernels.flash_attention.blocks import key_blocks, most_flops, whole_blocks
-from pallas_kernels.flash_attention.variant import Request, Variant
+from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Device
 from pallas_kernels.warpgroups import PER_ROW, ROWS, WORKERS, Ring, as_memory, as_worker, load, zeros
 
@@ -34,7 +34,7 @@ LOWEST = -1e30
 
 
 @dataclass(frozen=True)
-class Tile:
+class StreamTile:
     """Block sizes of a kernel.
 
     Attributes:
@@ -48,11 +48,11 @@ class Tile:
     held: int = WORKERS * ROWS
 
 
-FORWARD = Tile(streamed=128, stages=2)
+FORWARD = StreamTile(streamed=128, stages=2)
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """The static parameters of a kernel.
 
     Attributes:
@@ -63,14 +63,14 @@ class Call:
         interpret: run in jax's interpreter on a CPU.
     """
 
-    tile: Tile
+    tile: StreamTile
     tiles: int
     group: int
     variant: Variant
     interpret: bool
 
 
-def refuses(device: Device, request: Request) -> str | None:
+def refuses(device: Device, request: AttentionRequest) -> str | None:
     """Return why these kernels cannot run a request on a device, or None."""
     if device.capability != (9, 0):
         return "it needs a Hopper GPU (compute capability 9.0)"
@@ -119,7 +119,7 @@ def forward(
     # To base 2, like all logits in the kernel; LOWEST means no sink.
     sinks = jnp.full(heads, -jnp.inf) if sinks is None else sinks
     sinks = jnp.maximum(sinks.astype(jnp.float32) * LOG2_E, LOWEST)
-    call = Call(tile, q.shape[1] // tile.held, heads // k.shape[2], variant, interpret)
+    call = KernelCall(tile, q.shape[1] // tile.held, heads // k.shape[2], variant, interpret)
     blocks = matrices(k, tile.stages, tile.streamed)
     run = kernel(
         _forward_kernel,
@@ -159,7 +159,7 @@ def _forward_kernel(
     keys,
     values,
     turn,
-    call: Call,
+    call: KernelCall,
 ):
     tile, batch, head = call.tile, jax.lax.axis_index("batch"), jax.lax.axis_index("head")
     # With a causal mask the last queries see the most keys, so their programs are the longest and start first.
@@ -242,7 +242,7 @@ def _vector(value):
     return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), PER_ROW)
 
 
-def kernel(body: Callable, call: Call, **shapes) -> Callable:
+def kernel(body: Callable, call: KernelCall, **shapes) -> Callable:
     """Make a kernel with one memory warpgroup and the workers, over a grid of (tile, batch, head)."""
     # In the interpreter, memory starts as NaN and a race is an error.
     options = {}
@@ -311,7 +311,7 @@ class Order:
         return jax.lax.fori_loop(self.masked, self.total, partial(block, masked=False), carry)
 
 
-def multiply(*products, call: Call, then: Callable[[], None] = lambda: None) -> Any:
+def multiply(*products, call: KernelCall, then: Callable[[], None] = lambda: None) -> Any:
     """Compute accumulator + a b in float32 for each (accumulator or None, a, b).
 
     b is in shared memory, a in shared memory or registers. All products are issued and `then` is called before the

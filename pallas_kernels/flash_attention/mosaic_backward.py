@@ -15,9 +15,9 @@ from pallas_kernels import cost
 from pallas_kernels.flash_attention.blocks import key_blocks, most_flops, query_blocks, whole_blocks
 from pallas_kernels.flash_attention.mosaic import (
     LOG2_E,
-    Call,
+    KernelCall,
     Order,
-    Tile,
+    StreamTile,
     capped,
     kernel,
     like,
@@ -34,7 +34,7 @@ from pallas_kernels.flash_attention.variant import Variant
 from pallas_kernels.warpgroups import PER_COLUMN, PER_ROW, ROWS, WORKERS, Ring, as_memory, as_worker, load, zeros
 
 # dk and dv occupy half of a worker's registers, so blocks of logits are smaller than in the forward pass.
-DQ, DKDV = Tile(streamed=64, stages=2), Tile(streamed=64, stages=2)
+DQ, DKDV = StreamTile(streamed=64, stages=2), StreamTile(streamed=64, stages=2)
 
 
 def backward(
@@ -69,7 +69,7 @@ def backward(
 
 def _dq(q, k, v, d_out, bounds, statistics, ranges, variant, interpret):
     batch, queries, heads, _ = q.shape
-    call = Call(DQ, queries // DQ.held, heads // k.shape[2], variant, interpret)
+    call = KernelCall(DQ, queries // DQ.held, heads // k.shape[2], variant, interpret)
     blocks = matrices(k, DQ.stages, DQ.streamed)
     run = kernel(
         _dq_kernel,
@@ -106,7 +106,7 @@ def _dq_kernel(
     statistics_smem,
     held,
     keys,
-    call: Call,
+    call: KernelCall,
 ):
     tile, batch, head = call.tile, jax.lax.axis_index("batch"), jax.lax.axis_index("head")
     # The longest programs start first, as in the forward pass.
@@ -159,7 +159,7 @@ def _dq_kernel(
 
 def _dkdv(q, k, v, d_out, bounds, statistics, ranges, variant, interpret):
     batch, keys, kv_heads, _ = k.shape
-    call = Call(DKDV, keys // DKDV.held, q.shape[2] // kv_heads, variant, interpret)
+    call = KernelCall(DKDV, keys // DKDV.held, q.shape[2] // kv_heads, variant, interpret)
     blocks = matrices(q, DKDV.stages, DKDV.streamed)
     pairs = [plgpu.SMEM((DKDV.stages, 2, DKDV.streamed), dtype) for dtype in (jnp.int32, jnp.float32)]
     run = kernel(
@@ -194,7 +194,7 @@ def _dkdv_kernel(
     v_smem,
     held,
     queries,
-    call: Call,
+    call: KernelCall,
 ):
     """Compute dk and dv of a block of keys.
 

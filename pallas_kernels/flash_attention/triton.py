@@ -22,14 +22,14 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import cost
 from pallas_kernels.flash_attention.blocks import key_blocks, most_flops, query_blocks, seen_keys, whole_blocks
 from pallas_kernels.flash_attention.tiles import Tile, Tiles, tiles_for
-from pallas_kernels.flash_attention.variant import Request, Variant
+from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Capability, Device, current_device
 
 AMPERE: Capability = (8, 0)
 LOG2_E = math.log2(math.e)
 
 
-def refuses(device: Device, request: Request) -> str | None:
+def refuses(device: Device, request: AttentionRequest) -> str | None:
     """Return why these kernels cannot run a request on a device, or None."""
     if device.capability is None or device.capability < AMPERE:
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"

@@ -29,7 +29,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Request:
+class AttentionRequest:
     """The static properties of a call, from which each backend's `refuses` decides whether it can run it.
 
     Attributes:

@@ -12,16 +12,16 @@ from pallas_kernels.fp8_matmul.derivative import without_derivative
 from pallas_kernels.fp8_matmul.quantize import block_scales, quantize
 from pallas_kernels.fp8_matmul.request import request_for
 from pallas_kernels.gpus import current_device
-from pallas_kernels.registry import ANY_CARD, Backend
+from pallas_kernels.registry import ANY_GPU, Backend
 
 __all__ = ["BACKENDS", "block_scales", "fp8_matmul", "quantize"]
 
 # In order of preference. XLA calls cuBLASLt for a plain expression, which tests/kernels checks on a CPU. 'auto' does
 # not choose Mosaic until a run on a GPU is recorded in benchmarks/results.
 BACKENDS = (
-    Backend("cublaslt", cublaslt.multiply, cublaslt.refuses, {ANY_CARD: "tests of the expression"}),
+    Backend("cublaslt", cublaslt.multiply, cublaslt.refuses, {ANY_GPU: "tests of the expression"}),
     Backend("mosaic", mosaic.multiply, mosaic.refuses, {}),
-    Backend("xla", reference.multiply, registry.never_refuses, {ANY_CARD: "tests"}),
+    Backend("xla", reference.multiply, registry.never_refuses, {ANY_GPU: "tests"}),
 )
 
 

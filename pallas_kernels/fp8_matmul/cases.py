@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.case import Case, asked
+from pallas_kernels.case import Case, bind_request
 from pallas_kernels.fp8_matmul import mosaic
 from pallas_kernels.fp8_matmul.request import BLOCK, request_for
 
@@ -24,7 +24,9 @@ def _cases() -> Iterator[Case]:
         request = request_for(*arguments)
         function = partial(mosaic.multiply, request=request)
         inputs = f"{dtype} by e4m3, in blocks"
-        yield Case("fp8_matmul", "mosaic", "forward", inputs, function, arguments, asked(mosaic.refuses, request))
+        yield Case(
+            "fp8_matmul", "mosaic", "forward", inputs, function, arguments, bind_request(mosaic.refuses, request)
+        )
 
 
 CASES = tuple(_cases())

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.fp8_matmul.reference import spread
-from pallas_kernels.fp8_matmul.request import Request
+from pallas_kernels.fp8_matmul.request import Fp8Request
 from pallas_kernels.gpus import Device
 
 
-def refuses(device: Device, request: Request) -> str | None:
+def refuses(device: Device, request: Fp8Request) -> str | None:
     """Return why cuBLASLt cannot run a request on a device, or None."""
     if device.capability is None or device.capability < (8, 9):
         return "it needs a GPU with FP8 units (compute capability 8.9 or later)"
@@ -40,7 +40,7 @@ def multiply(
     weight: Float[Array, "n k"],
     x_scale: Float[Array, "r 1"],
     weight_scale: Float[Array, "s 1"],
-    request: Request,
+    request: Fp8Request,
 ) -> Float[Array, "m n"]:
     """Compute x W^T.
 

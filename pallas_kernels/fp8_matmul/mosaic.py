@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.fp8_matmul.request import BLOCK, Request
+from pallas_kernels.fp8_matmul.request import BLOCK, Fp8Request
 from pallas_kernels.gpus import Device
 from pallas_kernels.manual_axes import vary_over, varying_axes
 from pallas_kernels.warpgroups import PER_ROW, ROWS, WORKERS, Ring, as_memory, as_worker, load, zeros
@@ -25,7 +25,7 @@ from pallas_kernels.warpgroups import PER_ROW, ROWS, WORKERS, Ring, as_memory, a
 STAGES = 4
 
 
-def refuses(device: Device, request: Request) -> str | None:
+def refuses(device: Device, request: Fp8Request) -> str | None:
     """Return why the kernel cannot run a request on a device, or None."""
     if device.capability != (9, 0):
         return "it needs a Hopper GPU (compute capability 9.0)"
@@ -47,7 +47,7 @@ def multiply(
     weight: Float[Array, "n k"],
     x_scale: Float[Array, "m k_blocks"],
     weight_scale: Float[Array, "n_blocks k_blocks"],
-    request: Request,
+    request: Fp8Request,
     *,
     interpret: bool = False,
 ) -> Float[Array, "m n"]:

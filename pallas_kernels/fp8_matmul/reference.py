@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.fp8_matmul.request import Request
+from pallas_kernels.fp8_matmul.request import Fp8Request
 
 
 def multiply(
@@ -12,7 +12,7 @@ def multiply(
     weight: Float[Array, "n k"],
     x_scale: Float[Array, "r c"],
     weight_scale: Float[Array, "s d"],
-    request: Request,
+    request: Fp8Request,
 ) -> Float[Array, "m n"]:
     """Compute x W^T of the dequantized sides. XLA may make a float32 copy of the weight."""
     values = (

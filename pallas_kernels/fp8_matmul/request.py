@@ -11,7 +11,7 @@ BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Request:
+class Fp8Request:
     """The static properties of a call: x is (rows, depth), the weight is (columns, depth).
 
     Attributes:
@@ -42,7 +42,7 @@ def request_for(
     weight_scale: Float[Array, "s d"],
     dtype: Any = jnp.bfloat16,
     fast_accumulation: bool = False,
-) -> Request:
+) -> Fp8Request:
     """Return the request for these arguments. Raises ValueError for dtypes and shapes that do not fit together."""
 
     def check(ok: bool, message: str) -> None:
@@ -69,7 +69,7 @@ def request_for(
             f"{name} {scale.shape} does not cut {array.shape} into equal blocks: (1, 1) is one scale for all, "
             f"{(array.shape[0], 1)} one per row, ({array.shape[0]} / r, {array.shape[1]} / c) one per r x c",
         )
-    return Request(
+    return Fp8Request(
         rows=x.shape[0],
         columns=weight.shape[0],
         depth=x.shape[1],

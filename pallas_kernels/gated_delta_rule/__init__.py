@@ -10,13 +10,13 @@ from pallas_kernels.gated_delta_rule import triton, xla
 from pallas_kernels.gated_delta_rule.triton import RESIDUALS
 from pallas_kernels.gpus import current_device
 from pallas_kernels.manual_axes import vary_over, varying_axes
-from pallas_kernels.registry import ANY_CARD, Backend
+from pallas_kernels.registry import ANY_GPU, Backend
 
 __all__ = ["BACKENDS", "RESIDUALS", "gated_delta_rule"]
 
 BACKENDS = (
-    Backend("triton", triton.gated_delta_rule, triton.refuses, {ANY_CARD: "interpreted tests"}),
-    Backend("xla", xla.gated_delta_rule, registry.never_refuses, {ANY_CARD: "tests"}),
+    Backend("triton", triton.gated_delta_rule, triton.refuses, {ANY_GPU: "interpreted tests"}),
+    Backend("xla", xla.gated_delta_rule, registry.never_refuses, {ANY_GPU: "tests"}),
 )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.case import Case, asked
+from pallas_kernels.case import Case, bind_request
 from pallas_kernels.gated_delta_rule import triton
 
 LENGTH, KEY_HEADS, HEADS = 4096, 16, 32
@@ -21,7 +21,7 @@ def _cases() -> Iterator[Case]:
         starts = jax.ShapeDtypeStruct(v.shape[:2], jnp.bool_)
         state = jax.ShapeDtypeStruct((1, HEADS, size, size), jnp.float32)
         arguments = (q, q, v, by_head, by_head, starts, state)
-        refuses = asked(triton.refuses, (q, v))
+        refuses = bind_request(triton.refuses, (q, v))
         forward = partial(triton.gated_delta_rule, scale=size**-0.5)
         backward = partial(_gradients, forward)
         yield Case("gated_delta_rule", "triton", "forward", inputs, forward, arguments, refuses)

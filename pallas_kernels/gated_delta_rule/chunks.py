@@ -17,7 +17,7 @@ def whole_chunks(x: Array, axis: int) -> Array:
     return jnp.pad(x, width)
 
 
-def summed(
+def sum_decays(
     log_decay: Float[Array, "*b c"], starts: Bool[Array, "*b c"]
 ) -> tuple[Float[Array, "*b c"], Int[Array, "*b c"]]:
     """Return for each token the summed log_decay since its document or the chunk began, and the documents begun so far.
@@ -33,7 +33,7 @@ def summed(
 def decays(
     total: Float[Array, "*b c"], documents: Int[Array, "*b c"]
 ) -> tuple[Float[Array, "*b c c"], Float[Array, "*b c"]]:
-    """Compute decay factors from the results of `summed`: between two tokens, and from the chunk's start to a token.
+    """Compute decay factors from the results of `sum_decays`: between tokens, and from the chunk's start to a token.
 
     The first result, at [token, other], multiplies what the other token wrote; the second multiplies the state before
     the chunk. Both are exactly 0 for a later token or another document.

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import cost
 from pallas_kernels.gated_delta_rule import kernels
-from pallas_kernels.gated_delta_rule.chunks import CHUNK, summed, whole_chunks
+from pallas_kernels.gated_delta_rule.chunks import CHUNK, sum_decays, whole_chunks
 from pallas_kernels.gpus import Device, current_device
 
 # The name of the outputs and states in policies of jax.checkpoint: a policy that saves them avoids a second run.
@@ -50,7 +50,7 @@ def gated_delta_rule(
     q, k, v, log_decay, beta, starts = (whole_chunks(x, 1) for x in (q, k, v, log_decay, beta, starts))
     log_decay, beta = (x.astype(jnp.float32).swapaxes(1, 2) for x in (log_decay, beta))
     by_chunk = log_decay.reshape(len(v), v.shape[2], -1, CHUNK), starts.reshape(len(v), 1, -1, CHUNK)
-    total, begun = summed(*by_chunk)
+    total, begun = sum_decays(*by_chunk)
     total, begun = total.reshape(beta.shape), begun.reshape(starts.shape)
     out, state = _rule(q, k, v, total, begun, beta, state, scale, interpret)
     return out[:, :length], state

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.gated_delta_rule.chunks import CHUNK, decays, summed, whole_chunks
+from pallas_kernels.gated_delta_rule.chunks import CHUNK, decays, sum_decays, whole_chunks
 
 
 def gated_delta_rule(
@@ -56,7 +56,7 @@ def _chunk(
     decayed. So the written values of all tokens of the chunk are the solution of a triangular system (Yang et al. 2024,
     arXiv:2412.06464, section 3.3).
     """
-    between, carried = decays(*summed(log_decay, starts))
+    between, carried = decays(*sum_decays(log_decay, starts))
     held = carried[..., None] * _product("bhik,bhkv->bhiv", k, state)
     overlap = beta[..., None] * between * _product("bhik,bhjk->bhij", k, k)
     written = _product("bhij,bhjv->bhiv", _unit_lower_inverse(overlap), beta[..., None] * (v - held))

@@ -12,14 +12,14 @@ from pallas_kernels.gpus import current_device
 from pallas_kernels.grouped_matmul import triton, xla
 from pallas_kernels.grouped_matmul.groups import Arrangement, Groups, arrange, block_of
 from pallas_kernels.manual_axes import vary_over, varying_axes
-from pallas_kernels.registry import ANY_CARD, Backend
+from pallas_kernels.registry import ANY_GPU, Backend
 
 __all__ = ["BACKENDS", "Arrangement", "Groups", "arrange", "block_of", "by_row", "grouped_matmul"]
 
 
 BACKENDS = (
-    Backend("triton", triton, triton.refuses, {ANY_CARD: "interpreted tests"}),
-    Backend("xla", xla, registry.never_refuses, {ANY_CARD: "tests"}),
+    Backend("triton", triton, triton.refuses, {ANY_GPU: "interpreted tests"}),
+    Backend("xla", xla, registry.never_refuses, {ANY_GPU: "tests"}),
 )
 
 

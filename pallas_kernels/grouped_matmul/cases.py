@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.case import Case, asked
+from pallas_kernels.case import Case, bind_request
 from pallas_kernels.grouped_matmul import triton
 from pallas_kernels.grouped_matmul.groups import Groups
 
@@ -28,7 +28,7 @@ def _cases() -> Iterator[Case]:
     for name, ((out, into), dtype) in SHAPES.items():
         weight = jax.ShapeDtypeStruct((GROUPS, out, into), dtype)
         x, dy = (jax.ShapeDtypeStruct((ROWS, width), dtype) for width in (into, out))
-        refuses = asked(triton.refuses, weight)
+        refuses = bind_request(triton.refuses, weight)
         multiply = partial(triton.multiply, transposed=False)
         yield Case("grouped_matmul", "triton", "forward", name, multiply, (x, weight, groups), refuses)
         transposed = partial(triton.multiply, transposed=True)

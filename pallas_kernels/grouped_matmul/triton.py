@@ -15,7 +15,7 @@ from pallas_kernels.grouped_matmul.groups import Groups
 
 
 @dataclass(frozen=True)
-class Tile:
+class GroupedTile:
     """Block sizes of a program.
 
     Attributes:
@@ -33,7 +33,7 @@ class Tile:
     stages: int = 3
 
     @staticmethod
-    def fitting(rows: int, columns: int, depth: int, block: int, itemsize: int) -> "Tile":
+    def fitting(rows: int, columns: int, depth: int, block: int, itemsize: int) -> "GroupedTile":
         """Return the tile for a `rows` x `columns` result, contracted over `depth`, at most `block` per step.
 
         The tile is not larger than the result and has no more stages than steps, because the products of adapters are
@@ -41,7 +41,7 @@ class Tile:
         narrower, so that the kernel does not spill.
         """
         step = _size(block, 128 // itemsize)
-        return Tile(_size(rows, 128), _size(columns, 256 // itemsize), step, stages=min(3, pl.cdiv(depth, step)))
+        return GroupedTile(_size(rows, 128), _size(columns, 256 // itemsize), step, stages=min(3, pl.cdiv(depth, step)))
 
 
 def _size(extent: int, most: int) -> int:
@@ -54,13 +54,13 @@ def multiply(
     groups: Groups,
     transposed: bool,
     *,
-    tile: Tile | None = None,
+    tile: GroupedTile | None = None,
     interpret: bool = False,
 ) -> Float[Array, "m n"]:
     """Compute x W^T with the weight of each row's group, or x W if `transposed`, accumulated in float32."""
     block = len(x) // len(groups.block_group)
     width = weight.shape[2 if transposed else 1]
-    tile = tile or Tile.fitting(block, width, x.shape[1], x.shape[1], x.dtype.itemsize)
+    tile = tile or GroupedTile.fitting(block, width, x.shape[1], x.shape[1], x.dtype.itemsize)
     out = jax.ShapeDtypeStruct((len(x), width), x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
     call = pl.pallas_call(
         partial(_kernel, tile=tile, transposed=transposed),
@@ -76,7 +76,7 @@ def multiply(
         return call(groups.block_group, x, weight)
 
 
-def _kernel(group_ref, x_ref, weight_ref, out_ref, *, tile: Tile, transposed: bool):
+def _kernel(group_ref, x_ref, weight_ref, out_ref, *, tile: GroupedTile, transposed: bool):
     block, (groups, *_), depth = pl.program_id(0), weight_ref.shape, x_ref.shape[1]
     row, column = _span(block, tile.rows), _span(pl.program_id(1), tile.columns)
     in_columns = column < out_ref.shape[1]
@@ -105,12 +105,12 @@ def outer(
     x: Float[Array, "m i"],
     groups: Groups,
     *,
-    tile: Tile | None = None,
+    tile: GroupedTile | None = None,
     interpret: bool = False,
 ) -> Float[Array, "g o i"]:
     """Sum dy x^T over the rows of each group, accumulated in float32 in the order of the rows."""
     block = len(x) // len(groups.block_group)
-    tile = tile or Tile.fitting(dy.shape[1], x.shape[1], len(x), block, x.dtype.itemsize)
+    tile = tile or GroupedTile.fitting(dy.shape[1], x.shape[1], len(x), block, x.dtype.itemsize)
     shape = (len(groups.first) - 1, dy.shape[1], x.shape[1])
     out = jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
     call = pl.pallas_call(
@@ -127,7 +127,7 @@ def outer(
         return call(groups.first, dy, x)
 
 
-def _outer_kernel(first_ref, dy_ref, x_ref, out_ref, *, tile: Tile, steps: int):
+def _outer_kernel(first_ref, dy_ref, x_ref, out_ref, *, tile: GroupedTile, steps: int):
     row, column, group = _span(pl.program_id(0), tile.rows), _span(pl.program_id(1), tile.columns), pl.program_id(2)
     in_rows, in_columns = row < out_ref.shape[1], column < out_ref.shape[2]
 

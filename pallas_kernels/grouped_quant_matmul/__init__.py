@@ -10,8 +10,8 @@ from pallas_kernels.gpus import current_device
 from pallas_kernels.grouped_matmul import Groups, grouped_matmul
 from pallas_kernels.grouped_quant_matmul import fused
 from pallas_kernels.manual_axes import vary_over, varying_axes
-from pallas_kernels.quant_matmul.layout import FLOATS, Layout, Request, check, layout_of
-from pallas_kernels.registry import ANY_CARD, Backend
+from pallas_kernels.quant_matmul.layout import FLOATS, QuantRequest, WeightLayout, check, layout_of
+from pallas_kernels.registry import ANY_GPU, Backend
 
 __all__ = ["BACKENDS", "grouped_quant_matmul"]
 
@@ -22,15 +22,15 @@ FUSED_ROWS = 384
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _multiply_fused(x: Array, codes: Array, scales: Array, groups: Groups, layout: Layout) -> Array:
+def _multiply_fused(x: Array, codes: Array, scales: Array, groups: Groups, layout: WeightLayout) -> Array:
     return fused.multiply(x, codes, scales, groups, layout, transposed=False)
 
 
-def _forward(x: Array, codes: Array, scales: Array, groups: Groups, layout: Layout) -> tuple[Array, tuple]:
+def _forward(x: Array, codes: Array, scales: Array, groups: Groups, layout: WeightLayout) -> tuple[Array, tuple]:
     return _multiply_fused(x, codes, scales, groups, layout), (codes, scales, groups)
 
 
-def _backward(layout: Layout, residuals: tuple, dy: Array) -> tuple[Array, None, None, None]:
+def _backward(layout: WeightLayout, residuals: tuple, dy: Array) -> tuple[Array, None, None, None]:
     codes, scales, groups = residuals
     return fused.multiply(dy, codes, scales, groups, layout, transposed=True), None, None, None
 
@@ -38,7 +38,7 @@ def _backward(layout: Layout, residuals: tuple, dy: Array) -> tuple[Array, None,
 _multiply_fused.defvjp(_forward, _backward)
 
 
-def _multiply_dequantized(x: Array, codes: Array, scales: Array, groups: Groups, layout: Layout) -> Array:
+def _multiply_dequantized(x: Array, codes: Array, scales: Array, groups: Groups, layout: WeightLayout) -> Array:
     """Dequantize all weights in one kernel at each use, so again in the backward pass, and multiply."""
 
     @jax.checkpoint
@@ -52,8 +52,8 @@ def _multiply_dequantized(x: Array, codes: Array, scales: Array, groups: Groups,
 
 # In order of preference.
 BACKENDS = (
-    Backend("fused", _multiply_fused, quant_matmul.fused.refuses, {ANY_CARD: "interpreted tests"}),
-    Backend("dequantize", _multiply_dequantized, registry.never_refuses, {ANY_CARD: "tests"}),
+    Backend("fused", _multiply_fused, quant_matmul.fused.refuses, {ANY_GPU: "interpreted tests"}),
+    Backend("dequantize", _multiply_dequantized, registry.never_refuses, {ANY_GPU: "tests"}),
 )
 
 
@@ -82,6 +82,6 @@ def grouped_quant_matmul(
     rows = len(x) // len(codes)
     # The XLA backend of grouped_matmul needs dequantized weights.
     able_backends = BACKENDS if groups.backend != "xla" and rows <= FUSED_ROWS else BACKENDS[1:]
-    request = Request(layout, x.dtype, rows)
+    request = QuantRequest(layout, x.dtype, rows)
     chosen = registry.choose("grouped_quant_matmul", able_backends, current_device(), request)
     return chosen.run(x, codes, scales, groups, layout)

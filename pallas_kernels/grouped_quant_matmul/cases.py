@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.case import Case, asked
+from pallas_kernels.case import Case, bind_request
 from pallas_kernels.grouped_matmul import Groups
 from pallas_kernels.grouped_quant_matmul import fused
 from pallas_kernels.quant_matmul import fused as of_one
 from pallas_kernels.quant_matmul.elements import ELEMENTS
-from pallas_kernels.quant_matmul.layout import Request, layout_of
+from pallas_kernels.quant_matmul.layout import QuantRequest, layout_of
 
 DTYPE = jnp.dtype("bfloat16")
 # For a model: number of weights, their rows and columns; rows of x for 2048 tokens, and rows of a block of x.
@@ -30,7 +30,7 @@ def _cases() -> Iterator[Case]:
         layout = layout_of(stacked[0], stacked[1], None, elements)
         blocks: Any = jax.ShapeDtypeStruct((m // block,), jnp.int32)
         first: Any = jax.ShapeDtypeStruct((count + 1,), jnp.int32)
-        refuses = asked(of_one.refuses, Request(layout, DTYPE, m // count))
+        refuses = bind_request(of_one.refuses, QuantRequest(layout, DTYPE, m // count))
         for direction, size in (("forward", columns), ("backward", rows)):
             x = jax.ShapeDtypeStruct((m, size), DTYPE)
             multiply = partial(fused.multiply, layout=layout, transposed=direction == "backward")

@@ -15,13 +15,13 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import cost
 from pallas_kernels.grouped_matmul import Groups
-from pallas_kernels.quant_matmul.fused import decoded_tile, read_tile
-from pallas_kernels.quant_matmul.layout import Layout
-from pallas_kernels.quant_matmul.triton import kernel_operands, span, whole
+from pallas_kernels.quant_matmul.fused import decode_tile, read_tile
+from pallas_kernels.quant_matmul.layout import WeightLayout
+from pallas_kernels.quant_matmul.triton import kernel_operands, span, whole_array_spec
 
 
 @dataclass(frozen=True)
-class Tile:
+class GroupedQuantTile:
     """Block sizes of a program.
 
     Attributes:
@@ -44,10 +44,10 @@ def multiply(
     codes: UInt8[Array, "g o packed"],
     scales: Float[Array, "g blocks_o blocks_i"],
     groups: Groups,
-    layout: Layout,
+    layout: WeightLayout,
     transposed: bool,
     *,
-    tile: Tile | None = None,
+    tile: GroupedQuantTile | None = None,
     interpret: bool = False,
 ) -> Float[Array, "m n"]:
     """Compute x W^T with the weight of each row's group, or x W if `transposed`.
@@ -55,7 +55,7 @@ def multiply(
     `layout` describes all weights as one matrix, (g * o, i).
     """
     m, (count, height, packed_width) = len(x), codes.shape
-    tile = tile or Tile(m // len(groups.block_group))
+    tile = tile or GroupedQuantTile(m // len(groups.block_group))
     operands = kernel_operands(codes.reshape(count * height, packed_width), scales, None, layout)
     parts = layout.elements.packed
     width = layout.columns if transposed else height
@@ -65,8 +65,8 @@ def multiply(
     call = pl.pallas_call(
         partial(_transposed_kernel if transposed else _kernel, layout=layout, tile=tile, height=height),
         grid=(len(groups.block_group), pl.cdiv(width, tile.block_columns if transposed else tile.block_rows)),
-        in_specs=[whole(groups.block_group), whole(arranged), *map(whole, operands)],
-        out_specs=whole(out),
+        in_specs=[whole_array_spec(groups.block_group), whole_array_spec(arranged), *map(whole_array_spec, operands)],
+        out_specs=whole_array_spec(out),
         out_shape=out,
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
@@ -76,7 +76,7 @@ def multiply(
         return call(groups.block_group, arranged, *operands)
 
 
-def _kernel(group_ref, x_ref, *refs, layout: Layout, tile: Tile, height: int):
+def _kernel(group_ref, x_ref, *refs, layout: WeightLayout, tile: GroupedQuantTile, height: int):
     *stored, out_ref = refs
     parts, _, width = x_ref.shape
     row, x_rows = span(pl.program_id(1), tile.block_rows), span(pl.program_id(0), tile.block_m)
@@ -86,7 +86,7 @@ def _kernel(group_ref, x_ref, *refs, layout: Layout, tile: Tile, height: int):
     def step(k, total):
         stored_tile = read_tile(group * height + row, in_rows, k, stored, layout, tile.block_columns)
         byte = span(k, tile.block_columns // parts)
-        for part, weight in enumerate(decoded_tile(stored_tile, stored, layout, x_ref.dtype)):
+        for part, weight in enumerate(decode_tile(stored_tile, stored, layout, x_ref.dtype)):
             x = plgpu.load(x_ref.at[part, x_rows[:, None], byte[None, :]], mask=(byte < width)[None, :], other=0)
             total += plgpu.dot(weight, x.T)
         return total
@@ -96,7 +96,7 @@ def _kernel(group_ref, x_ref, *refs, layout: Layout, tile: Tile, height: int):
     plgpu.store(out_ref.at[x_rows[:, None], row[None, :]], total.T.astype(out_ref.dtype), mask=in_rows[None, :])
 
 
-def _transposed_kernel(group_ref, dy_ref, *refs, layout: Layout, tile: Tile, height: int):
+def _transposed_kernel(group_ref, dy_ref, *refs, layout: WeightLayout, tile: GroupedQuantTile, height: int):
     *stored, out_ref = refs
     parts, column_block = layout.elements.packed, pl.program_id(1)
     x_rows = span(pl.program_id(0), tile.block_m)
@@ -107,7 +107,7 @@ def _transposed_kernel(group_ref, dy_ref, *refs, layout: Layout, tile: Tile, hei
         in_rows = row < height
         stored_tile = read_tile(group * height + row, in_rows, column_block, stored, layout, tile.block_columns)
         dy = plgpu.load(dy_ref.at[x_rows[:, None], row[None, :]], mask=in_rows[None, :], other=0)
-        weights = decoded_tile(stored_tile, stored, layout, dy_ref.dtype)
+        weights = decode_tile(stored_tile, stored, layout, dy_ref.dtype)
         return tuple(total + plgpu.dot(dy, weight) for total, weight in zip(totals, weights))
 
     zeros = (jnp.zeros((tile.block_m, tile.block_columns // parts), jnp.float32),) * parts

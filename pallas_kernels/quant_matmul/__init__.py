@@ -12,16 +12,16 @@ from pallas_kernels.gpus import current_device
 from pallas_kernels.manual_axes import vary_over, varying_axes
 from pallas_kernels.quant_matmul import fused, triton, xla
 from pallas_kernels.quant_matmul.elements import ELEMENTS
-from pallas_kernels.quant_matmul.layout import FLOATS, Layout, Request, check, layout_of
+from pallas_kernels.quant_matmul.layout import FLOATS, QuantRequest, WeightLayout, check, layout_of
 from pallas_kernels.quant_matmul.tiles import fused_rows
-from pallas_kernels.registry import ANY_CARD, Backend
+from pallas_kernels.registry import ANY_GPU, Backend
 
 __all__ = ["BACKENDS", "DEQUANTIZE_BACKENDS", "ELEMENTS", "dequantize", "quant_matmul"]
 
 # Both lists of backends are in order of preference.
 DEQUANTIZE_BACKENDS = (
-    Backend("triton", triton.dequantize, triton.refuses, {ANY_CARD: "interpreted tests"}),
-    Backend("xla", xla.dequantize, registry.never_refuses, {ANY_CARD: "tests"}),
+    Backend("triton", triton.dequantize, triton.refuses, {ANY_GPU: "interpreted tests"}),
+    Backend("xla", xla.dequantize, registry.never_refuses, {ANY_GPU: "tests"}),
 )
 
 
@@ -55,14 +55,14 @@ def dequantize(
     return _dequantize(codes, scales, tensor_scale, layout, dtype, backend)
 
 
-def _dequantize(codes, scales, tensor_scale, layout: Layout, dtype: jnp.dtype, backend: str) -> Array:
-    request = Request(layout, dtype)
+def _dequantize(codes, scales, tensor_scale, layout: WeightLayout, dtype: jnp.dtype, backend: str) -> Array:
+    request = QuantRequest(layout, dtype)
     chosen = registry.choose("dequantize", DEQUANTIZE_BACKENDS, current_device(), request, backend)
     arrays = jax.lax.stop_gradient((codes, scales, tensor_scale))
     return chosen.run(*vary_over(varying_axes(*arrays), *arrays), layout, dtype)
 
 
-def _multiply_dequantized(x, codes, scales, tensor_scale, layout: Layout, transposed: bool) -> Array:
+def _multiply_dequantized(x, codes, scales, tensor_scale, layout: WeightLayout, transposed: bool) -> Array:
     weight = _dequantize(codes, scales, tensor_scale, layout, x.dtype, "auto")
     # float32 must not become TF32. The precision is explicit, because jax.default_matmul_precision may have another
     # value when the backward pass is traced.
@@ -71,8 +71,8 @@ def _multiply_dequantized(x, codes, scales, tensor_scale, layout: Layout, transp
 
 
 BACKENDS = (
-    Backend("fused", fused.multiply, fused.refuses, {ANY_CARD: "interpreted tests"}),
-    Backend("dequantize", _multiply_dequantized, registry.never_refuses, {ANY_CARD: "tests"}),
+    Backend("fused", fused.multiply, fused.refuses, {ANY_GPU: "interpreted tests"}),
+    Backend("dequantize", _multiply_dequantized, registry.never_refuses, {ANY_GPU: "tests"}),
 )
 
 
@@ -104,7 +104,7 @@ def quant_matmul(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _matmul(x, codes, scales, tensor_scale, layout: Layout, backend: str) -> Array:
+def _matmul(x, codes, scales, tensor_scale, layout: WeightLayout, backend: str) -> Array:
     return _product(x, codes, scales, tensor_scale, layout, backend, transposed=False)
 
 
@@ -120,9 +120,9 @@ def _backward(layout, backend, residuals, d_out):
 _matmul.defvjp(_forward, _backward)
 
 
-def _product(x, codes, scales, tensor_scale, layout: Layout, wanted: str, transposed: bool) -> Array:
+def _product(x, codes, scales, tensor_scale, layout: WeightLayout, wanted: str, transposed: bool) -> Array:
     """Compute x W^T, or x W if `transposed`, by the backend for this number of rows."""
     device = current_device()
     backends = BACKENDS if wanted != "auto" or len(x) <= fused_rows(device) else BACKENDS[1:]
-    chosen = registry.choose("quant_matmul", backends, device, Request(layout, x.dtype, len(x)), wanted)
+    chosen = registry.choose("quant_matmul", backends, device, QuantRequest(layout, x.dtype, len(x)), wanted)
     return chosen.run(x, codes, scales, tensor_scale, layout, transposed)

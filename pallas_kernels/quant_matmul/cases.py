@@ -6,10 +6,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.case import Case, asked
+from pallas_kernels.case import Case, bind_request
 from pallas_kernels.quant_matmul import fused, triton
 from pallas_kernels.quant_matmul.elements import ELEMENTS
-from pallas_kernels.quant_matmul.layout import Layout, Request, layout_of
+from pallas_kernels.quant_matmul.layout import QuantRequest, WeightLayout, layout_of
 
 ROWS, COLUMNS = 4096, 12288
 DTYPE = jnp.dtype("bfloat16")
@@ -28,7 +28,9 @@ BLOCKS = (
 MULTIPLIED = tuple(block for block in BLOCKS if block[0] not in ("fp4", "int4"))
 
 
-def _weight(elements: str, height: int, width: int) -> tuple[Layout, tuple[jax.ShapeDtypeStruct | None, ...], str]:
+def _weight(
+    elements: str, height: int, width: int
+) -> tuple[WeightLayout, tuple[jax.ShapeDtypeStruct | None, ...], str]:
     """Return a weight's layout, its arrays (codes, scales, tensor scale) and its name."""
     codes = jax.ShapeDtypeStruct((ROWS, COLUMNS // ELEMENTS[elements].packed), jnp.uint8)
     narrow = (elements, width) == ("e2m1", 16)
@@ -41,7 +43,7 @@ def _dequantize() -> Iterator[Case]:
     for block in BLOCKS:
         layout, weight, inputs = _weight(*block)
         function = partial(triton.dequantize, layout=layout, dtype=DTYPE)
-        refuses = asked(triton.refuses, Request(layout, DTYPE))
+        refuses = bind_request(triton.refuses, QuantRequest(layout, DTYPE))
         yield Case("dequantize", "triton", "forward", inputs, function, weight, refuses)
 
 
@@ -50,7 +52,7 @@ def _quant_matmul() -> Iterator[Case]:
     for block in MULTIPLIED:
         layout, weight, name = _weight(*block)
         for rows in (16, 256):
-            refuses = asked(fused.refuses, Request(layout, DTYPE, rows))
+            refuses = bind_request(fused.refuses, QuantRequest(layout, DTYPE, rows))
             for direction, size in (("forward", COLUMNS), ("backward", ROWS)):
                 arguments = (jax.ShapeDtypeStruct((rows, size), DTYPE), *weight)
                 function = partial(fused.multiply, layout=layout, transposed=direction == "backward")

@@ -16,12 +16,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from pallas_kernels.gpus import Device
 from pallas_kernels.quant_matmul import triton
-from pallas_kernels.quant_matmul.layout import Layout, Request, block_scales
-from pallas_kernels.quant_matmul.tiles import PROGRAMS, Tile, tile_for
-from pallas_kernels.quant_matmul.triton import decoded, kernel_operands, span, whole
+from pallas_kernels.quant_matmul.layout import QuantRequest, WeightLayout, block_scales
+from pallas_kernels.quant_matmul.tiles import PROGRAMS, QuantTile, tile_for
+from pallas_kernels.quant_matmul.triton import decode_bytes, kernel_operands, span, whole_array_spec
 
 
-def refuses(device: Device, request: Request) -> str | None:
+def refuses(device: Device, request: QuantRequest) -> str | None:
     """Return why these kernels cannot run a request on a device, or None."""
     if request.dtype == jnp.float32:
         return "no matrix unit multiplies float32, and without one it is slower than dequantizing the whole weight"
@@ -35,10 +35,10 @@ def multiply(
     codes: UInt8[Array, "o packed"],
     scales: Array,
     tensor_scale: Float[Array, ""] | None,
-    layout: Layout,
+    layout: WeightLayout,
     transposed: bool,
     *,
-    tile: Tile | None = None,
+    tile: QuantTile | None = None,
     splits: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "m n"]:
@@ -63,8 +63,8 @@ def multiply(
     out = pl.pallas_call(
         partial(kernel, layout=layout, tile=tile, steps=pl.cdiv(steps, splits)),
         grid=(tiles, blocks_m, splits),
-        in_specs=[whole(x), *map(whole, operands)],
-        out_specs=whole(out),
+        in_specs=[whole_array_spec(x), *map(whole_array_spec, operands)],
+        out_specs=whole_array_spec(out),
         out_shape=out,
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
         interpret=interpret,
@@ -73,7 +73,7 @@ def multiply(
     return out[0] if splits == 1 else jnp.sum(out, axis=0).astype(x.dtype)
 
 
-def _kernel(x_ref, *refs, layout: Layout, tile: Tile, steps: int):
+def _kernel(x_ref, *refs, layout: WeightLayout, tile: QuantTile, steps: int):
     *stored, out_ref = refs
     parts, m, width = x_ref.shape
     first = pl.program_id(2) * steps
@@ -88,7 +88,7 @@ def _kernel(x_ref, *refs, layout: Layout, tile: Tile, steps: int):
         next_tile = read(first + k + 1)
         byte = span(first + k, tile.block_columns // parts)
         mask = (x_rows < m)[:, None] & (byte < width)[None, :]
-        for part, weight in enumerate(decoded_tile(stored_tile, stored, layout, x_ref.dtype)):
+        for part, weight in enumerate(decode_tile(stored_tile, stored, layout, x_ref.dtype)):
             x = plgpu.load(x_ref.at[part, x_rows[:, None], byte[None, :]], mask=mask, other=0)
             total += plgpu.dot(weight, x.T)
         return next_tile, total
@@ -98,7 +98,7 @@ def _kernel(x_ref, *refs, layout: Layout, tile: Tile, steps: int):
     _store(out_ref, x_rows, row, total.T)
 
 
-def _transposed_kernel(x_ref, *refs, layout: Layout, tile: Tile, steps: int):
+def _transposed_kernel(x_ref, *refs, layout: WeightLayout, tile: QuantTile, steps: int):
     *stored, out_ref = refs
     m, height = x_ref.shape
     block, first = pl.program_id(0), pl.program_id(2) * steps
@@ -114,7 +114,7 @@ def _transposed_kernel(x_ref, *refs, layout: Layout, tile: Tile, steps: int):
         row = span(first + k, tile.block_rows)
         mask = (x_rows < m)[:, None] & (row < height)[None, :]
         x = plgpu.load(x_ref.at[x_rows[:, None], row[None, :]], mask=mask, other=0)
-        weights = decoded_tile(stored_tile, stored, layout, x_ref.dtype)
+        weights = decode_tile(stored_tile, stored, layout, x_ref.dtype)
         return next_tile, tuple(total + plgpu.dot(x, weight) for total, weight in zip(totals, weights))
 
     parts = layout.elements.packed
@@ -125,7 +125,7 @@ def _transposed_kernel(x_ref, *refs, layout: Layout, tile: Tile, steps: int):
 
 
 def read_tile(
-    row: Int[Array, " r"], in_rows: Bool[Array, " r"], column_block: Array, stored, layout: Layout, columns: int
+    row: Int[Array, " r"], in_rows: Bool[Array, " r"], column_block: Array, stored, layout: WeightLayout, columns: int
 ) -> tuple[Array, Array]:
     """Load codes and scales of rows of a weight, in a block of `columns` columns.
 
@@ -145,13 +145,13 @@ def read_tile(
     return code, plgpu.load(scales_ref.at[scale_row[:, None] + column[None, :]], mask=in_weight, other=0)
 
 
-def decoded_tile(held: tuple[Array, Array], stored, layout: Layout, dtype) -> tuple[Array, ...]:
+def decode_tile(held: tuple[Array, Array], stored, layout: WeightLayout, dtype) -> tuple[Array, ...]:
     """Decode the tile of `read_tile`: one array (rows, bytes), or one of the high and one of the low four bits."""
     _, _, tensor_scale_ref, *table = stored
     code, scale = held
     factor = block_scales(scale, tensor_scale_ref[0])
     factor = factor if factor.ndim == 2 else factor[:, None]
-    return tuple((value * factor).astype(dtype) for value in decoded(code, layout, *table))
+    return tuple((value * factor).astype(dtype) for value in decode_bytes(code, layout, *table))
 
 
 def _store(out_ref, row, column, value) -> None:

@@ -12,7 +12,7 @@ FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """The shape of a weight (rows, columns) that has one scale per block of (block_rows, block_columns).
 
     Attributes:
@@ -36,7 +36,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Request:
+class QuantRequest:
     """The static properties of a call, from which each backend's `refuses` decides whether it can run it.
 
     Attributes:
@@ -45,12 +45,12 @@ class Request:
         rows: rows of x; None: the result is the weight itself.
     """
 
-    layout: Layout
+    layout: WeightLayout
     dtype: Any
     rows: int | None = None
 
 
-def layout_of(codes: Any, scales: Any, tensor_scale: Any, kind: str) -> Layout:
+def layout_of(codes: Any, scales: Any, tensor_scale: Any, kind: str) -> WeightLayout:
     """Return the layout of a weight from shapes and dtypes. Raises ValueError if they do not fit together."""
     check(kind in ELEMENTS, f"unknown elements {kind!r}; choose from {', '.join(map(repr, ELEMENTS))}")
     check(codes.dtype == jnp.uint8, f"codes are uint8, not {codes.dtype}")
@@ -78,7 +78,7 @@ def layout_of(codes: Any, scales: Any, tensor_scale: Any, kind: str) -> Layout:
             tensor_scale.shape == () and tensor_scale.dtype == jnp.float32,
             f"tensor_scale is one float32, not {tensor_scale.dtype} {tensor_scale.shape}",
         )
-    return Layout(kind, rows, columns, rows // scales.shape[0], block_columns)
+    return WeightLayout(kind, rows, columns, rows // scales.shape[0], block_columns)
 
 
 def check(ok: bool, message: str) -> None:

@@ -24,7 +24,7 @@ def fused_rows(device: Device) -> int:
 
 
 @dataclass(frozen=True)
-class Tile:
+class QuantTile:
     """Block sizes of a program.
 
     Attributes:
@@ -40,9 +40,9 @@ class Tile:
     warps: int
 
 
-def tile_for(m: int) -> Tile:
+def tile_for(m: int) -> QuantTile:
     """Return the tile for m rows of x.
 
     It was chosen from compile reports: three or more programs fit a multiprocessor, and none spills.
     """
-    return Tile(block_m=min(64, max(16, pl.next_power_of_2(m))), block_rows=64, block_columns=64, warps=4)
+    return QuantTile(block_m=min(64, max(16, pl.next_power_of_2(m))), block_rows=64, block_columns=64, warps=4)

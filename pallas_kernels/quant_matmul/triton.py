@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from pallas_kernels.gpus import Capability, Device, current_device
 from pallas_kernels.manual_axes import vary_over, varying_axes
-from pallas_kernels.quant_matmul.layout import Layout, Request, block_scales
+from pallas_kernels.quant_matmul.layout import QuantRequest, WeightLayout, block_scales
 
 AMPERE: Capability = (8, 0)
 ADA: Capability = (8, 9)  # the first that converts float8_e4m3fn in one instruction
@@ -19,7 +19,7 @@ ADA: Capability = (8, 9)  # the first that converts float8_e4m3fn in one instruc
 CODES, COLUMNS, WARPS = 2048, 512, 8
 
 
-def refuses(device: Device, request: Request) -> str | None:
+def refuses(device: Device, request: QuantRequest) -> str | None:
     """Return why this kernel cannot run a request on a device, or None."""
     if device.capability is None or device.capability < AMPERE:
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"
@@ -30,7 +30,7 @@ def dequantize(
     codes: UInt8[Array, "o packed"],
     scales: Array,
     tensor_scale: Float[Array, ""] | None,
-    layout: Layout,
+    layout: WeightLayout,
     dtype: DTypeLike,
     *,
     interpret: bool = False,
@@ -50,8 +50,8 @@ def dequantize(
     return pl.pallas_call(
         partial(_kernel, layout=layout, rows=rows, columns=columns),
         grid=(pl.cdiv(len(codes), rows), pl.cdiv(codes.shape[1], columns)),
-        in_specs=[whole(x) for x in operands],
-        out_specs=whole(out),
+        in_specs=[whole_array_spec(x) for x in operands],
+        out_specs=whole_array_spec(out),
         out_shape=out,
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
@@ -59,7 +59,7 @@ def dequantize(
     )(*operands).reshape(layout.rows, layout.columns)
 
 
-def _kernel(codes_ref, scales_ref, tensor_scale_ref, *refs, layout: Layout, rows: int, columns: int):
+def _kernel(codes_ref, scales_ref, tensor_scale_ref, *refs, layout: WeightLayout, rows: int, columns: int):
     *table, out_ref = refs
     row, column = span(pl.program_id(0), rows), span(pl.program_id(1), columns)
     in_rows, in_columns = row < codes_ref.shape[0], column < codes_ref.shape[1]
@@ -72,7 +72,7 @@ def _kernel(codes_ref, scales_ref, tensor_scale_ref, *refs, layout: Layout, rows
     factor = block_scales(scale, tensor_scale_ref[0])[:, None]
     mask = in_rows[:, None] & in_columns[None, :]
     code = plgpu.load(codes_ref.at[row[:, None], column[None, :]], mask=mask, other=0)
-    values = [(value * factor).astype(out_ref.dtype) for value in decoded(code, layout, *table)]
+    values = [(value * factor).astype(out_ref.dtype) for value in decode_bytes(code, layout, *table)]
     # Interleave the two values of each byte.
     value = values[0] if len(values) == 1 else jnp.stack(values, axis=-1).reshape(rows, -1)
     column = span(pl.program_id(1), value.shape[1])
@@ -85,7 +85,7 @@ def span(block: Array, size: int) -> Int[Array, " size"]:
     return block * size + jnp.arange(size, dtype=jnp.int32)
 
 
-def decoded(code: UInt8[Array, "*tile"], layout: Layout, *table) -> tuple[Float[Array, "*tile"], ...]:
+def decode_bytes(code: UInt8[Array, "*tile"], layout: WeightLayout, *table) -> tuple[Float[Array, "*tile"], ...]:
     """Decode bytes to float32 values: one array, or one of the high and one of the low four bits.
 
     A table is read from memory: its 64 bytes are one line of the L1 cache, so a warp's 32 loads are one access. Fifteen
@@ -100,7 +100,7 @@ def decoded(code: UInt8[Array, "*tile"], layout: Layout, *table) -> tuple[Float[
     return tuple(plgpu.load(table[0].at[nibble.astype(jnp.int32)]) for nibble in nibbles)
 
 
-def kernel_operands(codes: Array, scales: Array, tensor_scale: Array | None, layout: Layout) -> tuple[Array, ...]:
+def kernel_operands(codes: Array, scales: Array, tensor_scale: Array | None, layout: WeightLayout) -> tuple[Array, ...]:
     """Return codes, flat scales, tensor_scale (1,), and the table of values if elements are looked up."""
     one = jnp.ones(1, jnp.float32) if tensor_scale is None else tensor_scale.reshape(1)
     table = () if layout.elements.arithmetic else (jnp.asarray(layout.elements.values, jnp.float32),)
@@ -108,6 +108,6 @@ def kernel_operands(codes: Array, scales: Array, tensor_scale: Array | None, lay
     return vary_over(varying_axes(*operands), *operands)
 
 
-def whole(x: Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
+def whole_array_spec(x: Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
     """Return a BlockSpec that gives every program the whole array; the program indexes its part."""
     return pl.BlockSpec(x.shape, lambda *program: (0,) * len(x.shape))

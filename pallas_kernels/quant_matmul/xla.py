@@ -4,14 +4,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels.quant_matmul.layout import Layout, block_scales
+from pallas_kernels.quant_matmul.layout import WeightLayout, block_scales
 
 
 def dequantize(
     codes: UInt8[Array, "o packed"],
     scales: Array,
     tensor_scale: Float[Array, ""] | None,
-    layout: Layout,
+    layout: WeightLayout,
     dtype: DTypeLike,
 ) -> Float[Array, "o i"]:
     """Return the dequantized weight, computed in float32."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.config.schema import Mesh, Optim
+from jaxtune.config.schema import MeshOptions, OptimOptions
 from jaxtune.optim.build import Step, Trained, build
 from jaxtune.parallel.mesh import make_mesh
 from pallas_kernels import aot
@@ -17,12 +17,12 @@ SHAPES = {"gate": (LAYERS, 12288, 4096), "embed": (151936, 4096), "norm": (LAYER
 SPECS = {"gate": jax.P(None, "tensor", "fsdp"), "embed": jax.P("tensor", "fsdp"), "norm": jax.P(None, "fsdp")}
 
 
-def compiled_update(mesh: Mesh, devices: int) -> aot.Compiled:
+def compiled_update(mesh: MeshOptions, devices: int) -> aot.Compiled:
     """The update of all parameters in bfloat16, in place."""
     made = make_mesh(mesh, aot.devices("h100", per_host=devices))
     names = {name: tuple(f"{name}.{number}" for number in range(LAYERS)) for name in SHAPES}
     trained = {name: Trained(names[name], (LAYERS,)) for name in ("gate", "norm")} | {"embed": Trained(("embed",))}
-    optimizer = build(Optim(name="adamw_8bit"), trained, LAYERS)
+    optimizer = build(OptimOptions(name="adamw_8bit"), trained, LAYERS)
 
     def arrays() -> dict[str, jax.ShapeDtypeStruct]:
         places = {name: jax.NamedSharding(made, SPECS[name]) for name in SHAPES}
@@ -34,7 +34,9 @@ def compiled_update(mesh: Mesh, devices: int) -> aot.Compiled:
 
 
 @pytest.mark.every_jax
-@pytest.mark.parametrize(("mesh", "devices"), [(Mesh(), 1), (Mesh(fsdp=2, tensor=2), 4)], ids=["one", "four"])
+@pytest.mark.parametrize(
+    ("mesh", "devices"), [(MeshOptions(), 1), (MeshOptions(fsdp=2, tensor=2), 4)], ids=["one", "four"]
+)
 def test_a_parameter_is_one_kernel_and_nothing_else_has_its_size(mesh, devices):
     compiled = compiled_update(mesh, devices)
     assert sum(compiled.custom_calls.values()) == len(SHAPES) == len(compiled.kernels)

@@ -16,7 +16,7 @@ from gpu.predicted import Read
 
 from jaxtune.host.process import GPU_OPTIONS
 from jaxtune.plan.calibration import PLAUSIBLE, with_value
-from jaxtune.plan.launches import executed, read_program
+from jaxtune.plan.launches import count_executed, read_program
 from jaxtune.plan.prediction import xla_options
 from jaxtune.plan.rates import KERNELS, SCENARIOS
 from pallas_kernels import aot
@@ -51,7 +51,7 @@ def compiled(rate: str, case: str) -> Read:
     options = {**GPU_OPTIONS, **xla_options(GPU), **held[0].options}
     made = aot.compile_for(GPU, held[0].function, *shapes, mesh=mesh, compiler_options=options)
     program = read_program(made.hlo)
-    return Read(GPU, program, executed(made.thunks, program.trips))
+    return Read(GPU, program, count_executed(made.thunks, program.trips))
 
 
 CASES = [(rate, case) for rate, (_, cases) in assumptions.PROGRAMS.items() for case in cases]

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from compiled_steps import README, SIZES, compiled_step
+from compiled_steps import README, SIZES, compile_recipe_step
 
 from jaxtune.parallel.pipeline_schedule import schedule
 from jaxtune.plan.launches import COLLECTIVES, Launch, read_program
@@ -36,7 +36,7 @@ def compiled_on(recipe: str, size: str, mesh: str, gpu: str = "h100"):
     axes = {f"mesh__{axis}": count for axis, count in (part.split("=") for part in mesh.split()) if axis != "fsdp"}
     length = {"data__seq_len": str(2048 * GPUS)} if axes.keys() & {"mesh__context", "mesh__sequence"} else {}
     rows = int(axes.get("mesh__tensor", 1))
-    return compiled_step(recipe, size, "block", GPUS, rows, gpu, train__grad_accum_steps="1", **length, **axes)
+    return compile_recipe_step(recipe, size, "block", GPUS, rows, gpu, train__grad_accum_steps="1", **length, **axes)
 
 
 def gathered(hlo: str) -> list[str]:
@@ -62,7 +62,9 @@ def test_memory_and_exchanges_are_in_the_readme(recipe, size, mesh):
 
 def through_stages(order: str, micro_batches: int):
     options = {"mesh__stage": "4", "data__seq_len": "8192", "parallel__pipeline": order}
-    return compiled_step("qwen_full", "8B", "block", GPUS, 1, train__grad_accum_steps=str(micro_batches), **options)
+    return compile_recipe_step(
+        "qwen_full", "8B", "block", GPUS, 1, train__grad_accum_steps=str(micro_batches), **options
+    )
 
 
 @pytest.mark.parametrize("micro_batches", [8, 32])
@@ -95,7 +97,7 @@ def test_1f1b_holds_no_more_activations_of_more_micro_batches_and_fewer_than_gpi
 def test_a_row_of_millions_of_tokens_fits_and_is_in_the_readme(recipe, tokens, offloaded, at_most):
     options = {"mesh__sequence": str(GPUS), "data__seq_len": str(tokens)}
     options |= {f"memory__offload_{part}": "True" for part in offloaded.split()}
-    memory = compiled_step(recipe, "8B", "offload", GPUS, 1, **options).memory
+    memory = compile_recipe_step(recipe, "8B", "offload", GPUS, 1, **options).memory
     assert memory.peak <= at_most
     cells = f"| `{recipe}` | {tokens:,} | {', '.join(f'`{part}`' for part in offloaded.split())} |"
     row = re.search(re.escape(cells) + r" ([\d.]+) \| ([\d.]+) \|", README.read_text())
@@ -107,7 +109,7 @@ def test_a_row_of_millions_of_tokens_fits_and_is_in_the_readme(recipe, tokens, o
 def test_devices_exchange_positions_for_heads_and_nothing_else_of_a_row():
     """Queries, keys, values and outputs: forward, in the block's recomputation, and their gradients."""
     options = {"mesh__sequence": str(GPUS), "data__seq_len": "65536"}
-    compiled = compiled_step("qwen_lora", "8B", "block", GPUS, 1, **options)
+    compiled = compile_recipe_step("qwen_lora", "8B", "block", GPUS, 1, **options)
     exchanges, size = compiled.collectives["all-to-all"]
     assert exchanges == 12
     heads = SIZES["8B"][3] + 2 * 8 + SIZES["8B"][3]
@@ -119,7 +121,7 @@ def test_devices_exchange_positions_for_heads_and_nothing_else_of_a_row():
 def test_devices_that_keep_their_positions_gather_keys_and_values_and_nothing_else_of_a_row():
     """In the forward pass and in the block's recomputation; their gradients are reduce-scattered."""
     options = {"mesh__context": str(GPUS), "data__seq_len": "65536"}
-    compiled = compiled_step("qwen_lora", "8B", "block", GPUS, 1, **options)
+    compiled = compile_recipe_step("qwen_lora", "8B", "block", GPUS, 1, **options)
     assert "all-to-all" not in compiled.collectives
     whole = "bf16[65536,8,128]"
     assert [shape for shape in gathered(compiled.hlo) if "65536" in shape and not shape.startswith("s32")] == 4 * [
@@ -159,7 +161,7 @@ def beside_products(launches: list[Launch]) -> float:
 
 def test_sums_over_the_tensor_axis_are_scattered_over_positions():
     """After attention and feed-forward, in forward, backward and recomputation; no all-reduce remains in a layer."""
-    compiled = compiled_step("qwen_full", "8B", "block", GPUS, 8, mesh__tensor="8")
+    compiled = compile_recipe_step("qwen_full", "8B", "block", GPUS, 8, mesh__tensor="8")
     assert compiled.collectives["reduce-scatter"][0] == 5
     sums = re.findall(r"= \(?\(?(\w+)\[([\d,]+)\].* all-reduce(?:-start)?\(", compiled.hlo)
     large = [(dtype, shape) for dtype, shape in sums if shape.count(",")]
@@ -178,7 +180,7 @@ def test_tokens_are_gathered_or_sent_to_their_experts_alone(dispatch):
     """A token is sent to each of its 8 experts, with room for a quarter more rows because routing may be uneven."""
     options = {"mesh__expert": str(GPUS), "experts__dispatch": dispatch, "train__grad_accum_steps": "1"}
     rows, hidden = 4, SIZES["30B-A3B"][0]
-    compiled = compiled_step("qwen3_30b_a3b_qlora", "30B-A3B", "block", GPUS, rows, **options)
+    compiled = compile_recipe_step("qwen3_30b_a3b_qlora", "30B-A3B", "block", GPUS, rows, **options)
     assert all(kernel.spill_bytes == 0 for kernel in compiled.kernels)
     sent = " ".join(re.findall(r"= (.*) all-to-all(?:-start)?\(", compiled.hlo))
     is_sent = f"bf16[{rows * 2048 * 8 * 5 // 4},{hidden}]" in sent

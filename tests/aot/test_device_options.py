@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from jaxtune.config.schema import Config, Device, Mesh
+from jaxtune.config.schema import Config, DeviceOptions, MeshOptions
 from jaxtune.errors import UserError
 from jaxtune.host.process import GPU_OPTIONS, compiler_options
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.plan.launches import executed, read_program
+from jaxtune.plan.launches import count_executed, read_program
 from pallas_kernels import aot
 
 LAYERS = 5
@@ -20,13 +20,13 @@ LAYERS = 5
 
 @pytest.fixture
 def mesh():
-    return make_mesh(Mesh(), aot.devices("h100"))
+    return make_mesh(MeshOptions(), aot.devices("h100"))
 
 
 @pytest.mark.every_jax
 @pytest.mark.parametrize("command_buffers", ["auto", "off"])
 def test_cuda_graphs_are_of_a_layer_or_none(mesh, command_buffers):
-    options = compiler_options(Config(device=Device(command_buffers=command_buffers)))
+    options = compiler_options(Config(device=DeviceOptions(command_buffers=command_buffers)))
 
     def layers(x, weights):
         def layer(x, weight):
@@ -41,7 +41,7 @@ def test_cuda_graphs_are_of_a_layer_or_none(mesh, command_buffers):
 
     x, weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 512), (LAYERS, 512, 512)))
     compiled = aot.compile_for("h100", layers, x, weights, mesh=mesh, compiler_options=options)
-    found = executed(compiled.thunks, read_program(compiled.hlo).trips)
+    found = count_executed(compiled.thunks, read_program(compiled.hlo).trips)
     if command_buffers == "auto":
         assert LAYERS <= found["graphs"] <= LAYERS + 1 and found["in graphs"] >= 6 * LAYERS
     else:
@@ -54,6 +54,6 @@ def test_what_the_user_says_in_xla_flags_is_not_contradicted(mesh, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=FUSION --xla_gpu_enable_triton_gemm=true")
     left = {name: value for name, value in GPU_OPTIONS.items() if name != "xla_gpu_enable_triton_gemm"}
     assert compiler_options(config) == left
-    config = dataclasses.replace(config, device=Device(command_buffers="off"))
+    config = dataclasses.replace(config, device=DeviceOptions(command_buffers="off"))
     with pytest.raises(UserError, match="device.command_buffers = 'off': XLA_FLAGS sets it too; remove one of the two"):
         compiler_options(config)

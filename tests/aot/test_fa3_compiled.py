@@ -58,10 +58,10 @@ def test_packed_rows_in_layers_over_a_mesh():
     assert "= (bf16[1000,4,128]{2,1,0}, bf16[1000,2,128]{2,1,0}, bf16[1000,2,128]{2,1,0}," in backward
     assert "window_size_left = 299" in forward and "window_size_left = 299" in backward
     pairs = 300 * 301 / 2 + 200 * 300
-    assert cost.flops_said(forward) == pytest.approx(2 * 2 * 2 * 4 * 128 * pairs, rel=1e-5)
-    assert cost.flops_said(backward) == pytest.approx(2 * 5 * 2 * 4 * 128 * pairs, rel=1e-5)
+    assert cost.read_flops(forward) == pytest.approx(2 * 2 * 2 * 4 * 128 * pairs, rel=1e-5)
+    assert cost.read_flops(backward) == pytest.approx(2 * 5 * 2 * 4 * 128 * pairs, rel=1e-5)
     sums = 4 * (1000 + 10 * 64) + 2 * 2 * (1000 + 10 * 128)
-    assert cost.scratch_said(compiled.hlo) == 4 * 128 * sums < compiled.memory.temporaries
+    assert cost.read_scratch(compiled.hlo) == 4 * 128 * sums < compiled.memory.temporaries
 
 
 def test_dense_rows():

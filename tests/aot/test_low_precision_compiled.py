@@ -7,22 +7,22 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtune.config.schema import Mesh
+from jaxtune.config.schema import MeshOptions
 from jaxtune.host.process import compiler_options
 from jaxtune.parallel.layout import by_token, sharding
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.random import Noise
-from jaxtune.precision.fp8 import Fp8Numbers
+from jaxtune.precision.fp8 import Fp8Matmul
 from jaxtune.precision.matmul import MAXIMA, LowPrecision
-from jaxtune.precision.nvfp4 import Nvfp4Numbers
+from jaxtune.precision.nvfp4 import Nvfp4Matmul
 from jaxtune.quant import nvfp4_format
 from pallas_kernels import aot
 
 # Rows of tokens, unequal to any weight's rows and columns; a model's width and its MLP's; layers.
 ROWS, LENGTH, HIDDEN, INTERMEDIATE, LAYERS = 2, 1536, 4096, 12_288, 3
 F8_CALL, NVFP4_CALL, BF16_CALL = "__cublas$lt$matmul$f8", "__cudnn$blockScaledDot", "__cublas$lt$matmul"
-FP8, FP8_ROTATED = Fp8Numbers(hadamard=False, online=False), Fp8Numbers(hadamard=True, online=False)
-NVFP4 = Nvfp4Numbers(stochastic_rounding=True, hadamard=True, four_over_six=True)
+FP8, FP8_ROTATED = Fp8Matmul(hadamard=False, online=False), Fp8Matmul(hadamard=True, online=False)
+NVFP4 = Nvfp4Matmul(stochastic_rounding=True, hadamard=True, four_over_six=True)
 
 
 def leaf(numbers, shape, axes, trained: bool, delayed: bool = False) -> LowPrecision:
@@ -34,7 +34,7 @@ def leaf(numbers, shape, axes, trained: bool, delayed: bool = False) -> LowPreci
 
 def compiled(numbers, *, trained: bool, card: str = "h100", cards: int = 1, delayed: bool = False) -> aot.Compiled:
     """Gradients of an MLP's two linear layers, scanned over layers; their outputs are saved for the backward pass."""
-    mesh = make_mesh(Mesh(fsdp=cards), aot.devices(card, per_host=cards))
+    mesh = make_mesh(MeshOptions(fsdp=cards), aot.devices(card, per_host=cards))
     up = leaf(numbers, (INTERMEDIATE, HIDDEN), ("mlp", "embed"), trained, delayed)
     down = leaf(numbers, (HIDDEN, INTERMEDIATE), ("embed", "mlp"), trained, delayed)
     x = jax.ShapeDtypeStruct(

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from compiled_steps import SIZES, check_readme, compiled_step
+from compiled_steps import SIZES, check_readme, compile_recipe_step
 
 # recipe, memory.remat, rows of 2048 tokens, maximum gigabytes
 STEPS = [
@@ -20,7 +20,7 @@ STEPS = [
 
 @pytest.mark.parametrize(("recipe", "remat", "rows", "most"), STEPS)
 def test_memory_is_within_the_bound_and_in_the_readme(recipe, remat, rows, most):
-    memory = compiled_step(recipe, "8B", remat, rows=rows).memory
+    memory = compile_recipe_step(recipe, "8B", remat, rows=rows).memory
     assert memory.peak <= most * 1e9
     check_readme(f"| `{recipe}` | {rows} x 2048 | {remat} |", memory)
 
@@ -29,7 +29,7 @@ def test_memory_is_within_the_bound_and_in_the_readme(recipe, remat, rows, most)
 @pytest.mark.every_jax
 def test_every_product_of_a_frozen_weight_is_an_fp8_call_and_no_weight_is_copied():
     """Seven linear layers, forward and backward; only the adapters and the head are not in FP8."""
-    compiled = compiled_step("qwen_fp8", "8B", "none", rows=3)  # 6144 tokens, unequal to any side of a weight
+    compiled = compile_recipe_step("qwen_fp8", "8B", "none", rows=3)  # 6144 tokens, unequal to any side of a weight
     assert compiled.custom_calls["__cublas$lt$matmul$f8"] == 14
     hidden, _, intermediate, _ = SIZES["8B"]
     weights = {(a, b) for a in (1024, hidden, intermediate) for b in (1024, hidden, intermediate) if hidden in (a, b)}
@@ -46,7 +46,7 @@ def test_every_product_of_a_frozen_weight_is_an_fp8_call_and_no_weight_is_copied
 @pytest.mark.every_jax
 def test_no_gradient_is_summed_over_the_tokens_in_bfloat16():
     """Norms sum by a reduction, the embedding by token positions; long sums in bfloat16 would stop growing early."""
-    hlo = compiled_step("qwen_full_8bit", "8B", "block", rows=1).hlo
+    hlo = compile_recipe_step("qwen_full_8bit", "8B", "block", rows=1).hlo
     assert not re.findall(r"= bf16\[[\d,]*\]\S* reduce\(.*", hlo)
     scattered = re.findall(r"= bf16\[[\d,]*\]\S* scatter\(.*", hlo)
     assert scattered and all("unique_indices=true" in line for line in scattered)
@@ -54,7 +54,7 @@ def test_no_gradient_is_summed_over_the_tokens_in_bfloat16():
 
 @pytest.mark.every_jax
 def test_the_8_bit_update_holds_no_moments_of_all_layers_in_float32():
-    memory = compiled_step("qwen_full_8bit", "8B", "block", rows=1).memory
+    memory = compile_recipe_step("qwen_full_8bit", "8B", "block", rows=1).memory
     weights = 8.19e9
     assert memory.arguments <= (2 + 2.05) * weights
     # Weights, gradients, 8-bit moments; activations, and a float32 embedding and head, take less than a byte a weight.

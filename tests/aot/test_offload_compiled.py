@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from compiled_steps import README, compiled_step
+from compiled_steps import README, compile_recipe_step
 
 from pallas_kernels.gpus import GPUS
 
@@ -25,7 +25,7 @@ STEPS = [
 @pytest.mark.parametrize(("gpu", "recipe", "size", "tokens", "remat", "parts"), STEPS)
 def test_a_step_fits_and_is_in_the_readme(gpu, recipe, size, tokens, remat, parts):
     options = {f"memory__offload_{part}": "True" for part in parts}
-    compiled = compiled_step(recipe, size, remat, 1, rows=1, gpu=gpu, data__seq_len=str(tokens), **options)
+    compiled = compile_recipe_step(recipe, size, remat, 1, rows=1, gpu=gpu, data__seq_len=str(tokens), **options)
     memory = compiled.memory
     assert memory.peak <= USABLE * GPUS[gpu].memory
     cells = f"| {GPUS[gpu].kind} | `{recipe}` | {size} | {tokens:,} | {remat} | {', '.join(parts)} |"
@@ -38,6 +38,8 @@ def test_a_step_fits_and_is_in_the_readme(gpu, recipe, size, tokens, remat, part
 def test_an_array_of_all_layers_is_in_the_hosts_memory_alone():
     """For weights, moments and gradients: every array of 36 layers that the program names is in memory space 5."""
     options = {f"memory__offload_{part}": "True" for part in FULL}
-    hlo = compiled_step("qwen_full_8bit", "8B", "block", 1, rows=1, gpu="rtx4090", data__seq_len="2048", **options).hlo
+    hlo = compile_recipe_step(
+        "qwen_full_8bit", "8B", "block", 1, rows=1, gpu="rtx4090", data__seq_len="2048", **options
+    ).hlo
     stacks = re.findall(r"\b\w+\[36,\d{4,},\d{3,}\]\{[^}]*\}", hlo)
     assert stacks and all("S(5)" in stack for stack in stacks)

@@ -6,12 +6,12 @@ import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from compiled_steps import compiled_step, model_config
+from compiled_steps import compile_recipe_step, model_config
 
 from jaxtune.hlo import Module, root
 from jaxtune.plan import __main__ as plan
 from jaxtune.plan.calibration import scenarios
-from jaxtune.plan.launches import executed, read_program
+from jaxtune.plan.launches import count_executed, read_program
 from jaxtune.plan.rates import SCENARIOS, step_ms
 
 MICRO_BATCHES = 4
@@ -21,9 +21,9 @@ EXPECTED = {"qwen_lora": (5088, 295.8, 280.3), "qwen_fp8": (7946, 333.3, 240.9)}
 
 @pytest.mark.parametrize("recipe", EXPECTED)
 def test_launches_bytes_and_predicted_time_of_a_step(recipe):
-    compiled = compiled_step(recipe, "8B", "none")
+    compiled = compile_recipe_step(recipe, "8B", "none")
     program = read_program(compiled.hlo)
-    starts = executed(compiled.thunks, program.trips)
+    starts = count_executed(compiled.thunks, program.trips)
     central = SCENARIOS["central"]
     found = (
         sum(launch.count for launch in program.launches),
@@ -39,7 +39,7 @@ def test_launches_bytes_and_predicted_time_of_a_step(recipe):
 
 
 def test_the_lines_behind_a_product_and_what_graphs_hold():
-    program = read_program(compiled_step("qwen_lora", "8B", "none").hlo)
+    program = read_program(compile_recipe_step("qwen_lora", "8B", "none").hlo)
     sources = {frame.file for launch in program.launches if launch.kind == "product" for frame in launch.frames}
     assert {"jaxtune/models/layers/linear.py", "jaxtune/lora/lora.py", "jaxtune/models/layers/mlp.py"} <= sources
 
@@ -77,7 +77,7 @@ def test_a_row_of_half_a_million_tokens_fits_one_gpu_with_residuals_on_the_host(
 @pytest.mark.every_jax
 def test_a_stack_that_is_not_filled_with_zeros_is_written_whole():
     """By a compiler option in host/process.py: the loop has one iteration per element, and each writes one element."""
-    module = Module.parse(compiled_step("qwen_lora", "8B", "none").hlo)
+    module = Module.parse(compile_recipe_step("qwen_lora", "8B", "none").hlo)
     loops = [(c, i) for c in module.computations.values() for i in c.values() if i.opcode == "while"]
     unfilled = 0
     for computation, loop in loops:

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from compiled_steps import CONFIGS, SIZES, check_readme, compiled_step
+from compiled_steps import CONFIGS, SIZES, check_readme, compile_recipe_step
 
 # recipe, model, remat, rows of 2048 tokens, maximum gigabytes
 STEPS = [
@@ -27,7 +27,7 @@ STEPS = [
 
 @pytest.mark.parametrize(("recipe", "size", "remat", "rows", "most"), STEPS)
 def test_memory_is_within_the_bound_and_in_the_readme(recipe, size, remat, rows, most):
-    memory = compiled_step(recipe, size, remat, rows=rows).memory
+    memory = compile_recipe_step(recipe, size, remat, rows=rows).memory
     assert memory.peak <= most * 1e9
     base = recipe.removeprefix("qwen_qlora_").upper()
     check_readme(f"| {base} | {size} | {rows} x 2048 | {remat} |", memory)
@@ -43,7 +43,7 @@ def test_memory_is_within_the_bound_and_in_the_readme(recipe, size, remat, rows,
 )
 def test_of_experts_only_the_products_that_tokens_need_are_compiled(recipe, base, size, experts, widths, most):
     """Within the given memory, and without an array of tokens, experts and features."""
-    compiled = compiled_step(recipe, size, "block", rows=1)
+    compiled = compile_recipe_step(recipe, size, "block", rows=1)
     assert compiled.memory.peak <= most * 1e9
     check_readme(f"| {base} | {size} | 1 x 2048 | block |", compiled.memory)
     said = float(re.search(r"A row of 2048 tokens: ([\d.]+) GB", (CONFIGS / f"{recipe}.py").read_text())[1])
@@ -70,7 +70,7 @@ MIXTURES = [
 def test_a_large_mixture_fits_as_the_readme_says(base, size, cards, most):
     """With the recipe of Qwen3-30B-A3B: on one GPU in bfloat16, or on eight, which share the weights."""
     format = "None" if base == "BF16" else base.lower()
-    compiled = compiled_step("qwen3_30b_a3b_qlora", size, "block", cards, rows=1, quant__format=format)
+    compiled = compile_recipe_step("qwen3_30b_a3b_qlora", size, "block", cards, rows=1, quant__format=format)
     assert compiled.memory.peak <= most * 1e9
     assert all(kernel.spill_bytes == 0 for kernel in compiled.kernels)
     check_readme(f"| {base} | {size} | {cards} | 1 x 2048 | block |", compiled.memory)
@@ -79,7 +79,7 @@ def test_a_large_mixture_fits_as_the_readme_says(base, size, cards, most):
 @pytest.mark.parametrize("remat", ["none", pytest.param("block", marks=pytest.mark.every_jax)])
 def test_a_weight_is_dequantized_for_each_product_and_never_kept(remat):
     """Seven linear layers, forward and backward: a recomputed forward pass shares the backward's dequantized weight."""
-    compiled = compiled_step("qwen_qlora_nf4", "8B", remat)
+    compiled = compile_recipe_step("qwen_qlora_nf4", "8B", remat)
     kernels = [kernel.name for kernel in compiled.kernels]
     assert any("dequantize" in name for name in kernels)
     assert all(kernel.spill_bytes == 0 for kernel in compiled.kernels)
@@ -94,7 +94,10 @@ def test_a_weight_is_dequantized_for_each_product_and_never_kept(remat):
 
 
 def test_four_gpus_gather_codes_not_weights():
-    one, four = compiled_step("qwen_qlora_nf4", "8B", "block"), compiled_step("qwen_qlora_nf4", "8B", "block", cards=4)
+    one, four = (
+        compile_recipe_step("qwen_qlora_nf4", "8B", "block"),
+        compile_recipe_step("qwen_qlora_nf4", "8B", "block", cards=4),
+    )
     assert four.memory.arguments < 0.3 * one.memory.arguments
     hidden, _, intermediate, heads = SIZES["8B"]
     layer = hidden * (3 * intermediate + 128 * (2 * heads + 2 * 8))

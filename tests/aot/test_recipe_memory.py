@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from compiled_steps import CONFIGS, compiled_step
+from compiled_steps import CONFIGS, compile_recipe_step
 
 # recipe, model, remat, maximum gigabytes (the usable memory of a 24 GB GPU)
 RECIPES = [("gemma3_lora", "Gemma 3 4B", "none", 23.9), ("qwen3_5_lora", "Qwen3.5 9B", "block", 23.9)]
@@ -14,7 +14,7 @@ RECIPES = [("gemma3_lora", "Gemma 3 4B", "none", 23.9), ("qwen3_5_lora", "Qwen3.
 
 @pytest.mark.parametrize(("recipe", "size", "remat", "most"), RECIPES)
 def test_memory_is_within_the_bound_and_in_the_docstring(recipe, size, remat, most):
-    compiled = compiled_step(recipe, size, remat)
+    compiled = compile_recipe_step(recipe, size, remat)
     peak = compiled.memory.peak / 1e9
     assert peak <= most
     assert all(kernel.spill_bytes == 0 for kernel in compiled.kernels)

@@ -12,7 +12,7 @@ from compiled_steps import LENGTH, SIZES, check_readme
 
 from jaxtune.plan.launches import read_program
 
-compiled_step = partial(compiled_steps.compiled_step, "qwen_lora")
+compiled_step = partial(compiled_steps.compile_recipe_step, "qwen_lora")
 # One size on every version of jax, because its XLA decides which call a product becomes and what it keeps in float32.
 SMALL_AND_LARGE = ("0.6B", pytest.param("8B", marks=pytest.mark.every_jax))
 
@@ -106,7 +106,7 @@ def test_four_gpus_gather_layer_by_layer():
 
 def test_products_hide_the_reduce_scatter_of_each_weight():
     """All weights of 0.6B on 8 GPUs: a layer's seven are not combined, and all but the last overlap with work."""
-    program = read_program(compiled_steps.compiled_step("qwen_full", "0.6B", cards=8).hlo)
+    program = read_program(compiled_steps.compile_recipe_step("qwen_full", "0.6B", cards=8).hlo)
     scattered = [launch for launch in program.launches if launch.kind == "reduce-scatter" and launch.count >= 28]
     beside = [{other.kind for other in launch.beside or ()} for launch in scattered]
     assert len(scattered) >= 6 and sum("product" in kinds for kinds in beside) >= 4, beside

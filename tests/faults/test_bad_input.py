@@ -15,7 +15,7 @@ from tiny import byte_tokenizer
 
 from jaxtune.config.schema import Dataset
 from jaxtune.data.cache.documents import tokenize
-from jaxtune.data.formats.labels import names_in
+from jaxtune.data.formats.labels import read_label_names
 from jaxtune.data.reading.sources import open_source
 from jaxtune.errors import UserError
 
@@ -148,7 +148,7 @@ def test_labels_that_are_not_those_of_a_classifier_are_named(tmp_path, labels, c
     file = tmp_path / "data.jsonl"
     file.write_bytes(b"\n".join(line(text="a", label=label) for label in labels))
     with pytest.raises(UserError, match=message):
-        names_in((Dataset(path=str(file), type="classification"),), count)
+        read_label_names((Dataset(path=str(file), type="classification"),), count)
 
 
 def test_a_sample_without_its_label_or_text_is_named(tokenizer, tmp_path):
@@ -156,8 +156,8 @@ def test_a_sample_without_its_label_or_text_is_named(tokenizer, tmp_path):
     file.write_bytes(line(text="a", label="good") + b"\n" + line(text="a") + b"\n" + line(label="bad"))
     entries = (Dataset(path=str(file), type="classification"),)
     with pytest.raises(UserError, match=rf"{file}:2: missing column 'label' \(target_column\); it has text"):
-        names_in(entries)
-    assert names_in(entries, on_bad_row="skip") == ("bad", "good")
+        read_label_names(entries)
+    assert read_label_names(entries, on_bad_row="skip") == ("bad", "good")
     assert tokenize(entries, tokenizer, tmp_path / "cache", "skip", ("bad", "good")).skipped == 2
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import with_special_tokens
+from tiny import add_special_tokens
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jaxtune.config.schema import Chat
+from jaxtune.config.schema import ChatOptions
 from jaxtune.data.chat.chat_template import ChatTemplate
-from jaxtune.data.chat.encoding import Encoder, Refused, Rendered
+from jaxtune.data.chat.encoding import Encoder, Rendered, UntrainableSample
 from jaxtune.data.chat.messages import Message, check_messages, check_tools
 from jaxtune.errors import UserError
 from jaxtune.hf.chat_templates import NAMED, find_template
@@ -96,14 +96,14 @@ def tokenizer_of(name: str, words: tuple[str, ...] = ()) -> PreTrainedTokenizerF
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate((*words, "<unk>"))}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?\w+| ?[^\w\s]+|\s+"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = with_special_tokens(tokenizer, special, bos, eos)
+    fast = add_special_tokens(tokenizer, special, bos, eos)
     fast.chat_template = find_template(name, fast.get_vocab())
     return fast
 
 
 def render(name: str, case: str, tokenizer: PreTrainedTokenizerFast, say=lambda line: None):
     tools = check_tools([{"type": "function", "function": LOOK_UP}]) if case in ("tools", TEXT) else None
-    chat = Chat(agent_template="hermes" if case == TEXT else None)
+    chat = ChatOptions(agent_template="hermes" if case == TEXT else None)
     return ChatTemplate(tokenizer, say, chat).render(check_messages(CASES[case]), tools)
 
 
@@ -139,7 +139,7 @@ def table(name: str, case: str) -> str:
     lines = []
     try:
         document, tokenizer, tokens = encode(name, case, lines.append)
-    except (Refused, UserError) as error:
+    except (UntrainableSample, UserError) as error:
         return f"== {case}\n{type(error).__name__}: {error}\n"
     roles = owners(document, check_messages(CASES[case]))
     position = 0

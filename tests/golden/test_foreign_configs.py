@@ -10,7 +10,7 @@ import pytest
 
 from jaxtune.config import foreign, keys, load_recipe, read_recipe
 from jaxtune.config.option_rules import every_option
-from jaxtune.config.yaml_file import Written
+from jaxtune.config.yaml_file import YamlFile
 
 HERE = pathlib.Path(__file__).parent
 EXAMPLES = HERE / "foreign"
@@ -24,7 +24,7 @@ def record(path: pathlib.Path) -> str:
         for key, option, section in every_option(config)
         if (value := getattr(section, option.key.rpartition(".")[2])) != option.default and not keys.has_entries(key)
     ]
-    return "\n".join([*config.opening_lines, "", *changed, ""])
+    return "\n".join([*config.startup_notes, "", *changed, ""])
 
 
 @pytest.mark.parametrize("dialect", foreign.DIALECTS)
@@ -71,5 +71,5 @@ def test_any_value_of_an_option_is_translated_or_answered(dialect):
             if prefix:
                 of = next(outer for outer, one in foreign.table(dialect).items() if name in one.of)
                 options = {of: [{"path": "a", "type": "instruction", name: value}]}
-            translation = foreign.translate(Written(options, {}), dialect)
+            translation = foreign.translate(YamlFile(options, {}), dialect)
             assert any(line.option.endswith(name) for line in translation.lines), (name, value)

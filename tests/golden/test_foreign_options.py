@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from jaxtune.config import foreign, keys, read_recipe
-from jaxtune.config.foreign import Option
-from jaxtune.config.option_rules import inside
+from jaxtune.config.foreign import ForeignOption
+from jaxtune.config.option_rules import in_interval
 from jaxtune.config.schema import Config
-from jaxtune.config.yaml_file import Written
+from jaxtune.config.yaml_file import YamlFile
 
 # The minimal file of each system.
 LEAST: dict[str, dict[str, Any]] = {
@@ -689,7 +689,7 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 }
 
 
-def options(dialect: str) -> Iterator[tuple[str, str, Option]]:
+def options(dialect: str) -> Iterator[tuple[str, str, ForeignOption]]:
     """Yield (list whose entries have the option, its name, its row)."""
     for name, row in foreign.table(dialect).items():
         yield "", name, row
@@ -704,7 +704,7 @@ ALONE = [
 ]
 
 
-def promises(row: Option, key: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+def promises(row: ForeignOption, key: str) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield values of an option, and the translation of each."""
     for text, ours in row.values.items():
         value = {"true": True, "false": False}.get(str(text).lower(), text)
@@ -737,7 +737,8 @@ def another(key: str, default: Any) -> Any:
     return next(
         value
         for value in candidates
-        if value not in (option.default, default) and (isinstance(value, str | list) or inside(value, option.within))
+        if value not in (option.default, default)
+        and (isinstance(value, str | list) or in_interval(value, option.within))
     )
 
 
@@ -803,7 +804,7 @@ def test_an_option_without_a_meaning_here_is_answered_by_its_reason(dialect):
             source = {**LEAST[dialect], name: value}
             if entries:
                 source = {**LEAST[dialect], entries: [{"path": "a", "type": "text", name: value}]}
-            lines = {line.option: line for line in foreign.translate(Written(source, {}), dialect).lines}
+            lines = {line.option: line for line in foreign.translate(YamlFile(source, {}), dialect).lines}
             line = lines[f"{entries}[0].{name}" if entries else name]
             fits = value is row.sample or not line.wrong
             assert (line.text == row.reason and not line.settings) if fits else "expected a value" in line.text, name
@@ -814,8 +815,8 @@ def test_what_is_not_there_yet_is_an_error_unless_it_is_the_default(dialect):
     for name, row in foreign.table(dialect).items():
         if not row.later:
             continue
-        for value in ([row.default] if row.default is not Option().default else []) + ["another"]:
-            translation = foreign.translate(Written({**LEAST[dialect], name: value}, {}), dialect)
+        for value in ([row.default] if row.default is not ForeignOption().default else []) + ["another"]:
+            translation = foreign.translate(YamlFile({**LEAST[dialect], name: value}, {}), dialect)
             (line,) = [line for line in translation.lines if line.option == name]
             assert line.wrong == (value == "another") and not line.settings
             assert [name in problem.keys for problem in translation.problems] == [True] * line.wrong

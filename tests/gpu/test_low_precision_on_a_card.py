@@ -20,10 +20,10 @@ from unit.precision.reference import (
 from jaxtune.errors import UserError
 from jaxtune.host.process import compiler_options
 from jaxtune.parallel.layout import by_token
-from jaxtune.precision.fp8 import Fp8Numbers
+from jaxtune.precision.fp8 import Fp8Matmul
 from jaxtune.precision.hadamard import SIGNED
 from jaxtune.precision.matmul import LowPrecision
-from jaxtune.precision.nvfp4 import Nvfp4Numbers
+from jaxtune.precision.nvfp4 import Nvfp4Matmul
 from jaxtune.precision.recipes import check_device
 from pallas_kernels.gpus import current_device
 
@@ -74,7 +74,7 @@ def test_fp8_products_are_those_of_the_rounded_sides(hadamard):
     turn = rotated_in_blocks if hadamard else np.asarray
     e4m3 = lambda matrix: in_fp8(turn(matrix), ml_dtypes.float8_e4m3fn)  # noqa: E731
     e5m2 = lambda matrix: in_fp8(turn(matrix), ml_dtypes.float8_e5m2)  # noqa: E731
-    y, dx, dw = products(Fp8Numbers(hadamard, online=False), x, w, dy)
+    y, dx, dw = products(Fp8Matmul(hadamard, online=False), x, w, dy)
     assert_close(y, e4m3(tokens(x)) @ e4m3(w).T)
     assert_close(dx, e5m2(tokens(dy)) @ e4m3(w.T.copy()).T)
     assert relative(dw, plain(x, w, dy)[2]) < 0.08
@@ -89,7 +89,7 @@ def test_nvfp4_products_are_those_of_the_rounded_sides(four_over_six):
     rounded = lambda matrix: in_nvfp4(matrix, four_over_six=four_over_six)  # noqa: E731
     turn = lambda matrix: rotated_in_blocks(filled(matrix), SIGNED)  # noqa: E731
     weight = in_nvfp4(w, rows=16, four_over_six=four_over_six)
-    y, dx, dw = products(Nvfp4Numbers(False, True, four_over_six), x, w, dy)
+    y, dx, dw = products(Nvfp4Matmul(False, True, four_over_six), x, w, dy)
     sides = rounded(turn(dy)), rounded(turn(x))
     expected = rounded(tokens(x)) @ weight.T, rounded(tokens(dy)) @ weight, sides[0] @ sides[1].T
     for found, wanted in zip((y, dx, dw), expected):
@@ -105,7 +105,7 @@ def filled(array):
 @pytest.mark.usefixtures("fp8_units")
 def test_a_frozen_weight_gives_what_it_gives_when_it_is_rounded_at_use():
     x, w, dy = case(LENGTH)
-    numbers = Fp8Numbers(hadamard=False, online=False)
+    numbers = Fp8Matmul(hadamard=False, online=False)
     made = numbers.make(jnp.asarray(w), AXES)
     for frozen, at_use in zip(products(numbers, x, w, dy, made)[:2], products(numbers, x, w, dy)):
         np.testing.assert_array_equal(frozen, at_use)

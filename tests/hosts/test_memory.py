@@ -5,7 +5,7 @@ import pathlib
 import subprocess
 import sys
 
-from tiny import byte_tokenizer, model_folder
+from tiny import byte_tokenizer, write_model_folder
 
 ROOT = pathlib.Path(__file__).parents[2]
 # 67 million weights; the largest matrix has a sixteenth.
@@ -57,7 +57,7 @@ print("RESULT", *(round(size / whole, 2) for size in (load, saved, exported)))
 
 def test_no_process_holds_a_whole_model(tmp_path):
     """Loading holds its half and a stack of layers; saving, a copy of its half; exporting, one matrix at a time."""
-    model_folder(tmp_path / "model", **SIZES)
+    write_model_folder(tmp_path / "model", **SIZES)
     byte_tokenizer(tmp_path / "model")
     command = [sys.executable, "-m", "jaxtune.launch", "--processes=2", "--devices-per-process=1"]
     command += [f"--log-dir={tmp_path}", "--", sys.executable, "-c", TOGETHER, str(tmp_path)]

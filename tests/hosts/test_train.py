@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from runs import call, metrics, recipe, run
-from tiny import model_folder
+from tiny import write_model_folder
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = (sys.executable, "-m", "jaxtune.launch")
@@ -34,10 +34,10 @@ def workers(launcher: subprocess.Popen) -> list[int]:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """Return a folder with the recipe and its undisturbed run on one device, `one`."""
-    return undisturbed(tmp_path_factory.mktemp("home"))
+    return train_undisturbed(tmp_path_factory.mktemp("home"))
 
 
-def undisturbed(home: Path) -> Path:
+def train_undisturbed(home: Path) -> Path:
     """Return the folder, with the run on one device that others must equal."""
     call(*training(home, "one", rows=12))
     return home
@@ -49,7 +49,7 @@ def training(home: Path, name: str, rows: int, *options: str) -> list[str]:
     return ["jaxtune.train", f"--config={recipe(home)}", *(f"--config.{setting}" for setting in settings)]
 
 
-def losses_are_those_of_one(home: Path, name: str) -> None:
+def check_losses(home: Path, name: str) -> None:
     expected, losses = (
         {row["step"]: row["loss"] for row in metrics(home / "runs" / run) if "loss" in row} for run in ("one", name)
     )
@@ -87,7 +87,7 @@ def test_two_processes_one_killed_then_hanging_and_resumed_as_one(home, tmp_path
 
     output = run(*together, devices=4)
     assert "resumed from step" in output
-    losses_are_those_of_one(home, "two")
+    check_losses(home, "two")
 
 
 def test_hosts_may_change_in_number_between_starts(home):
@@ -96,7 +96,7 @@ def test_hosts_may_change_in_number_between_starts(home):
     call(*training(home, "elastic", 3, *data), devices=4)
     call(*training(home, "elastic", 6, *data, "ckpt.resume=8"), devices=2)
     assert "resumed from step 16" in call(*training(home, "elastic", 4, *data, "ckpt.resume=16"), devices=3)
-    losses_are_those_of_one(home, "elastic")
+    check_losses(home, "elastic")
 
 
 def test_two_processes_read_one_stream_and_one_goes_on_with_it(home, tmp_path):
@@ -121,7 +121,7 @@ def test_two_processes_read_one_stream_and_one_goes_on_with_it(home, tmp_path):
 
 def test_two_processes_score_a_teacher_as_one(home, tmp_path):
     """Each process writes its own part and reads it again; the single process reads the newest file."""
-    model_folder(home / "teacher", hidden_size=64)
+    write_model_folder(home / "teacher", hidden_size=64)
     options = (
         f"distill.teacher={home / 'teacher'}",
         "distill.top_k=8",

@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from runs import conversations, model_folder
+from runs import model_folder, write_conversations
 
 # Dimensions that are whole blocks of 16, and matrices large enough for 8-bit moments.
 SIZES = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
@@ -26,7 +26,7 @@ def home(request, tmp_path_factory):
     """Return a folder with a tiny Qwen3 (with the file's SIZES, if any), some conversations and a folder of text."""
     folder = tmp_path_factory.mktemp("home")
     model_folder(folder / "model", **getattr(request.module, "SIZES", SIZES))
-    conversations(folder / "chat.jsonl")
+    write_conversations(folder / "chat.jsonl")
     (folder / "text").mkdir()
     for i in range(20):
         (folder / "text" / f"{i}.txt").write_text("the quick brown fox jumps over the lazy dog. " * (i + 1))

@@ -1,7 +1,7 @@
 """A user's work with a recipe: train, be interrupted, resume, evaluate, export, load elsewhere.
 
-`journey` trains in processes that are killed by SIGKILL and resumed. For other recipes `row` calls the same commands in
-this process and interrupts the run by removing its newest checkpoint.
+`check_killed_run` trains in processes that are killed by SIGKILL and resumed. For other recipes `check_resumed_run` calls the same
+commands in this process and interrupts the run by removing its newest checkpoint.
 """
 
 import shutil
@@ -10,30 +10,30 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import call, losses, metrics, recipe_command, run, start, until_step
+from runs import call, losses, metrics, recipe_command, run, start, wait_for_step
 
 STEPS, KILLED_AT, SAVED = 8, 5, 6
 
 
-def journey(home: Path, recipe: str, **options) -> Path:
+def check_killed_run(home: Path, recipe: str, **options) -> Path:
     """Kill and resume a run, compare its numbers with an uninterrupted run in this process, and return its folder."""
     stem = recipe.removesuffix(".py")
     call(*recipe_command(home, recipe, f"{stem}-whole", **options))
     command = recipe_command(home, recipe, f"{stem}-killed", **options)
     folder = home / "runs" / f"{stem}-killed"
     process = start(*command)
-    until_step(process, folder, KILLED_AT)
+    wait_for_step(process, folder, KILLED_AT)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert "resumed from step" in run(*command)
     assert losses(folder) == losses(home / "runs" / f"{stem}-whole")
     trained = [row["loss"] for row in metrics(folder) if "loss" in row]
     assert len(trained) == STEPS and trained[-1] < trained[0]
-    evaluates_to_its_last_loss(command, folder)
+    check_last_eval_loss(command, folder)
     return folder
 
 
-def row(home: Path, recipe: str, name: str, **options) -> tuple[Path, str]:
+def check_resumed_run(home: Path, recipe: str, name: str, **options) -> tuple[Path, str]:
     """Train in this process, resume from the checkpoint before the last, expect equal bits; return (folder, output)."""
     command = recipe_command(home, recipe, name, **{"ckpt.save_steps": SAVED, **options})
     folder = home / "runs" / name
@@ -45,18 +45,18 @@ def row(home: Path, recipe: str, name: str, **options) -> tuple[Path, str]:
     assert losses(folder) == whole
     trained = [row["loss"] for row in metrics(folder) if "loss" in row]
     assert len(trained) == STEPS and trained[-1] < trained[0]
-    evaluates_to_its_last_loss(command, folder)
+    check_last_eval_loss(command, folder)
     return folder, output
 
 
-def evaluates_to_its_last_loss(command: list[str], folder: Path) -> None:
+def check_last_eval_loss(command: list[str], folder: Path) -> None:
     """Check that `evaluate` finds the eval_loss that training ended with."""
     expected = [row["eval_loss"] for row in metrics(folder) if "eval_loss" in row][-1]
     evaluated = call("jaxtune.evaluate", f"--run={folder}", *command[1:])
     assert abs(float(evaluated.split("eval_loss ")[1].split()[0]) - expected) <= 1e-5
 
 
-def loads_in_transformers(exported: Path, base: Path | None = None, adapter: Path | None = None, within: float = 0.0):
+def load_in_transformers(exported: Path, base: Path | None = None, adapter: Path | None = None, within: float = 0.0):
     """Load a model in transformers; its logits are finite and equal peft's to `within` times the largest."""
     torch = pytest.importorskip("torch", reason="loading the results needs torch (Python 3.11 here)")
     import peft

@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from benchmark_tasks import OF_TASKS, without_those_of_the_harness, write_tasks
+from benchmark_tasks import TASK_OPTIONS, hide_harness_tasks, write_tasks
 from hub_server import HubServer
 from huggingface_hub import ModelCard
 from runs import call, metrics, model_folder, recipe_command
@@ -140,11 +140,11 @@ def test_any_model_is_evaluated_by_a_recipe(home, adapter):
 def test_benchmark_tasks_are_asked_of_a_run_and_of_any_model(home, adapter, monkeypatch):
     """By the command and from Python; the exported adapter gets the scores of its run."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
-    without_those_of_the_harness(monkeypatch)
+    hide_harness_tasks(monkeypatch)
     (home / "tasks").mkdir()
     flags = (f"--include_path={write_tasks(home / 'tasks')}", "--limit=2", "--num_fewshot=1", "--apply_chat_template")
     printed = call("jaxtune.evaluate", f"--run={adapter}", "--tasks=tiny_*", *flags)
-    assert all(f"|{name}" in printed for name in OF_TASKS)
+    assert all(f"|{name}" in printed for name in TASK_OPTIONS)
     (written,) = (adapter / "lm_eval").glob("2-*.json")
     of_run = json.loads(written.read_text())
     assert of_run["config"]["model_args"] == {"run": "adapter", "step": 2}
@@ -262,7 +262,7 @@ def test_a_run_is_started_again_in_place(home, adapter):
     assert "this run is finished: 2 of 2 steps" in call(*again[0].split())
     (adapter / "export" / "README.md").unlink()  # as after a kill during the export
     with HubServer() as hub, pytest.MonkeyPatch.context() as patch:
-        hub.is_the_hub(patch)
+        hub.use_as_hub(patch)
         output = call(*again[0].split(), "--config.export.push_to_hub=ada/trained")
         assert "this run is finished" not in output and f"uploaded: {hub.url}/ada/trained" in output
         assert hub.repos == {"ada/trained": contents(adapter / "export")}
@@ -277,7 +277,7 @@ def test_an_export_is_uploaded_once_it_is_known_that_it_can_be(home, adapter, mo
     assert "nothing is uploaded without --push_to_hub" in call(*export[:-1], "--private", code=2)
     assert not (home / "pushed").exists()
     with HubServer() as hub, pytest.MonkeyPatch.context() as patch:
-        hub.is_the_hub(patch)
+        hub.use_as_hub(patch)
         assert f"uploaded: {hub.url}/ada/mine" in call(*export, "--private")
         assert hub.repos == {"ada/mine": contents(home / "pushed")} and hub.private == {"ada/mine"}
     card = (home / "pushed" / "README.md").read_text()

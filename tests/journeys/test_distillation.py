@@ -4,9 +4,9 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from journey import loads_in_transformers, row
+from journey import check_resumed_run, load_in_transformers
 from runs import call, metrics, recipe_command
-from tiny import byte_tokenizer, model_folder
+from tiny import byte_tokenizer, write_model_folder
 
 OPTIONS = {"model.dtype": "float32", "precision.recipe": "fp32", "distill.top_k": 16}
 
@@ -15,7 +15,7 @@ OPTIONS = {"model.dtype": "float32", "precision.recipe": "fp32", "distill.top_k"
 def teacher(home):
     """Train a wider model with the student's tokens and more embeddings on the conversations; return its export."""
     sizes = dict(hidden_size=128, intermediate_size=128, head_dim=32, vocab_size=300)
-    model_folder(home / "large", **sizes)
+    write_model_folder(home / "large", **sizes)
     options = {
         "model.path": home / "large",
         "model.dtype": "float32",
@@ -28,13 +28,13 @@ def teacher(home):
 
 def test_a_student_nears_its_teacher_and_resumes_exactly(home, teacher):
     options = {**OPTIONS, "distill.teacher": teacher}
-    folder, output = row(home, "qwen_distill.py", "distilled", **options)
+    folder, output = check_resumed_run(home, "qwen_distill.py", "distilled", **options)
     assert output.count("distill.teacher: scoring") == 1
     first, *_, last = [row for row in metrics(folder) if "loss" in row]
     assert last["divergence"] < first["divergence"] and last["divergence"] == last["loss"]
     assert last["cross_entropy"] < first["cross_entropy"]
     assert all("eval_perplexity" in row for row in metrics(folder) if "eval_loss" in row)
-    loads_in_transformers(folder / "export")
+    load_in_transformers(folder / "export")
     # The teacher's scores are cached, also for other losses on the same tokens.
     other_loss = {"distill.divergence": "js", "distill.weight": 0.5, "train.max_steps": 8}
     again = call(*recipe_command(home, "qwen_distill.py", "distilled-js", **options, **other_loss))
@@ -50,7 +50,7 @@ def test_adapters_of_a_student_learn_from_a_teacher_with_adapters(home):
     lora = {"lora.enabled": True, "lora.rank": 4, "model.dtype": "float32", "precision.recipe": "fp32"}
     call(*recipe_command(home, "qwen_lora.py", "adapter", **{**lora, "train.max_steps": 24}))
     options = {**OPTIONS, **lora, "distill.teacher": home / "runs" / "adapter" / "export"}
-    folder, _ = row(home, "qwen_distill.py", "distilled-adapters", **options)
+    folder, _ = check_resumed_run(home, "qwen_distill.py", "distilled-adapters", **options)
     first, *_, last = [row for row in metrics(folder) if "loss" in row]
     assert last["divergence"] < first["divergence"] / 2
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from runs import call, conversations, losses, metrics, recipe
+from runs import call, losses, metrics, recipe, write_conversations
 
 
 @pytest.fixture(scope="module")
@@ -13,8 +13,8 @@ def home(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("evaluation")
     recipe(folder)
     recipe(folder, lora=True)
-    conversations(folder / "one.jsonl", 8)
-    conversations(folder / "other.jsonl", 5)
+    write_conversations(folder / "one.jsonl", 8)
+    write_conversations(folder / "other.jsonl", 5)
     entries = "".join(f"dataset(path={str(folder / name)!r} + '.jsonl', name={name!r}), " for name in ("one", "other"))
     named = f"    config.data.eval_datasets = ({entries})\n    config.data.validation_split = 0\n    return config\n"
     (folder / "named.py").write_text((folder / "tiny.py").read_text().replace("    return config\n", named))

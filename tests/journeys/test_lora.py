@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from journey import journey, loads_in_transformers, row
+from journey import check_killed_run, check_resumed_run, load_in_transformers
 from runs import call, run
 
 
 def test_qwen_lora_trains_is_killed_resumes_exports_and_loads(home):
-    folder = journey(home, "qwen_lora.py")
+    folder = check_killed_run(home, "qwen_lora.py")
     call("jaxtune.export", f"--run={folder}", f"--output={home / 'merged'}", "--merge")
     call("jaxtune.generate", f"--model={home / 'merged'}", "--prompt=say 3", "--chat", "--max_new_tokens=8")
     run("jaxtune.export", f"--run={folder}", f"--output={home / 'five'}", devices=5)  # the export uses four of the five
@@ -40,6 +40,6 @@ def test_an_adapter_that_begins_as_a_part_of_the_weight_resumes_exactly_and_load
         "lora.modules_to_save": "('norm',)",
         "model.dtype": "float32",
     }
-    folder, _ = row(home, "qwen_lora.py", "pissa", **options)
+    folder, _ = check_resumed_run(home, "qwen_lora.py", "pissa", **options)
     call("jaxtune.export", f"--run={folder}", f"--output={home / 'pissa-merged'}", "--merge")
-    loads_in_transformers(home / "pissa-merged", home / "model", folder / "export", within=1e-4)
+    load_in_transformers(home / "pissa-merged", home / "model", folder / "export", within=1e-4)

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from runs import call, losses, metrics
-from tiny import model_folder
+from tiny import write_model_folder
 
 from jaxtune.models import families
 
@@ -23,7 +23,7 @@ def home(tmp_path, monkeypatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         Path(name).write_text(text)
-    folder = model_folder(tmp_path / "model", architectures=["LlamaForCausalLM"])
+    folder = write_model_folder(tmp_path / "model", architectures=["LlamaForCausalLM"])
     described = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(described | {"model_type": "smol"}))
     rows = [{"question": f"say {i}", "reply": "red green blue"[: i % 14]} for i in range(60)]

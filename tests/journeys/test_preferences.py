@@ -3,8 +3,8 @@
 import math
 
 import pytest
-from journey import loads_in_transformers, row
-from runs import answers, call, metrics, recipe_command
+from journey import check_resumed_run, load_in_transformers
+from runs import call, metrics, recipe_command, write_answers
 
 ADAPTER = {"lora.rank": 4, "model.dtype": "float32", "precision.recipe": "fp32"}
 WHOLE = {"lora.enabled": False, "model.dtype": "float32", "precision.recipe": "fp32", "optim.learning_rate": 1e-3}
@@ -13,14 +13,14 @@ WHOLE = {"lora.enabled": False, "model.dtype": "float32", "precision.recipe": "f
 @pytest.fixture(scope="module")
 def data(home):
     """Return {form: options}: pairs, and single answers labelled as wanted or not."""
-    files = {form: answers(home / f"{form}.jsonl", paired=form == "pairs") for form in ("pairs", "answers")}
+    files = {form: write_answers(home / f"{form}.jsonl", paired=form == "pairs") for form in ("pairs", "answers")}
     options = {"data.datasets[0].type": "auto", "data.seq_len": 128}
     return {form: {"data.datasets[0].path": file, **options} for form, file in files.items()}
 
 
 def test_adapters_learn_which_answer_is_better(home, data):
     """At the first step DPO prefers neither answer, and its loss is ln 2; later it prefers the chosen answers."""
-    folder, _ = row(home, "qwen_dpo.py", "dpo", **ADAPTER, **data["pairs"])
+    folder, _ = check_resumed_run(home, "qwen_dpo.py", "dpo", **ADAPTER, **data["pairs"])
     first, *_, last = [row for row in metrics(folder) if "loss" in row]
     assert abs(first["loss"] - math.log(2)) <= 1e-6 and first["rewards/margins"] == 0 and first["pairs"] > 0
     assert last["rewards/margins"] > 0.1 and last["rewards/accuracies"] > 0.9
@@ -28,12 +28,12 @@ def test_adapters_learn_which_answer_is_better(home, data):
     assert evaluated["eval_rewards/accuracies"] > 0.9 and "eval_perplexity" not in evaluated
     exported = home / "dpo-exported"
     call("jaxtune.export", f"--run={folder}", f"--output={exported}", "--merge")
-    loads_in_transformers(exported, home / "model", folder / "export", within=1e-4)
+    load_in_transformers(exported, home / "model", folder / "export", within=1e-4)
 
 
 @pytest.mark.parametrize(("recipe", "form"), [("qwen_orpo.py", "pairs"), ("qwen_kto.py", "answers")])
 def test_recipes_train_and_resume_exactly(home, data, recipe, form):
-    folder, _ = row(home, recipe, recipe.removesuffix(".py"), **ADAPTER, **data[form])
+    folder, _ = check_resumed_run(home, recipe, recipe.removesuffix(".py"), **ADAPTER, **data[form])
     first, *_, last = [row for row in metrics(folder) if "loss" in row]
     gains = [row["rewards/chosen"] - row["rewards/rejected"] for row in (first, last)]
     assert gains[1] > gains[0] + 0.01
@@ -41,7 +41,7 @@ def test_recipes_train_and_resume_exactly(home, data, recipe, form):
 
 def test_all_weights_keep_what_they_started_from(home, data):
     """Checkpoints hold the reference, and reference_update_steps replaces it by the current model."""
-    folder, _ = row(home, "qwen_dpo.py", "dpo-whole", **WHOLE, **data["pairs"])
+    folder, _ = check_resumed_run(home, "qwen_dpo.py", "dpo-whole", **WHOLE, **data["pairs"])
     first, *_, last = [row for row in metrics(folder) if "loss" in row]
     assert abs(first["loss"] - math.log(2)) <= 1e-6 and last["rewards/margins"] > 0.1
     updated = {"preference.reference_update_steps": 4, "export.at_end": False}
@@ -80,7 +80,7 @@ def test_the_reference_may_be_another_model(home, data):
 def test_a_reference_may_be_computed_once(home, data):
     """The losses are the same as if each step computes the reference; its scores are cached, also for `evaluate`."""
     options = {**WHOLE, **data["pairs"], "preference.precompute_reference": True}
-    folder, output = row(home, "qwen_dpo.py", "dpo-precomputed", **options)
+    folder, output = check_resumed_run(home, "qwen_dpo.py", "dpo-precomputed", **options)
     assert output.count("scoring") == 2  # training and validation documents
     expected, losses = (
         [row["loss"] for row in metrics(home / "runs" / name) if "loss" in row] for name in ("dpo-whole", folder.name)
@@ -94,7 +94,7 @@ def test_a_reference_may_be_computed_once(home, data):
 def test_a_reward_model_of_pairs(home, data):
     options = {**WHOLE, **data["pairs"], "preference.loss": "bradley_terry", "preference.beta": 0.1}
     options |= {"model.head": "classification", "model.num_labels": 1}
-    folder, _ = row(home, "qwen_dpo.py", "reward", **options)
+    folder, _ = check_resumed_run(home, "qwen_dpo.py", "reward", **options)
     first, *_, last = [row for row in metrics(folder) if "loss" in row]
     assert last["accuracy"] > 0.9 and last["margin"] > first["margin"]
     transformers = pytest.importorskip("transformers")

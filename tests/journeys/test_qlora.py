@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from journey import loads_in_transformers, row
+from journey import check_resumed_run, load_in_transformers
 from runs import call, metrics, recipe_command
 from safetensors import safe_open
 
-from jaxtune.config.schema import Quant
+from jaxtune.config.schema import QuantOptions
 from jaxtune.quant import format_of
 
 # Dimensions that are whole blocks in every format.
@@ -21,7 +21,7 @@ RANK = {"lora.rank": 4}
 
 @pytest.mark.parametrize("format", ["nf4", "fp8", "nvfp4", "int8"])
 def test_resumes_exactly_exports_and_loads(home, one_device, format):
-    folder, _ = row(home, f"qwen_qlora_{format}.py", format, **RANK)
+    folder, _ = check_resumed_run(home, f"qwen_qlora_{format}.py", format, **RANK)
     leads_to_an_adapter_and_a_merged_model(home, folder, format)
 
 
@@ -57,7 +57,7 @@ def leads_to_an_adapter_and_a_merged_model(home: Path, folder: Path, format: str
 
     merged = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
     base = transformers.AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32)
-    quantize = jax.jit(format_of(Quant(format=format), "").quantize)
+    quantize = jax.jit(format_of(QuantOptions(format=format), "").quantize)
     for linear in [module for module in base.model.layers.modules() if isinstance(module, torch.nn.Linear)]:
         stored = quantize(jnp.asarray(linear.weight.detach().numpy(), jnp.bfloat16))
         values = np.asarray(jax.jit(type(stored).dequantize)(stored), np.float32)
@@ -72,10 +72,10 @@ def leads_to_an_adapter_and_a_merged_model(home: Path, folder: Path, format: str
 
 def test_merged_into_its_base_on_the_way_it_resumes_exactly_and_the_whole_model_is_exported(home):
     options = {"lora.merge_interval": 3, "lora.reset_on_merge": True}
-    folder, _ = row(home, "qwen_qlora_int8.py", "relora", **options)
+    folder, _ = check_resumed_run(home, "qwen_qlora_int8.py", "relora", **options)
     exported = folder / "export"
     assert (exported / "config.json").exists() and not (exported / "adapter_config.json").exists()
-    loads_in_transformers(exported)
+    load_in_transformers(exported)
     expected = [row["eval_loss"] for row in metrics(folder) if "eval_loss" in row][-1]
     evaluated = call("jaxtune.evaluate", f"--config={folder / 'config.json'}", f"--model={exported}")
     assert abs(float(evaluated.split("eval_loss ")[1].split()[0]) - expected) < 0.02

@@ -6,10 +6,10 @@ import random
 
 import numpy as np
 import pytest
-from journey import loads_in_transformers, row
-from runs import call, conversations, metrics, recipe_command
+from journey import check_resumed_run, load_in_transformers
+from runs import call, metrics, recipe_command, write_conversations
 from safetensors.numpy import load_file
-from tiny import byte_tokenizer, torch_model
+from tiny import byte_tokenizer, save_torch_model
 
 TEXT = {
     "data.datasets[0].path": "{home}/text",
@@ -45,25 +45,25 @@ RECIPES = {
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_trains_resumes_exactly_exports_and_loads(home, recipe):
     options = {key: str(value).format(home=home) for key, value in RECIPES[recipe].items()}
-    folder, output = row(home, recipe, recipe.removesuffix(".py"), **options)
+    folder, output = check_resumed_run(home, recipe, recipe.removesuffix(".py"), **options)
     adapter = "lora.rank" in RECIPES[recipe]
     if RECIPES[recipe] is ADAPTER:
         assert "is emulated on cpu" in output
     exported = home / f"{folder.name}-exported"
     call("jaxtune.export", f"--run={folder}", f"--output={exported}", *(["--merge"] if adapter else []))
     # Merging uses the weights of the file, not the weights rounded for low-precision products.
-    loads_in_transformers(exported, home / "model", folder / "export" if adapter else None, within=1e-4)
+    load_in_transformers(exported, home / "model", folder / "export" if adapter else None, within=1e-4)
 
 
 def test_a_decoder_inside_a_model_that_sees_trains_resumes_exactly_exports_and_loads(tmp_path):
     model = tmp_path / "model"
-    torch_model("gemma3, inside a model that sees", model)
+    save_torch_model("gemma3, inside a model that sees", model)
     byte_tokenizer(model)
-    conversations(tmp_path / "chat.jsonl")
-    folder, _ = row(tmp_path, "gemma3_lora.py", "gemma3", **ADAPTER)
+    write_conversations(tmp_path / "chat.jsonl")
+    folder, _ = check_resumed_run(tmp_path, "gemma3_lora.py", "gemma3", **ADAPTER)
     exported = tmp_path / "exported"
     call("jaxtune.export", f"--run={folder}", f"--output={exported}", "--merge")
-    loads_in_transformers(exported, model, folder / "export", within=1e-4)
+    load_in_transformers(exported, model, folder / "export", within=1e-4)
     before, after = (load_file(folder / "model.safetensors") for folder in (model, exported))
     vision = [name for name in before if "vision" in name]
     assert vision and before.keys() == after.keys()
@@ -73,7 +73,7 @@ def test_a_decoder_inside_a_model_that_sees_trains_resumes_exactly_exports_and_l
 def test_the_average_of_weights_is_evaluated_and_exported(home):
     """Noise on embeddings is for training only: `evaluate` finds the run's own metrics."""
     options = {"optim.ema_decay": 0.5, "train.neftune_alpha": 5, "optim.learning_rate": 1e-3}
-    folder, _ = row(home, "qwen_full.py", "averaged", **options)
+    folder, _ = check_resumed_run(home, "qwen_full.py", "averaged", **options)
     exported = home / "averaged-exported"
     call("jaxtune.export", f"--run={folder}", f"--output={exported}")
     one, other = (load_file(path / "model.safetensors") for path in (folder / "export", exported))
@@ -89,7 +89,7 @@ def test_a_classifier_trains_resumes_exactly_is_evaluated_and_exported(home):
     samples = [{"text": " ".join(rng.choices(words[kind], k=4)), "label": kind} for kind in [*words] * 20]
     file.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     options = {"model.head": "classification", "data.datasets[0].path": file, "data.datasets[0].type": "classification"}
-    folder, _ = row(home, "qwen_lora.py", "classifier", **ADAPTER, **options)
+    folder, _ = check_resumed_run(home, "qwen_lora.py", "classifier", **ADAPTER, **options)
     rows = metrics(folder)
     assert all(row["documents"] > 0 and 0 <= row["accuracy"] <= 1 for row in rows if "loss" in row)
     output = call("jaxtune.evaluate", f"--run={folder}")

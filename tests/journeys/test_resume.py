@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from runs import call, losses, metrics, recipe, run, start, until_step
+from runs import call, losses, metrics, recipe, run, start, wait_for_step
 
 from jaxtune.terminal import STOPPED
 
@@ -24,7 +24,7 @@ def run_interrupted(folder, path, name, steps: list[int], how: int, *more: str):
     """Send a run a signal at each step of `steps`, then let it end."""
     for step in steps:
         process = start("jaxtune.train", f"--config={path}", f"--config.train.run_name={name}", *more)
-        until_step(process, folder / "runs" / name, step)
+        wait_for_step(process, folder / "runs" / name, step)
         process.send_signal(how)
         output, _ = process.communicate(timeout=300)
         assert process.returncode in (0, -how, STOPPED), output
@@ -82,7 +82,7 @@ def test_a_second_start_is_refused_while_a_run_lasts(uninterrupted):
     folder, path, expected = uninterrupted
     flags = ("jaxtune.train", f"--config={path}", "--config.train.run_name=twice")
     process = start(*flags)
-    until_step(process, folder / "runs" / "twice", 1)
+    wait_for_step(process, folder / "runs" / "twice", 1)
     process.send_signal(signal.SIGSTOP)  # otherwise it would end before the second one has imported jax
     output = run(*flags, code=2)
     process.send_signal(signal.SIGCONT)
@@ -112,7 +112,7 @@ def test_one_device_goes_on_as_four(uninterrupted):
     folder, path, _ = uninterrupted
     flags = (f"--config={path}", "--config.train.run_name=resharded")
     process = start("jaxtune.train", *flags)
-    until_step(process, folder / "runs" / "resharded", 6)
+    wait_for_step(process, folder / "runs" / "resharded", 6)
     process.terminate()
     process.communicate(timeout=300)
     output = run("jaxtune.train", *flags, "--config.train.micro_batch_size=1", devices=4)

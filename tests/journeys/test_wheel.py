@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import conversations, metrics, model_folder
+from runs import metrics, model_folder, write_conversations
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--config.train.max_steps=3", "--config.eval.max_batches=1")
@@ -70,7 +70,7 @@ def bin(tmp_path_factory):
     (wheel,) = wheels.glob("jaxtune-*.whl")
     execute(str(fresh / "bin" / "pip"), "install", "-q", "--no-compile", str(wheel), "nbclient", "ipykernel")
     model_folder(home / "my" / "model")
-    conversations(home / "chats.jsonl")
+    write_conversations(home / "chats.jsonl")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         yield fresh / "bin"

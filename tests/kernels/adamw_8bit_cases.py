@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.adamw_8bit import Adam, Moment, Step, Updated
+from pallas_kernels.adamw_8bit import Adam, AdamStep, QuantizedMoment, Updated
 
 ADAM = Adam(0.9, 0.99, 1e-8)
 
@@ -20,21 +20,21 @@ class Stack:
     dtype: str = "bfloat16"
     gradient: str = "bfloat16"
 
-    def arguments(self, seed: int = 0, finite: bool = True) -> tuple[jax.Array, Updated, Step]:
+    def arguments(self, seed: int = 0, finite: bool = True) -> tuple[jax.Array, Updated, AdamStep]:
         """Gradient, arrays and step. The arrays contain all codes, rows of different scale, and a block of zeros."""
         rng, (layers, rows, columns) = np.random.default_rng(seed), self.shape
         blocks = layers, rows // self.block[0], columns // self.block[1]
 
-        def moment(size: float) -> Moment:
+        def moment(size: float) -> QuantizedMoment:
             absmax = size * np.exp(rng.normal(size=blocks))
             absmax[-1, -1, -1] = 0
             codes = rng.integers(0, 256, self.shape, np.uint8)
-            return Moment(jnp.asarray(codes), jnp.asarray(absmax, jnp.float32))
+            return QuantizedMoment(jnp.asarray(codes), jnp.asarray(absmax, jnp.float32))
 
         gradient = 1e-3 * rng.normal(size=self.shape) * np.exp(rng.normal(size=(layers, rows, 1)))
         gradient[-1, -self.block[0] :, -self.block[1] :] = 0
         parameter = jnp.asarray(rng.normal(size=self.shape), self.dtype)
-        step = Step(
+        step = AdamStep(
             count=jnp.int32(7),
             rate=jnp.asarray(rng.uniform(0.01, 0.1, layers), jnp.float32),
             decay=jnp.asarray(rng.uniform(0, 0.1, layers), jnp.float32),

@@ -89,7 +89,7 @@ def arguments(case: Case, seed: int = 0) -> Arguments:
     return Arguments(q, k, v, first, end, sinks, draw(*queries), draw(2, heads, case.queries).astype(jnp.float32))
 
 
-def poisoned(given: Arguments, blind: np.ndarray, unseen: np.ndarray) -> Arguments:
+def poison_unseen(given: Arguments, blind: np.ndarray, unseen: np.ndarray) -> Arguments:
     """Put NaN into everything that belongs to queries that see nothing (b, s) and to keys that no query sees (b, t)."""
 
     def poison(x, rows):

@@ -45,7 +45,7 @@ def arguments(case: Case, seed: int = 0) -> Arguments:
     return Arguments(x, weight, x_scale, weight_scale)
 
 
-def dequantized(codes, scale) -> np.ndarray:
+def dequantize_in_float64(codes, scale) -> np.ndarray:
     """Decode codes and scales in float64."""
     codes, scale = np.asarray(codes, np.float64), np.asarray(scale, np.float64)
     return codes * np.kron(scale, np.ones((codes.shape[0] // scale.shape[0], codes.shape[1] // scale.shape[1])))
@@ -54,7 +54,7 @@ def dequantized(codes, scale) -> np.ndarray:
 def assert_close(got, given: Arguments, dtype: str, tolerance: float = 0.0) -> None:
     """Check a product's dtype, and its values against float64 with `tolerance` or the dtype's tolerance."""
     assert got.dtype == dtype
-    expected = dequantized(given.x, given.x_scale) @ dequantized(given.weight, given.weight_scale).T
+    expected = dequantize_in_float64(given.x, given.x_scale) @ dequantize_in_float64(given.weight, given.weight_scale).T
     assert (
         np.abs(np.asarray(got, np.float64) - expected).max()
         <= max(TOLERANCE[dtype], tolerance) * np.abs(expected).max()

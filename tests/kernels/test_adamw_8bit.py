@@ -107,7 +107,7 @@ def test_inside_a_shard_map():
     ids=str,
 )
 def test_a_gpu_takes_the_kernel_where_it_can(shape, block, backend):
-    request = triton.Request(*shape, *block)
+    request = triton.AdamRequest(*shape, *block)
     assert choose("adamw_8bit", BACKENDS, H100, request).name == backend
     assert choose("adamw_8bit", BACKENDS, Device("cpu", "cpu", None), request).name == "xla"
     if backend == "xla":

@@ -18,7 +18,7 @@ from kernels.attention_cases import Case, arguments, assert_close, in_float64, o
 
 from pallas_kernels.flash_attention import RESIDUALS, MaskSpec, fa3, flash_attention, reference
 from pallas_kernels.flash_attention.mask import intervals
-from pallas_kernels.flash_attention.variant import Request, Variant
+from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Device
 
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0))
@@ -277,7 +277,7 @@ def test_results_vary_over_the_axes_of_a_mesh(package, monkeypatch):
 
 def test_refuses_what_it_would_ignore(package):
     variant = Variant(0.1, None, causal=True, window=20, query_offset=0, documents=4)
-    packed = Request(jnp.bfloat16, 128, 64, 64, packed=True, variant=variant, sinks=False, return_lse=False)
+    packed = AttentionRequest(jnp.bfloat16, 128, 64, 64, packed=True, variant=variant, sinks=False, return_lse=False)
     dense = replace(packed, packed=False, variant=replace(variant, documents=None))
     assert fa3.refuses(H100, packed) is None and fa3.refuses(H100, dense) is None
     assert (
@@ -307,7 +307,7 @@ def test_refuses_what_it_would_ignore(package):
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(fa3.importlib.util, "find_spec", lambda name: None)
     variant = Variant(0.1, None, causal=True, window=None, query_offset=0)
-    dense = Request(jnp.bfloat16, 128, 64, 64, packed=False, variant=variant, sinks=False, return_lse=False)
+    dense = AttentionRequest(jnp.bfloat16, 128, 64, 64, packed=False, variant=variant, sinks=False, return_lse=False)
     assert "pip install 'jaxtune[hopper]'" in (fa3.refuses(H100, dense) or "")
 
 

@@ -25,7 +25,7 @@ from kernels.attention_cases import (
 
 from pallas_kernels.flash_attention import MaskSpec, cudnn, differentiate, flash_attention, reference, triton, xla
 from pallas_kernels.flash_attention.tiles import Tile, Tiles
-from pallas_kernels.flash_attention.variant import Request, Variant
+from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Device
 
 # Small blocks, different in the two directions, so that small problems have many; Triton's are interpreted.
@@ -263,7 +263,7 @@ def test_cudnn_is_asked_for_our_mask(case):
 def test_cudnn_refuses_what_it_would_ignore():
     h100, a100 = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0)), Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0))
     variant = Variant(scale=0.1, soft_cap=None, causal=True, window=20, query_offset=0)
-    dense = Request(jnp.bfloat16, 256, 64, 64, packed=False, variant=variant, sinks=False, return_lse=False)
+    dense = AttentionRequest(jnp.bfloat16, 256, 64, 64, packed=False, variant=variant, sinks=False, return_lse=False)
     assert cudnn.refuses(h100, dense) is None
     assert cudnn.refuses(a100, replace(dense, head_dim=128)) is None
     for device, request, reason in (

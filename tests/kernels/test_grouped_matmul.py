@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernels.grouped_cases import arranged, assert_equal_to_float64
 
 from pallas_kernels.grouped_matmul import grouped_matmul, triton
-from pallas_kernels.registry import ANY_CARD, Backend, never_refuses
+from pallas_kernels.registry import ANY_GPU, Backend, never_refuses
 
 CASES = {
     "one huge group and empty ones": [0] * 43 + [3] * 2,
@@ -44,7 +44,7 @@ def test_equals_a_loop_over_groups(dtype, backend, monkeypatch):
         interpreted = SimpleNamespace(
             multiply=partial(triton.multiply, interpret=True), outer=partial(triton.outer, interpret=True)
         )
-        here = Backend("triton", interpreted, never_refuses, {ANY_CARD: "here"})
+        here = Backend("triton", interpreted, never_refuses, {ANY_GPU: "here"})
         monkeypatch.setattr("pallas_kernels.grouped_matmul.BACKENDS", (here,))
     for items in CASES.values():
         assert_equal_to_float64(items, 5, (40, 24), dtype, backend, block=16)

@@ -24,7 +24,7 @@ from kernels.attention_cases import (
 
 from pallas_kernels.flash_attention import mosaic, mosaic_backward, reference
 from pallas_kernels.flash_attention.differentiate import attention
-from pallas_kernels.flash_attention.variant import Request, Variant
+from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import GPUS, Device
 
 pytestmark = pytest.mark.timeout(300)
@@ -84,10 +84,10 @@ def test_logits_of_hidden_keys_may_be_of_any_size():
     assert_close(got, in_float64(case, problem), case.dtype)
 
 
-def request(**changed) -> Request:
+def request(**changed) -> AttentionRequest:
     variant = Variant(scale=0.1, soft_cap=None, causal=True, window=None, query_offset=0)
     plain = dict(dtype=jnp.bfloat16, head_dim=128, queries=100, keys=100, packed=True, variant=variant)
-    return Request(**plain | dict(sinks=False, return_lse=True) | changed)
+    return AttentionRequest(**plain | dict(sinks=False, return_lse=True) | changed)
 
 
 H100 = Device("gpu", GPUS["h100"].kind, GPUS["h100"].capability)

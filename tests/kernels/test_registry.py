@@ -6,24 +6,24 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.config.schema import Config, Train
+from jaxtune.config.schema import Config, TrainOptions
 from jaxtune.host.process import GPU_OPTIONS, compiler_options
 from pallas_kernels import registry
 from pallas_kernels.flash_attention import BACKENDS
-from pallas_kernels.flash_attention.variant import Request, Variant
+from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import GPUS, Device, current_device
-from pallas_kernels.registry import ANY_CARD, Backend, CannotRun, choose
+from pallas_kernels.registry import ANY_GPU, Backend, CannotRun, choose
 
 CPU = Device("cpu", "cpu", None)
 CARDS = {name: Device("gpu", gpu.kind, gpu.capability) for name, gpu in GPUS.items()}
 CARDS |= {"rtx3090": Device("gpu", "NVIDIA GeForce RTX 3090", (8, 6)), "rtx5090": Device("gpu", "RTX 5090", (12, 0))}
 
 
-def request_for(**fields) -> Request:
+def request_for(**fields) -> AttentionRequest:
     variant = Variant(0.1, fields.pop("soft_cap", None), True, fields.pop("window", None), 0)
     common = {"dtype": jnp.dtype("bfloat16"), "head_dim": 128, "queries": 2048, "keys": 2048}
     flags = {"packed": False, "sinks": False, "return_lse": False}
-    return Request(**{**common, **flags, "variant": variant, **fields})
+    return AttentionRequest(**{**common, **flags, "variant": variant, **fields})
 
 
 @pytest.mark.parametrize("card", CARDS)
@@ -79,7 +79,7 @@ def test_what_was_checked_elsewhere_is_not_taken():
         return Backend(name, lambda: None, registry.never_refuses, proofs)
 
     ada = backend("ada", {(8, 9): "benchmarks/results/ada.json"})
-    anywhere = backend("anywhere", {ANY_CARD: "tests"})
+    anywhere = backend("anywhere", {ANY_GPU: "tests"})
     backends = (backend("unproven", {}), ada, anywhere)
     assert choose("op", backends, CARDS["rtx4090"], None) is ada
     assert choose("op", backends, CARDS["h100"], None) is anywhere
@@ -89,7 +89,7 @@ def test_what_was_checked_elsewhere_is_not_taken():
 
 
 def test_each_choice_is_said_once(caplog):
-    backends = (Backend("once", lambda: None, registry.never_refuses, {ANY_CARD: "tests"}),)
+    backends = (Backend("once", lambda: None, registry.never_refuses, {ANY_GPU: "tests"}),)
     with caplog.at_level("INFO", "pallas_kernels"):
         for _ in range(3):
             choose("op said once", backends, CPU, None)
@@ -99,7 +99,7 @@ def test_each_choice_is_said_once(caplog):
 
 
 def test_the_device_is_the_mesh_in_use():
-    deterministic = Config(train=Train(deterministic=True))
+    deterministic = Config(train=TrainOptions(deterministic=True))
     assert current_device() == CPU
     h100 = jax.sharding.AbstractDevice(device_kind=GPUS["h100"].kind, num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=h100)):

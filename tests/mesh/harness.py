@@ -13,23 +13,23 @@ from runs import model_folder
 from jaxtune.config.checks import check
 from jaxtune.config.schema import (
     Config,
-    Data,
+    DataOptions,
     Dataset,
-    Distill,
-    Grpo,
-    Lora,
-    Memory,
-    Mesh,
-    Model,
-    Optim,
-    Parallel,
-    Precision,
-    Preference,
-    Quant,
-    Rollout,
-    Train,
+    DistillOptions,
+    GrpoOptions,
+    LoraOptions,
+    MemoryOptions,
+    MeshOptions,
+    ModelOptions,
+    OptimOptions,
+    ParallelOptions,
+    PrecisionOptions,
+    PreferenceOptions,
+    QuantOptions,
+    RolloutOptions,
+    TrainOptions,
 )
-from jaxtune.data.rows.deal import dealt
+from jaxtune.data.rows.deal import deal_row
 from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.training.assembly import assemble, compile_step
@@ -41,33 +41,33 @@ ROWS, SEQUENCE, STEPS = 8, 24, 3
 SIZES = dict(hidden_size=256, intermediate_size=128, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
 
 MESHES = {
-    "data=8": Mesh(data=8, fsdp=1),
-    "fsdp=8": Mesh(fsdp=8),
-    "data=2 fsdp=4": Mesh(data=2, fsdp=4),
-    "fsdp=4 tensor=2": Mesh(fsdp=4, tensor=2),
-    "data=2 fsdp=2 tensor=2": Mesh(data=2, fsdp=2, tensor=2),
-    "tensor=8": Mesh(fsdp=1, tensor=8),  # more devices than key/value heads
-    "sequence=8": Mesh(fsdp=1, sequence=8),
-    "data=2 sequence=2 tensor=2": Mesh(data=2, fsdp=1, sequence=2, tensor=2),
-    "fsdp=2 sequence=2 tensor=2": Mesh(fsdp=2, sequence=2, tensor=2),
-    "context=8": Mesh(fsdp=1, context=8),
-    "data=2 context=2 sequence=2": Mesh(data=2, fsdp=1, context=2, sequence=2),
-    "fsdp=2 context=2 tensor=2": Mesh(fsdp=2, context=2, tensor=2),
-    "stage=2 context=2 sequence=2": Mesh(fsdp=1, stage=2, context=2, sequence=2),
-    "data=2 fsdp=2 stage=2": Mesh(data=2, fsdp=2, stage=2),
-    "stage=2 sequence=2 tensor=2": Mesh(fsdp=1, stage=2, sequence=2, tensor=2),
+    "data=8": MeshOptions(data=8, fsdp=1),
+    "fsdp=8": MeshOptions(fsdp=8),
+    "data=2 fsdp=4": MeshOptions(data=2, fsdp=4),
+    "fsdp=4 tensor=2": MeshOptions(fsdp=4, tensor=2),
+    "data=2 fsdp=2 tensor=2": MeshOptions(data=2, fsdp=2, tensor=2),
+    "tensor=8": MeshOptions(fsdp=1, tensor=8),  # more devices than key/value heads
+    "sequence=8": MeshOptions(fsdp=1, sequence=8),
+    "data=2 sequence=2 tensor=2": MeshOptions(data=2, fsdp=1, sequence=2, tensor=2),
+    "fsdp=2 sequence=2 tensor=2": MeshOptions(fsdp=2, sequence=2, tensor=2),
+    "context=8": MeshOptions(fsdp=1, context=8),
+    "data=2 context=2 sequence=2": MeshOptions(data=2, fsdp=1, context=2, sequence=2),
+    "fsdp=2 context=2 tensor=2": MeshOptions(fsdp=2, context=2, tensor=2),
+    "stage=2 context=2 sequence=2": MeshOptions(fsdp=1, stage=2, context=2, sequence=2),
+    "data=2 fsdp=2 stage=2": MeshOptions(data=2, fsdp=2, stage=2),
+    "stage=2 sequence=2 tensor=2": MeshOptions(fsdp=1, stage=2, sequence=2, tensor=2),
 }
 # Storage of the base's linear layers; operands are stored in the products' format, also in training without adapters.
 STORAGE: dict[str, dict[str, Any]] = {
     "float32": {},
-    "bf16": {"precision": Precision("bf16")},
-    "nf4": {"quant": Quant("nf4")},
-    "fp8": {"quant": Quant("fp8", block_size=64)},
-    "nvfp4": {"quant": Quant("nvfp4")},
-    "mxfp4": {"quant": Quant("mxfp4")},
-    "int8": {"quant": Quant("int8")},
-    "fp8 operands": {"precision": Precision("fp8_hybrid")},
-    "nvfp4 operands": {"precision": Precision("nvfp4")},
+    "bf16": {"precision": PrecisionOptions("bf16")},
+    "nf4": {"quant": QuantOptions("nf4")},
+    "fp8": {"quant": QuantOptions("fp8", block_size=64)},
+    "nvfp4": {"quant": QuantOptions("nvfp4")},
+    "mxfp4": {"quant": QuantOptions("mxfp4")},
+    "int8": {"quant": QuantOptions("int8")},
+    "fp8 operands": {"precision": PrecisionOptions("fp8_hybrid")},
+    "nvfp4 operands": {"precision": PrecisionOptions("nvfp4")},
 }
 ADAPTERS = ("none", "lora")
 
@@ -154,7 +154,7 @@ class Trained(NamedTuple):
     parameters: dict[str, np.ndarray]
 
 
-def equal(case: Case, steps: int = STEPS, whole: bool = False) -> np.ndarray:
+def assert_equals_one_device(case: Case, steps: int = STEPS, whole: bool = False) -> np.ndarray:
     """Assert that a training on eight devices equals the training on one, and return its losses.
 
     A `whole` model has two stacks, and adapters on every linear layer. Rows form several micro-batches if possible.
@@ -167,7 +167,7 @@ def equal(case: Case, steps: int = STEPS, whole: bool = False) -> np.ndarray:
     return found.losses
 
 
-def micro_batches(mesh: Mesh) -> int:
+def micro_batches(mesh: MeshOptions) -> int:
     """Micro-batches of a step: a few, or fewer if a device would have less than a row."""
     return min(4 if mesh.stage > 1 else 2, ROWS // (mesh.data * mesh.fsdp * mesh.expert))
 
@@ -190,30 +190,32 @@ def one_device(case: Case, steps: int = STEPS, whole: bool = False) -> Trained:
 
 @functools.cache
 def _trained_once(case: Case, steps: int, whole: bool) -> Trained:
-    return train(case, Mesh(), 1, steps, whole)
+    return train(case, MeshOptions(), 1, steps, whole)
 
 
 def train(
     case: Case,
-    mesh: Mesh,
+    mesh: MeshOptions,
     devices: int,
     steps: int = STEPS,
     whole: bool = False,
     accumulate: int = 1,
-    parallel: Parallel = Parallel(),
+    parallel: ParallelOptions = ParallelOptions(),
     offloaded: tuple[str, ...] = (),
 ) -> Trained:
     """Run the program of a training on the given number of devices."""
     made = make_mesh(mesh, jax.devices()[:devices], parallel)
     rows = ROWS // accumulate // data_shards(made)
-    config = config_of(case, mesh, Train(max_steps=steps, micro_batch_size=rows, grad_accum_steps=accumulate), whole)
+    config = config_of(
+        case, mesh, TrainOptions(max_steps=steps, micro_batch_size=rows, grad_accum_steps=accumulate), whole
+    )
     memory = dataclasses.replace(config.memory, **{f"offload_{part}": True for part in offloaded})
     config = dataclasses.replace(config, parallel=parallel, memory=memory)
     program = assemble(read_base(config), config, made)
     compiled = compile_step(program, config)
     frozen, start = frozen_parameters(program.model, config), initial_parameters(program.model, config)
     rates = learning_rates(config.optim, steps)
-    before = fetched({**frozen, **start})
+    before = fetch_arrays({**frozen, **start})
     shardings = jax.tree.map(lambda leaf: leaf.sharding, program.state)
     state, losses, norms = jax.jit(program.start, out_shardings=shardings)(start), [], []
     for number in range(steps):
@@ -227,15 +229,15 @@ def train(
         state, metrics = compiled(state, frozen, batch, rates[number])
         losses.append(metrics["loss"].item())
         norms.append(metrics["grad_norm"].item())
-    return Trained(np.array(losses), np.array(norms), before, fetched(state.trained))
+    return Trained(np.array(losses), np.array(norms), before, fetch_arrays(state.trained))
 
 
-def fetched(values: Any) -> dict[str, np.ndarray]:
+def fetch_arrays(values: Any) -> dict[str, np.ndarray]:
     """Fetch arrays by path; a quantized parameter has several."""
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(values)}
 
 
-def config_of(case: Case, mesh: Mesh, length: Train, whole: bool) -> Config:
+def config_of(case: Case, mesh: MeshOptions, length: TrainOptions, whole: bool) -> Config:
     """Return the config of a case.
 
     Compile time goes mostly to linear layers that are trained, adapted or quantized. Unless the model is whole, only
@@ -250,32 +252,36 @@ def config_of(case: Case, mesh: Mesh, length: Train, whole: bool) -> Config:
     head: Any = {"head": "classification", "num_labels": 3} if case.objective == CLASSIFICATION else {}
     epsilon = {"epsilon": 1e-4} if case.optimizer in ("adamw", "schedule_free") else {}
     return Config(
-        model=Model(path=str(folder(case.model, not adapters, whole)), dtype="float32", **head),
-        data=Data(datasets=(Dataset(path="made here"),), seq_len=SEQUENCE),
+        model=ModelOptions(path=str(folder(case.model, not adapters, whole)), dtype="float32", **head),
+        data=DataOptions(datasets=(Dataset(path="made here"),), seq_len=SEQUENCE),
         train=dataclasses.replace(
             length,
             z_loss=OBJECTIVES.get(case.objective, 0.0),
             label_smoothing=0.1 if case.objective == "z-loss" else 0.0,
             freeze=None if adapters else others,
         ),
-        optim=Optim(case.optimizer, learning_rate=rate, schedule="constant", weight_decay=0.1, **epsilon),
-        lora=Lora(enabled=True, rank=16, dropout=0.2, target_modules=targets) if adapters else Lora(),
+        optim=OptimOptions(case.optimizer, learning_rate=rate, schedule="constant", weight_decay=0.1, **epsilon),
+        lora=LoraOptions(enabled=True, rank=16, dropout=0.2, target_modules=targets) if adapters else LoraOptions(),
         mesh=mesh,
-        memory=Memory(case.remat),
-        preference=Preference(
+        memory=MemoryOptions(case.remat),
+        preference=PreferenceOptions(
             "sigmoid" if case.objective in (PREFERENCE, SCORED) else None,
             precompute_reference=case.objective == SCORED,
         ),
-        distill=Distill("made here", "js", top_k=TOP_K, weight=0.5) if case.objective == DISTILLED else Distill(),
-        rollout=Rollout(("rewards.py:made_here",) if case.objective == REWARDED else ()),
-        grpo=Grpo("grpo", "sequence", clip_low=0.02, beta=0.1, iterations=2) if case.objective == REWARDED else Grpo(),
-        **{"precision": Precision("fp32"), **sections},
+        distill=DistillOptions("made here", "js", top_k=TOP_K, weight=0.5)
+        if case.objective == DISTILLED
+        else DistillOptions(),
+        rollout=RolloutOptions(("rewards.py:made_here",) if case.objective == REWARDED else ()),
+        grpo=GrpoOptions("grpo", "sequence", clip_low=0.02, beta=0.1, iterations=2)
+        if case.objective == REWARDED
+        else GrpoOptions(),
+        **{"precision": PrecisionOptions("fp32"), **sections},
     )
 
 
 def is_refused(case: Case) -> bool:
     """Whether the product refuses such a config on every mesh."""
-    return bool(check(config_of(case, MESHES[case.mesh], Train(max_steps=STEPS), False)))
+    return bool(check(config_of(case, MESHES[case.mesh], TrainOptions(max_steps=STEPS), False)))
 
 
 @functools.cache
@@ -325,6 +331,6 @@ def fields(steps: int, devices: int = 1) -> dict[str, np.ndarray]:
     number = {"row": np.arange(steps * ROWS, dtype=np.int32).reshape(steps, ROWS)}
     if devices == 1:
         return columns | number
-    each = [dealt({name: x[at] for name, x in columns.items()}, devices) for at in np.ndindex(steps, ROWS)]
+    each = [deal_row({name: x[at] for name, x in columns.items()}, devices) for at in np.ndindex(steps, ROWS)]
     stacked = {name: np.stack([row[name] for row in each]) for name in each[0]}
     return {name: x.reshape(*tokens.shape, *x.shape[2:]) for name, x in stacked.items()} | number

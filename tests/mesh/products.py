@@ -6,24 +6,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.config.schema import Mesh
+from jaxtune.config.schema import MeshOptions
 from jaxtune.parallel.layout import P, by_token, spec, used
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.random import Noise
-from jaxtune.precision.fp8 import Fp8Numbers
+from jaxtune.precision.fp8 import Fp8Matmul
 from jaxtune.precision.matmul import LowPrecision
-from jaxtune.precision.nvfp4 import Nvfp4Numbers
+from jaxtune.precision.nvfp4 import Nvfp4Matmul
 
 ROWS, LENGTH, LAYERS = 8, 64, 2
 NUMBERS = {
-    "fp8": Fp8Numbers(hadamard=False, online=False),
-    "fp8 hadamard": Fp8Numbers(hadamard=True, online=False),
-    "nvfp4": Nvfp4Numbers(stochastic_rounding=True, hadamard=True, four_over_six=True),
+    "fp8": Fp8Matmul(hadamard=False, online=False),
+    "fp8 hadamard": Fp8Matmul(hadamard=True, online=False),
+    "nvfp4": Nvfp4Matmul(stochastic_rounding=True, hadamard=True, four_over_six=True),
 }
 MESHES = {
-    "fsdp tensor": Mesh(data=2, fsdp=2, tensor=2),
-    "sequence": Mesh(fsdp=2, sequence=2, tensor=2),
-    "two axes": Mesh(fsdp=2, expert=2, tensor=2),
+    "fsdp tensor": MeshOptions(data=2, fsdp=2, tensor=2),
+    "sequence": MeshOptions(fsdp=2, sequence=2, tensor=2),
+    "two axes": MeshOptions(fsdp=2, expert=2, tensor=2),
 }
 # A linear layer with products sharded over the mesh's tensor axis, and one with sums sharded over it.
 SHAPES = {("mlp", "embed"): (96, 64), ("embed", "mlp"): (64, 96)}
@@ -44,7 +44,7 @@ def case(axes, dyadic: bool):
 
 
 @functools.cache
-def computed(numbers, axes, mesh: Mesh, devices: int, dyadic: bool = False):
+def compute_products(numbers, axes, mesh: MeshOptions, devices: int, dyadic: bool = False):
     """Return (operands, y, dx, dW, amax), fetched; dW is for both layers, each computed by a scan."""
     make_mesh(mesh, jax.devices()[:devices])
     w, x, dy = case(axes, dyadic)
@@ -81,8 +81,8 @@ def computed(numbers, axes, mesh: Mesh, devices: int, dyadic: bool = False):
 
 def assert_eight_devices_equal_one(mesh: str, numbers, axes) -> None:
     """Scales and random bits do not depend on the mesh; sums are in another order."""
-    operands, *expected, amax = computed(numbers, axes, Mesh(fsdp=1), 1)
-    found_operands, *found, found_amax = computed(numbers, axes, MESHES[mesh], 8)
+    operands, *expected, amax = compute_products(numbers, axes, MeshOptions(fsdp=1), 1)
+    found_operands, *found, found_amax = compute_products(numbers, axes, MESHES[mesh], 8)
     jax.tree.map(np.testing.assert_array_equal, found_operands, operands)
     if amax is not None:
         np.testing.assert_array_equal(found_amax, amax)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import Mesh, Optim
+from jaxtune.config.schema import MeshOptions, OptimOptions
 from jaxtune.optim.adamw_8bit import adamw_8bit
 from jaxtune.optim.build import Step, Trained, build
-from jaxtune.optim.rules import At
+from jaxtune.optim.rules import Hyperparameters
 from jaxtune.parallel.mesh import make_mesh
 
 RATE = 1e-2
@@ -24,7 +24,7 @@ PARAMETERS = {
 }
 
 
-def trained(mesh: Mesh, devices: int):
+def trained(mesh: MeshOptions, devices: int):
     """Parameters and states after 5 updates."""
     made = make_mesh(mesh, jax.devices()[:devices])
     rng = np.random.default_rng(0)
@@ -40,7 +40,7 @@ def trained(mesh: Mesh, devices: int):
 
     @jax.jit
     def update(gradients, states, parameters, count):
-        at = At(count, jnp.float32(RATE), 0.5, 0.1)
+        at = Hyperparameters(count, jnp.float32(RATE), 0.5, 0.1)
         return {name: RULE.update(gradients[name], states[name], parameters[name], at) for name in parameters}
 
     for count in range(5):
@@ -51,10 +51,10 @@ def trained(mesh: Mesh, devices: int):
 
 
 @pytest.mark.every_jax
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=8), Mesh(fsdp=4, tensor=2)], ids=["fsdp8", "fsdp4-tensor2"])
+@pytest.mark.parametrize("mesh", [MeshOptions(fsdp=8), MeshOptions(fsdp=4, tensor=2)], ids=["fsdp8", "fsdp4-tensor2"])
 def test_eight_devices_equal_one(mesh):
     """Bit for bit, except if the compiler's other choice of fused multiply-adds moves a moment across a tie."""
-    (expected, expected_states), (found, states) = trained(Mesh(fsdp=1), 1), trained(mesh, 8)
+    (expected, expected_states), (found, states) = trained(MeshOptions(fsdp=1), 1), trained(mesh, 8)
     for name, parameter in found.items():
         apart = np.abs(parameter - expected[name])
         assert apart.max() <= 0.1 * RATE and (apart > 1e-6).mean() <= 2e-4, name
@@ -67,10 +67,10 @@ def test_eight_devices_equal_one(mesh):
 
 
 def test_nothing_crosses_devices():
-    made = make_mesh(Mesh(fsdp=4, tensor=2), jax.devices())
+    made = make_mesh(MeshOptions(fsdp=4, tensor=2), jax.devices())
     matrix = jax.device_put(jnp.zeros((16, 1024)), jax.NamedSharding(made, jax.P("tensor", "fsdp")))
     state = jax.jit(RULE.init)(matrix)
-    text = jax.jit(RULE.update).lower(matrix, state, matrix, At(0, 1e-2, 1.0, 0.1)).compile().as_text()
+    text = jax.jit(RULE.update).lower(matrix, state, matrix, Hyperparameters(0, 1e-2, 1.0, 0.1)).compile().as_text()
     assert not any(kind in text for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
 
 
@@ -88,12 +88,12 @@ ROUNDED = {
 def test_bfloat16_is_rounded_by_the_same_bits_on_any_mesh(name):
     """Two updates on eight devices and on one: except for ties, each weight is rounded to the same neighbour."""
 
-    def after(mesh: Mesh, devices: int) -> dict[str, np.ndarray]:
+    def after(mesh: MeshOptions, devices: int) -> dict[str, np.ndarray]:
         made = make_mesh(mesh, jax.devices()[:devices])
         trained = {
             key: Trained((key,) * math.prod(lead), lead, place=place) for key, (lead, _, _, place) in ROUNDED.items()
         }
-        optimizer = build(Optim(name=name, weight_decay=0.1), trained, 3)
+        optimizer = build(OptimOptions(name=name, weight_decay=0.1), trained, 3)
         rng = np.random.default_rng(0)
 
         def values() -> dict[str, jax.Array]:
@@ -109,6 +109,6 @@ def test_bfloat16_is_rounded_by_the_same_bits_on_any_mesh(name):
             parameters, state = update(values(), state, parameters, step)
         return jax.tree.map(lambda array: np.asarray(array, np.float32), parameters)
 
-    expected, found = after(Mesh(), 1), after(Mesh(fsdp=4, tensor=2), 8)
+    expected, found = after(MeshOptions(), 1), after(MeshOptions(fsdp=4, tensor=2), 8)
     for key, parameter in found.items():
         assert (parameter != expected[key]).mean() <= 1e-3, key

@@ -12,10 +12,21 @@ import numpy as np
 import pytest
 from mesh.harness import MESHES, ROWS, SEQUENCE, fetched, fields, micro_batches
 from safetensors.numpy import load_file
-from tiny import layer, model_folder, read, spec
+from tiny import layer, read_model, spec, write_model_folder
 
-from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Parallel, Precision, Quant, Train
-from jaxtune.config.schema import Experts as Options
+from jaxtune.config.schema import (
+    Config,
+    DataOptions,
+    LoraOptions,
+    MemoryOptions,
+    MeshOptions,
+    ModelOptions,
+    ParallelOptions,
+    PrecisionOptions,
+    QuantOptions,
+    TrainOptions,
+)
+from jaxtune.config.schema import ExpertsOptions as Options
 from jaxtune.exports.write import export_full
 from jaxtune.models.parameters import randomize
 from jaxtune.models.spec import ClampedSilu, DeltaNet, Experts, FeedForward, Heads, Latent, Norm, Rope
@@ -87,20 +98,20 @@ OPTIONS = {"deepseek_v3": BALANCED, "deepseek_v3 longer": BALANCED}
 
 
 EXPERTS_APART = {
-    "expert=4": Mesh(fsdp=1, expert=4),
-    "expert=4 tensor=2": Mesh(fsdp=1, expert=4, tensor=2),
-    "data=2 expert=2 tensor=2": Mesh(data=2, fsdp=1, expert=2, tensor=2),
-    "fsdp=2 expert=2 sequence=2": Mesh(fsdp=2, expert=2, sequence=2),
-    "expert=2 context=2 sequence=2": Mesh(fsdp=1, expert=2, context=2, sequence=2),
-    "stage=2 expert=2 tensor=2": Mesh(fsdp=1, stage=2, expert=2, tensor=2),
+    "expert=4": MeshOptions(fsdp=1, expert=4),
+    "expert=4 tensor=2": MeshOptions(fsdp=1, expert=4, tensor=2),
+    "data=2 expert=2 tensor=2": MeshOptions(data=2, fsdp=1, expert=2, tensor=2),
+    "fsdp=2 expert=2 sequence=2": MeshOptions(fsdp=2, expert=2, sequence=2),
+    "expert=2 context=2 sequence=2": MeshOptions(fsdp=1, expert=2, context=2, sequence=2),
+    "stage=2 expert=2 tensor=2": MeshOptions(fsdp=1, stage=2, expert=2, tensor=2),
 }
-PIPELINES = {"fsdp=2 stage=2": Mesh(fsdp=2, stage=2), "stage=2": Mesh(fsdp=1, stage=2)}
+PIPELINES = {"fsdp=2 stage=2": MeshOptions(fsdp=2, stage=2), "stage=2": MeshOptions(fsdp=1, stage=2)}
 
 
 def train(
     family: str,
     lora: bool,
-    mesh: Mesh,
+    mesh: MeshOptions,
     devices: int,
     collapsed: bool = False,
     parts: int = 1,
@@ -111,17 +122,17 @@ def train(
 
     `collapsed`: all tokens go to the first experts. `chunks`: virtual stages of a stage.
     """
-    parallel = Parallel(virtual_stages=chunks)
+    parallel = ParallelOptions(virtual_stages=chunks)
     made = make_mesh(mesh, jax.devices()[:devices], parallel)
     config = Config(
-        model=Model(dtype="float32"),
-        data=Data(seq_len=SEQUENCE),
-        train=Train(micro_batch_size=ROWS // parts // data_shards(made), grad_accum_steps=parts),
+        model=ModelOptions(dtype="float32"),
+        data=DataOptions(seq_len=SEQUENCE),
+        train=TrainOptions(micro_batch_size=ROWS // parts // data_shards(made), grad_accum_steps=parts),
         parallel=parallel,
-        lora=Lora(enabled=lora, rank=4, dropout=0.1),
-        precision=Precision("fp32"),
+        lora=LoraOptions(enabled=lora, rank=4, dropout=0.1),
+        precision=PrecisionOptions("fp32"),
         experts=dataclasses.replace(Options() if lora else OPTIONS.get(family, Options()), dispatch=dispatch),
-        memory=Memory("experts" if family == "qwen3_moe" else "auto"),
+        memory=MemoryOptions("experts" if family == "qwen3_moe" else "auto"),
     )
     program = assemble(Base(SPECS[family]), config, made)
     trained, frozen = (randomize(of, 0) for of in (program.model.trained, program.model.frozen))
@@ -164,7 +175,7 @@ def train(
 def test_equals_one_device(family, lora, mesh):
     axes = {**MESHES, **EXPERTS_APART}[mesh]
     parts = micro_batches(axes)
-    expected, on_one = train(family, lora, Mesh(), 1, parts=parts)
+    expected, on_one = train(family, lora, MeshOptions(), 1, parts=parts)
     found, on_mesh = train(family, lora, axes, math.prod(dataclasses.astuple(axes)), parts=parts)
     assert np.abs(found / expected - 1).max() <= 1e-6
     corrections = [name for name in on_one if "correction" in name]
@@ -189,7 +200,7 @@ def test_every_axis_and_every_pair_of_axes_has_a_mesh():
     ],
 )
 def test_a_pipeline_and_the_layers_around_it_equal_one_device(family, lora, mesh, chunks):
-    expected, on_one = train(family, lora, Mesh(), 1, parts=4)
+    expected, on_one = train(family, lora, MeshOptions(), 1, parts=4)
     axes = {**PIPELINES, **EXPERTS_APART}[mesh]
     devices = math.prod(dataclasses.astuple(axes))
     found, on_stages = train(family, lora, axes, devices, parts=4, chunks=chunks)
@@ -205,7 +216,7 @@ def test_a_pipeline_and_the_layers_around_it_equal_one_device(family, lora, mesh
 
 
 def test_devices_whose_experts_get_no_token_or_all_of_them_equal_one_device():
-    expected, _ = train("qwen3_moe", True, Mesh(), 1, collapsed=True)
+    expected, _ = train("qwen3_moe", True, MeshOptions(), 1, collapsed=True)
     for dispatch in ("all_gather", "all_to_all"):
         mesh = EXPERTS_APART["expert=4 tensor=2"]
         found, _ = train("qwen3_moe", True, mesh, 8, collapsed=True, dispatch=dispatch)
@@ -220,7 +231,7 @@ def test_devices_whose_experts_get_no_token_or_all_of_them_equal_one_device():
     ],
 )
 def test_tokens_sent_to_their_experts_equal_one_device(family, lora, mesh, parts):
-    expected, _ = train(family, lora, Mesh(), 1, parts=parts)
+    expected, _ = train(family, lora, MeshOptions(), 1, parts=parts)
     found, _ = train(family, lora, EXPERTS_APART[mesh], 8, parts=parts, dispatch="all_to_all")
     assert np.abs(found / expected - 1).max() <= 1e-6
 
@@ -229,12 +240,12 @@ def test_tokens_sent_to_their_experts_equal_one_device(family, lora, mesh, parts
 def test_experts_are_read_where_they_are_divided_and_exported_as_from_one_device(tmp_path, kind, format):
     width = {"moe_intermediate_size": 64, "num_experts": 4}
     width = width if kind == "Qwen3Moe" else {"intermediate_size": 64, "num_local_experts": 4}
-    folder = model_folder(tmp_path / "model", kind, hidden_size=256, head_dim=32, **width)
-    lora = Lora(enabled=format is not None, rank=2)
+    folder = write_model_folder(tmp_path / "model", kind, hidden_size=256, head_dim=32, **width)
+    lora = LoraOptions(enabled=format is not None, rank=2)
     held, written = [], []
-    for mesh, devices in ((Mesh(), 1), (Mesh(fsdp=2, expert=2), 4)):
+    for mesh, devices in ((MeshOptions(), 1), (MeshOptions(fsdp=2, expert=2), 4)):
         made = make_mesh(mesh, jax.devices()[:devices])
-        model, parameters, config = read(folder, made, lora=lora, quant=Quant(format))
+        model, parameters, config = read_model(folder, made, lora=lora, quant=QuantOptions(format))
         experts = [name for name in parameters if ".experts." in name]
         assert experts
         for leaf in jax.tree.leaves([parameters[name] for name in experts]) if devices > 1 else ():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mesh.products import LAYERS, MESHES, NUMBERS, SHAPES, assert_eight_devices_equal_one, case, computed
 
-from jaxtune.config.schema import Mesh
+from jaxtune.config.schema import MeshOptions
 from jaxtune.models.parameters import Parameter
 from jaxtune.models.places import Place
 from jaxtune.models.spec import Treatment
@@ -23,7 +23,7 @@ def test_eight_devices_equal_one(mesh, numbers, axes):
 @pytest.mark.parametrize("axes", SHAPES, ids=["out", "in"])
 def test_numbers_that_fp8_holds_are_multiplied_exactly_on_any_mesh(axes):
     w, x, dy = case(axes, dyadic=True)
-    for mesh, devices in ((Mesh(fsdp=1), 1), (MESHES["fsdp tensor"], 8), (MESHES["sequence"], 8)):
+    for mesh, devices in ((MeshOptions(fsdp=1), 1), (MESHES["fsdp tensor"], 8), (MESHES["sequence"], 8)):
         _, y, dx, dw, _ = computed(NUMBERS["fp8"], axes, mesh, devices, dyadic=True)
         np.testing.assert_array_equal(y, np.einsum("bsi,loi->lbso", x, w))
         np.testing.assert_array_equal(dx, np.einsum("bso,loi->bsi", dy, w))
@@ -50,7 +50,7 @@ def test_a_mesh_that_splits_a_block_of_16_is_refused():
         stack = "linear", "attention.k.weight", (0, 1), (2,), places, Treatment()
         return Parameter((2, rows, columns), axes, zeros, *stack)
 
-    mesh = make_mesh(Mesh(fsdp=4, tensor=2))
+    mesh = make_mesh(MeshOptions(fsdp=4, tensor=2))
     for numbers in NUMBERS.values():
         assert undivided_blocks({"k": parameter(32, 64)}, {"k": numbers}, mesh, "another mesh") == []
         (complaint,) = undivided_blocks({"k": parameter(16, 64)}, {"k": numbers}, mesh, "another mesh")

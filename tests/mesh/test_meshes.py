@@ -34,7 +34,7 @@ from mesh.harness import (
 )
 
 from jaxtune.config import schema
-from jaxtune.config.schema import Mesh
+from jaxtune.config.schema import MeshOptions
 from jaxtune.errors import UserError
 from jaxtune.models.layers import mlp
 from jaxtune.parallel.mesh import make_mesh
@@ -169,20 +169,20 @@ def test_a_quantized_base_without_an_adapter_is_the_only_pair_that_is_refused():
 
 
 def test_optimizers_and_rematerialisation_have_every_level_of_the_schema():
-    assert set(OPTIMIZERS) == set(get_args(get_type_hints(schema.Optim)["name"]))
+    assert set(OPTIMIZERS) == set(get_args(get_type_hints(schema.OptimOptions)["name"]))
     # A model without experts cannot recompute them; other parts of a block lie between "none" and "block".
     parts = {"experts", "ffn", "qkv", "attention+qkv"}
-    assert {*REMAT, *parts, "auto"} == set(get_args(get_type_hints(schema.Memory)["remat"]))
+    assert {*REMAT, *parts, "auto"} == set(get_args(get_type_hints(schema.MemoryOptions)["remat"]))
 
 
 def test_a_batch_accumulated_row_by_row_equals_it_at_once():
     case = Case("", "float32", "lora", remat="none")
-    assert_equal(train(case, Mesh(), 1, accumulate=8), one_device(case))
+    assert_equal(train(case, MeshOptions(), 1, accumulate=8), one_device(case))
 
 
 def test_a_dimension_that_does_not_divide_is_told_with_sizes_that_would():
-    mesh = Mesh(tensor=3)
-    config = config_of(Case(""), mesh, schema.Train(), False)
+    mesh = MeshOptions(tensor=3)
+    config = config_of(Case(""), mesh, schema.TrainOptions(), False)
     with pytest.raises(UserError) as told:
         declare_model(read_base(config), config, make_mesh(mesh, jax.devices()[:6]))
     assert str(told.value).splitlines() == [
@@ -196,4 +196,4 @@ def test_a_dimension_that_does_not_divide_is_told_with_sizes_that_would():
 
 def test_a_mesh_that_does_not_fit_says_so():
     with pytest.raises(UserError, match="span 3 devices and there are 8"):
-        make_mesh(Mesh(data=3, fsdp=1), jax.devices())
+        make_mesh(MeshOptions(data=3, fsdp=1), jax.devices())

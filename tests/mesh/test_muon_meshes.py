@@ -8,14 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import Mesh
+from jaxtune.config.schema import MeshOptions
 from jaxtune.optim.muon import muon, normuon
 from jaxtune.optim.orthogonalize import orthogonalize
-from jaxtune.optim.rules import At, adafactor
+from jaxtune.optim.rules import Hyperparameters, adafactor
 from jaxtune.parallel.mesh import make_mesh
 from pallas_kernels.aot import COLLECTIVES
 
-MESHES = {"fsdp=8": Mesh(fsdp=8), "fsdp=4 tensor=2": Mesh(fsdp=4, tensor=2), "data=2 fsdp=4": Mesh(data=2, fsdp=4)}
+MESHES = {
+    "fsdp=8": MeshOptions(fsdp=8),
+    "fsdp=4 tensor=2": MeshOptions(fsdp=4, tensor=2),
+    "data=2 fsdp=4": MeshOptions(data=2, fsdp=4),
+}
 RULES = {
     "muon": muon(0.95, True, 5, "original", dtype=jnp.float32),
     "normuon": normuon(0.95, 0.95, 5, True, dtype=jnp.float32),
@@ -35,7 +39,9 @@ def train(rule, shape, mesh):
     rng = np.random.default_rng(0)
     parameter, *gradients = (sharded(rng.standard_normal(shape), mesh) for _ in range(1 + UPDATES))
     state = jax.jit(rule.init)(parameter)
-    update = jax.jit(lambda *arguments: rule.update(*arguments[:3], At(arguments[3], jnp.float32(0.1), 1.0, 0.1)))
+    update = jax.jit(
+        lambda *arguments: rule.update(*arguments[:3], Hyperparameters(arguments[3], jnp.float32(0.1), 1.0, 0.1))
+    )
     for count, gradient in enumerate(gradients):
         after, kept = update(gradient, state, parameter, jnp.int32(count))
         for one, other in zip(jax.tree.leaves((after, kept)), jax.tree.leaves((parameter, state)), strict=True):
@@ -46,7 +52,7 @@ def train(rule, shape, mesh):
 
 @functools.cache
 def one_device(name, shape):
-    return train(RULES[name], shape, make_mesh(Mesh(), jax.devices()[:1]))
+    return train(RULES[name], shape, make_mesh(MeshOptions(), jax.devices()[:1]))
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -9,9 +9,18 @@ import pytest
 from mesh.harness import Case, config_of
 from runs import call, metrics, recipe
 from safetensors.numpy import load_file
-from tiny import model_folder, spec
+from tiny import spec, write_model_folder
 
-from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Parallel, Quant, Train
+from jaxtune.config.schema import (
+    Config,
+    DataOptions,
+    LoraOptions,
+    MeshOptions,
+    ModelOptions,
+    ParallelOptions,
+    QuantOptions,
+    TrainOptions,
+)
 from jaxtune.errors import UserError
 from jaxtune.exports.write import export_full
 from jaxtune.models.parameters import randomize
@@ -25,14 +34,18 @@ from jaxtune.weights.values import read_parameters
 
 @pytest.mark.parametrize("format", [None, "nf4"])
 def test_layers_are_read_where_their_stage_is_and_exported_as_from_one_device(tmp_path, format):
-    folder = model_folder(tmp_path / "model", num_hidden_layers=5, hidden_size=64, intermediate_size=64, head_dim=16)
+    folder = write_model_folder(
+        tmp_path / "model", num_hidden_layers=5, hidden_size=64, intermediate_size=64, head_dim=16
+    )
     written = []
-    for mesh, devices, chunks in ((Mesh(), 1, 1), (Mesh(fsdp=2, stage=2), 4, 2)):
-        parallel = Parallel(virtual_stages=chunks)
+    for mesh, devices, chunks in ((MeshOptions(), 1, 1), (MeshOptions(fsdp=2, stage=2), 4, 2)):
+        parallel = ParallelOptions(virtual_stages=chunks)
         made = make_mesh(mesh, jax.devices()[:devices], parallel)
-        lora = Lora(enabled=format is not None, rank=2)
-        model = Model(path=str(folder), dtype="float32")
-        config = Config(model, Data(seq_len=64), lora=lora, quant=Quant(format), mesh=mesh, parallel=parallel)
+        lora = LoraOptions(enabled=format is not None, rank=2)
+        model = ModelOptions(path=str(folder), dtype="float32")
+        config = Config(
+            model, DataOptions(seq_len=64), lora=lora, quant=QuantOptions(format), mesh=mesh, parallel=parallel
+        )
         model = declare_model(read_base(config), config, made, train=False)
         parameters = read_parameters(model, model.whole)
         inside = [name for name, parameter in model.parameters.items() if parameter.layers == (0, 2, 1, 3)]
@@ -67,28 +80,32 @@ def test_a_run_goes_on_with_other_stages_and_evaluates_as_one_device(tmp_path):
 
 
 def test_more_stages_than_layers_are_refused():
-    config = config_of(Case(""), Mesh(fsdp=1, stage=4), Train(), False)
+    config = config_of(Case(""), MeshOptions(fsdp=1, stage=4), TrainOptions(), False)
     with pytest.raises(UserError, match="4 virtual stages need as many equal layers.*there are 2"):
         assemble(read_base(config), config, make_mesh(config.mesh, jax.devices()[:4]))
 
 
 @pytest.mark.parametrize(("stages", "count"), [(1, 4), (2, 3)])
 def test_virtual_stages_that_cannot_take_turns_are_refused(stages, count):
-    config = Config(data=Data(seq_len=8), train=Train(grad_accum_steps=count), parallel=Parallel(virtual_stages=2))
-    mesh = make_mesh(Mesh(fsdp=1, stage=stages), jax.devices()[:stages], config.parallel)
+    config = Config(
+        data=DataOptions(seq_len=8),
+        train=TrainOptions(grad_accum_steps=count),
+        parallel=ParallelOptions(virtual_stages=2),
+    )
+    mesh = make_mesh(MeshOptions(fsdp=1, stage=stages), jax.devices()[:stages], config.parallel)
     with pytest.raises(UserError, match=f"mesh.stage={stages} must be .*grad_accum_steps={count} a multiple"):
         declare_model(Base(spec(4)), config, mesh)
 
 
 def test_an_objective_with_a_reference_is_refused():
-    config = config_of(Case(""), Mesh(fsdp=1, stage=2), Train(), False)
+    config = config_of(Case(""), MeshOptions(fsdp=1, stage=2), TrainOptions(), False)
     compared = dataclasses.replace(cross_entropy(), reference=True)
     with pytest.raises(UserError, match="mesh.stage: not available for an objective"):
         assemble(read_base(config), config, make_mesh(config.mesh, jax.devices()[:2]), compared)
 
 
 def test_the_log_says_how_long_a_stage_waits():
-    config = config_of(Case(""), Mesh(fsdp=1, stage=2), Train(grad_accum_steps=3), True)
+    config = config_of(Case(""), MeshOptions(fsdp=1, stage=2), TrainOptions(grad_accum_steps=3), True)
     model = declare_model(read_base(config), config, make_mesh(config.mesh, jax.devices()[:2]))
     said = describe_pipeline(model, config)
     assert said.startswith("pipeline: 2 layers from layer 0 in 2 stages, the other 1 on all devices; 1f1b over 3 micro")

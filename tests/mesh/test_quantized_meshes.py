@@ -4,16 +4,20 @@ import jax
 import pytest
 from mesh.harness import folder
 
-from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Quant
+from jaxtune.config.schema import Config, DataOptions, LoraOptions, MeshOptions, ModelOptions, QuantOptions
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.weights.model import declare_model, read_base
 
 
 def test_codes_and_scales_are_sharded_and_a_split_block_is_refused():
-    made = make_mesh(Mesh(data=2, fsdp=2, tensor=2), jax.devices())
-    options = dict(model=Model(path=str(folder("dense", False, False))), data=Data(seq_len=32), lora=Lora(enabled=True))
-    config = Config(**options, quant=Quant(format="nf4"))
+    made = make_mesh(MeshOptions(data=2, fsdp=2, tensor=2), jax.devices())
+    options = dict(
+        model=ModelOptions(path=str(folder("dense", False, False))),
+        data=DataOptions(seq_len=32),
+        lora=LoraOptions(enabled=True),
+    )
+    config = Config(**options, quant=QuantOptions(format="nf4"))
     model = declare_model(read_base(config), config, made)
     up = model.parameters["stacks.0.blocks.0.mlp.up.weight"].abstract()
     assert up.shape == (2, 128, 256)
@@ -23,4 +27,4 @@ def test_codes_and_scales_are_sharded_and_a_split_block_is_refused():
         UserError,
         match=r"mesh.fsdp=8 does not divide the 256 features of embed in blocks of 64; these would: \[1, 2, 4\]",
     ):
-        declare_model(read_base(config), config, make_mesh(Mesh(fsdp=8), jax.devices()))
+        declare_model(read_base(config), config, make_mesh(MeshOptions(fsdp=8), jax.devices()))

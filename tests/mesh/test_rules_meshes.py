@@ -8,14 +8,14 @@ import pytest
 from mesh.harness import OPTIMIZERS, Case, assert_equal, config_of, micro_batches, one_device, train
 from mesh.products import NUMBERS, SHAPES, assert_eight_devices_equal_one
 
-from jaxtune.config.schema import Mesh, Parallel, Train
+from jaxtune.config.schema import MeshOptions, ParallelOptions, TrainOptions
 from jaxtune.errors import UserError
 from jaxtune.parallel.layout import RULES, Layout, Rules
 from jaxtune.parallel.manual_axes import GATHERS_OTHER_AXES
 from jaxtune.parallel.mesh import make_mesh, rules_of
 from jaxtune.plan.launches import read_program
 from jaxtune.precision.recipes import recipe_of
-from jaxtune.training.assembly import assemble, compile_step, summed_last
+from jaxtune.training.assembly import assemble, compile_step, deferred_sum_axes
 from jaxtune.weights.model import declare_model, read_base
 
 TWO = Layout(embed=("fsdp", "expert"))
@@ -25,10 +25,10 @@ OVER_TWO = Rules(TWO, TWO, TWO, gathered=("fsdp", "expert"), batch=("data", "fsd
 @pytest.mark.parametrize(
     ("parallel", "mesh", "optimizer"),
     [
-        (Parallel(zero=1), Mesh(data=2, fsdp=2, tensor=2), "adamw"),
-        (Parallel(zero=2), Mesh(data=2, fsdp=2, sequence=2), "schedule_free"),
-        (Parallel(reshard_after_forward=False), Mesh(data=2, fsdp=2, tensor=2), "adamw"),
-        (Parallel(shard_residual=False), Mesh(fsdp=2, sequence=2, tensor=2), "sgd"),
+        (ParallelOptions(zero=1), MeshOptions(data=2, fsdp=2, tensor=2), "adamw"),
+        (ParallelOptions(zero=2), MeshOptions(data=2, fsdp=2, sequence=2), "schedule_free"),
+        (ParallelOptions(reshard_after_forward=False), MeshOptions(data=2, fsdp=2, tensor=2), "adamw"),
+        (ParallelOptions(shard_residual=False), MeshOptions(fsdp=2, sequence=2, tensor=2), "sgd"),
     ],
     ids=["ZeRO 1", "ZeRO 2", "weights stay whole", "residual stream whole over the tensor axis"],
 )
@@ -47,9 +47,9 @@ def test_an_option_equals_one_device(parallel, mesh, optimizer):
 )
 def test_gradients_are_summed_once_a_step_over_devices_that_divide_rows_alone(zero, shards, group):
     """All gradients are summed in float32 over these devices after four micro-batches, and not during any of them."""
-    parallel, mesh = Parallel(zero=zero), Mesh(data=2, fsdp=2)
+    parallel, mesh = ParallelOptions(zero=zero), MeshOptions(data=2, fsdp=2)
     made = make_mesh(mesh, jax.devices()[:4], parallel)
-    config = config_of(Case(""), mesh, Train(micro_batch_size=1, grad_accum_steps=4), False)
+    config = config_of(Case(""), mesh, TrainOptions(micro_batch_size=1, grad_accum_steps=4), False)
     program = assemble(read_base(config), dataclasses.replace(config, parallel=parallel), made)
     launches = read_program(compile_step(program, config).as_text()).launches
     sums = [launch for launch in launches if launch.kind in ("all-reduce", "reduce-scatter")]
@@ -65,42 +65,42 @@ def test_gradients_are_summed_once_a_step_over_devices_that_divide_rows_alone(ze
     ("storage", "count", "axes"), [("bf16", 2, ("data",)), ("bf16", 1, ()), ("fp8 operands", 2, ())]
 )
 def test_an_amax_over_all_tokens_and_a_single_micro_batch_leave_no_sums_for_later(storage, count, axes):
-    mesh = Mesh(data=2, fsdp=1)
+    mesh = MeshOptions(data=2, fsdp=1)
     made = make_mesh(mesh, jax.devices()[:2])
-    config = config_of(Case("", storage), mesh, Train(grad_accum_steps=count), False)
+    config = config_of(Case("", storage), mesh, TrainOptions(grad_accum_steps=count), False)
     model = declare_model(read_base(config), config, made)
-    assert summed_last(config, recipe_of(config.precision, model.linears), made) == axes
+    assert deferred_sum_axes(config, recipe_of(config.precision, model.linears), made) == axes
 
 
 def test_shards_that_wait_on_the_host_equal_one_device():
     case, offloaded = Case(""), ("optimizer", "master", "gradients")
-    found = train(case, Mesh(fsdp=2), 2, accumulate=2, offloaded=offloaded)
+    found = train(case, MeshOptions(fsdp=2), 2, accumulate=2, offloaded=offloaded)
     assert_equal(found, one_device(case), OPTIMIZERS["adamw"])
 
 
 def test_quantized_shards_that_wait_on_the_host_equal_one_device():
     case = Case("", storage="nf4", adapter="lora", optimizer="adamw_8bit")
-    found = train(case, Mesh(fsdp=2), 2, offloaded=("optimizer", "quants"))
+    found = train(case, MeshOptions(fsdp=2), 2, offloaded=("optimizer", "quants"))
     assert_equal(found, one_device(case), OPTIMIZERS["adamw_8bit"])
 
 
 def test_a_dimension_over_two_axes_equals_one_device():
     case = Case("")
     with RULES(OVER_TWO):
-        found = train(case, Mesh(fsdp=2, expert=2, tensor=2), 8)
+        found = train(case, MeshOptions(fsdp=2, expert=2, tensor=2), 8)
     assert_equal(found, one_device(case), OPTIMIZERS["adamw"])
 
 
 def test_weights_that_stay_whole_are_gathered_once():
     """In a loop of two layers: one layer's seven weights in the forward pass, and again in the backward pass or not."""
-    config = config_of(Case("", remat="block"), Mesh(), Train(micro_batch_size=1), False)
+    config = config_of(Case("", remat="block"), MeshOptions(), TrainOptions(micro_batch_size=1), False)
 
-    def gathers(parallel: Parallel) -> int:
-        made = make_mesh(Mesh(), jax.devices(), parallel)
+    def gathers(parallel: ParallelOptions) -> int:
+        made = make_mesh(MeshOptions(), jax.devices(), parallel)
         own = dataclasses.replace(config, parallel=parallel)
         return compile_step(assemble(read_base(own), own, made), own).as_text().count(" all-gather(")
 
-    assert gathers(Parallel()) - gathers(Parallel(reshard_after_forward=False)) == 7
+    assert gathers(ParallelOptions()) - gathers(ParallelOptions(reshard_after_forward=False)) == 7
 
 
 @pytest.mark.parametrize("axes", SHAPES, ids=["out", "in"])
@@ -111,8 +111,8 @@ def test_products_in_low_precision_equal_those_of_one_device(axes):
 
 
 def test_each_layout_says_where_its_arrays_are():
-    mesh = Mesh(fsdp=4, expert=2)
-    config, made = config_of(Case(""), mesh, Train(), False), make_mesh(mesh)
+    mesh = MeshOptions(fsdp=4, expert=2)
+    config, made = config_of(Case(""), mesh, TrainOptions(), False), make_mesh(mesh)
 
     def parts(rules: Rules) -> tuple[int, int]:
         """Number of parts of the largest parameter, and of its optimizer moment."""
@@ -124,14 +124,14 @@ def test_each_layout_says_where_its_arrays_are():
 
     assert parts(Rules()) == (4, 4)
     assert parts(OVER_TWO) == (8, 8)
-    assert parts(rules_of(Parallel(zero=2))) == (1, 4)
+    assert parts(rules_of(ParallelOptions(zero=2))) == (1, 4)
 
 
 def test_a_dimension_that_the_optimizers_layout_does_not_divide_is_told():
     """The layout in which parameters are stored divides it."""
-    mesh = Mesh(data=1, fsdp=1, tensor=8)
+    mesh = MeshOptions(data=1, fsdp=1, tensor=8)
     whole = Layout(kv_heads=(), heads=())
-    config, made = config_of(Case(""), mesh, Train(), False), make_mesh(mesh, jax.devices())
+    config, made = config_of(Case(""), mesh, TrainOptions(), False), make_mesh(mesh, jax.devices())
     with RULES(Rules(whole, whole, whole)):
         declare_model(read_base(config), config, made)
     with RULES(Rules(whole)), pytest.raises(UserError, match="mesh.tensor=8 does not divide kv_heads=4"):

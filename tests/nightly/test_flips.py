@@ -14,16 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from faults.test_checkpoint_faults import assert_is, files_of, restore, save_steps
-from runs import conversations
-from tiny import byte_tokenizer, model_folder
-from tiny import read as read_model
+from runs import write_conversations
+from tiny import byte_tokenizer, write_model_folder
+from tiny import read_model as read_model
 
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config.schema import Dataset
 from jaxtune.data.cache.documents import tokenize
 from jaxtune.errors import UserError
 from jaxtune.exports.write import export_full
-from jaxtune.scoring.memmap_cache import kept
+from jaxtune.scoring.memmap_cache import load_or_compute
 
 COVERS = (
     "jaxtune/checkpoint",
@@ -94,7 +94,7 @@ def test_checkpoints(tmp_path, damaged):
 def test_token_caches(tmp_path, damaged):
     """Damaged caches are made again from their source."""
     tokenizer = byte_tokenizer(tmp_path / "tokenizer")
-    entries = (Dataset(path=str(conversations(tmp_path / "chat.jsonl"))),)
+    entries = (Dataset(path=str(write_conversations(tmp_path / "chat.jsonl"))),)
 
     def content(folder: Path) -> list[str]:
         part = tokenize(entries, tokenizer, folder).parts[0]
@@ -117,10 +117,10 @@ def test_scores_of_teachers_and_references(tmp_path, damaged):
         with path.open("wb") as stream:
             np.save(stream, values)
 
-    kept(tmp_path / "good" / "scores.npy", write)
+    load_or_compute(tmp_path / "good" / "scores.npy", write)
 
     def same(folder: Path) -> bool:
-        np.testing.assert_array_equal(kept(folder / "scores.npy", write), values)
+        np.testing.assert_array_equal(load_or_compute(folder / "scores.npy", write), values)
         return True
 
     damaged(tmp_path / "good", same)
@@ -128,7 +128,7 @@ def test_scores_of_teachers_and_references(tmp_path, damaged):
 
 def test_exports(tmp_path, damaged, one_device):
     """The weights are those that were written, or they are refused."""
-    model_folder(tmp_path / "base")
+    write_model_folder(tmp_path / "base")
     model, values, config = read_model(tmp_path / "base", one_device)
     export_full(model, values, config, tmp_path / "good")
 

@@ -16,7 +16,7 @@ import yaml
 from completion_server import CompletionServer
 from faults.test_hostile_weights import FILES, SHAPES, write_index
 from faults.test_hostile_weights import read as read_weights
-from hostile import CANARY, CODE, Outcomes, damaged, json_files, values, written
+from hostile import CANARY, CODE, Outcomes, damaged_bytes, encode_text, json_files, mutated_values
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
@@ -26,7 +26,7 @@ from unit.models.published import FORMS
 
 from jaxtune import hf, report
 from jaxtune.config import read_recipe
-from jaxtune.config.schema import Dataset, Model
+from jaxtune.config.schema import Dataset, ModelOptions
 from jaxtune.data.cache.documents import tokenize
 from jaxtune.data.chat import sandbox
 from jaxtune.errors import UserError
@@ -82,8 +82,8 @@ def outcomes(request, capsys):
 def test_config_json(outcomes, tmp_path, data):
     kind = data.draw(st.sampled_from(sorted(FORMS)))
     (tmp_path / "config.json").write_bytes(data.draw(json_files(FORMS[kind] | {"model_type": kind})))
-    model = Model(path=str(tmp_path))
-    outcomes.read(lambda: declare(spec_of(hf.describe(model), hf.read_config(tmp_path), model)))
+    model = ModelOptions(path=str(tmp_path))
+    outcomes.read(lambda: declare(spec_of(hf.read_described_config(model), hf.read_config(tmp_path), model)))
 
 
 OTHER_TYPES = (True, "text", [1], {"a": 1})
@@ -196,14 +196,16 @@ def test_yaml(outcomes, tmp_path, monkeypatch, data):
     file = data.draw(st.sampled_from(sorted(FOREIGN.glob("*.yaml"))))
     good = file.read_text()
     bad = data.draw(
-        st.one_of(values(yaml.safe_load(good)).map(_yaml), damaged(good.encode()), _lines(good.splitlines()))
+        st.one_of(
+            mutated_values(yaml.safe_load(good)).map(_yaml), damaged_bytes(good.encode()), _lines(good.splitlines())
+        )
     )
     Path("my.yaml").write_bytes(bad)
     outcomes.read(lambda: read_recipe("my.yaml").resolve(()))
 
 
 def _yaml(value) -> bytes:
-    return written(yaml.safe_dump(value, allow_unicode=True))
+    return encode_text(yaml.safe_dump(value, allow_unicode=True))
 
 
 BOMBS = [
@@ -272,7 +274,7 @@ def test_chat_template(outcomes, monkeypatch, data):
         last = data.draw(st.sampled_from([first, first, last]))
         bad = bad[:first] + data.draw(st.sampled_from(["", *HOSTILE_EXPRESSIONS])) + bad[last:]
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": data.draw(st.text(max_size=4))}]
-    outcomes.read(lambda: sandbox.Template(bad).render(messages=data.draw(st.just(chat) | values(chat))))
+    outcomes.read(lambda: sandbox.Template(bad).render(messages=data.draw(st.just(chat) | mutated_values(chat))))
 
 
 class _Answers(CompletionServer):
@@ -315,7 +317,7 @@ CHATS = [
 @campaign
 @given(data=st.data())
 def test_json_lines(outcomes, tmp_path, chats, data):
-    rows = [row.encode() for row in map(json.dumps, data.draw(values(CHATS) | st.just(CHATS)))] + [
+    rows = [row.encode() for row in map(json.dumps, data.draw(mutated_values(CHATS) | st.just(CHATS)))] + [
         data.draw(json_files(CHATS[0]))
     ]
     chats(tmp_path / "data.jsonl", b"\n".join(rows), outcomes)
@@ -324,7 +326,7 @@ def test_json_lines(outcomes, tmp_path, chats, data):
 @campaign
 @given(data=st.data())
 def test_parquet(outcomes, tmp_path, chats, data):
-    rows = data.draw(st.just(CHATS) | st.lists(values(CHATS[0]), min_size=1, max_size=3))
+    rows = data.draw(st.just(CHATS) | st.lists(mutated_values(CHATS[0]), min_size=1, max_size=3))
     try:
         table = pyarrow.Table.from_pylist([row for row in rows if isinstance(row, dict)] or CHATS)
         columns = [_cast(column, data.draw(st.sampled_from(TYPES))) for column in table.columns]
@@ -335,7 +337,7 @@ def test_parquet(outcomes, tmp_path, chats, data):
         table, stream = pyarrow.Table.from_pylist(CHATS), pyarrow.BufferOutputStream()
         pyarrow.parquet.write_table(table, stream)
     good = stream.getvalue().to_pybytes()
-    chats(tmp_path / "data.parquet", data.draw(damaged(good) | st.just(good)), outcomes)
+    chats(tmp_path / "data.parquet", data.draw(damaged_bytes(good) | st.just(good)), outcomes)
 
 
 TYPES = [

@@ -12,7 +12,15 @@ from mesh.products import MESHES as PRODUCT_MESHES
 from mesh.products import NUMBERS, SHAPES, assert_eight_devices_equal_one
 from runs import model_folder
 
-from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Precision
+from jaxtune.config.schema import (
+    Config,
+    DataOptions,
+    LoraOptions,
+    MemoryOptions,
+    MeshOptions,
+    ModelOptions,
+    PrecisionOptions,
+)
 from jaxtune.models.parameters import randomize
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.training.assembly import assemble
@@ -57,15 +65,15 @@ def square(tmp_path_factory):
     return model_folder(tmp_path_factory.mktemp("square"), **{**SIZES, "intermediate_size": 256})
 
 
-def gradients(path: Path, storage: str, mesh: Mesh, devices: int):
+def gradients(path: Path, storage: str, mesh: MeshOptions, devices: int):
     """Return (quantized base, loss, adapter gradients), on the host."""
     made = make_mesh(mesh, jax.devices()[:devices])
     config = Config(
-        model=Model(path=str(path), dtype="float32"),
-        data=Data(seq_len=32),
-        lora=Lora(enabled=True, rank=4),
-        memory=Memory("block"),
-        precision=Precision("fp32"),
+        model=ModelOptions(path=str(path), dtype="float32"),
+        data=DataOptions(seq_len=32),
+        lora=LoraOptions(enabled=True, rank=4),
+        memory=MemoryOptions("block"),
+        precision=PrecisionOptions("fp32"),
         **STORAGE[storage],
     )
     program = assemble(read_base(config), config, made)
@@ -81,7 +89,7 @@ def gradients(path: Path, storage: str, mesh: Mesh, devices: int):
 
 @pytest.mark.parametrize("storage", QUANTIZED)
 def test_gradients_of_adapters_on_a_quantized_base_equal_one_device(square, storage):
-    codes, loss, expected = gradients(square, storage, Mesh(fsdp=1), 1)
+    codes, loss, expected = gradients(square, storage, MeshOptions(fsdp=1), 1)
     sharded_codes, sharded_loss, found = gradients(square, storage, MESHES[ALL_AXES], 8)
     assert abs(sharded_loss - loss) <= 1e-6 * abs(loss)
     for name in codes:

@@ -7,7 +7,7 @@ import pytest
 
 from jaxtune.optim import rules
 from jaxtune.optim.adamw_8bit import Moment, adamw_8bit
-from jaxtune.optim.rules import At
+from jaxtune.optim.rules import Hyperparameters
 from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP, TABLES, UNSIGNED_DYNAMIC_MAP, decode
 
 torch = pytest.importorskip("torch", reason="bitsandbytes needs torch, whose CPU build exists for Python 3.11 only")
@@ -58,7 +58,7 @@ def test_an_update_from_their_state_is_theirs(one_device):
     update = jax.jit(RULE.update)
     for count, (gradient, (parameter, before), (expected, state)) in enumerate(run(10)):
         before = before or jax.jit(RULE.init)(jnp.asarray(parameter))
-        at = At(count, RATE, 1.0, DECAY)
+        at = Hyperparameters(count, RATE, 1.0, DECAY)
         found, after = update(jnp.asarray(gradient), jax.tree.map(jnp.asarray, before), jnp.asarray(parameter), at)
         np.testing.assert_allclose(found, expected, rtol=3e-7, atol=1e-5 * RATE)
         for name, moment in after.items():
@@ -72,7 +72,7 @@ def test_twenty_steps_go_where_theirs_go(one_device):
     parameter = jnp.asarray(steps[0][1][0])
     state = jax.jit(RULE.init)(parameter)
     for count, (gradient, _, _) in enumerate(steps):
-        parameter, state = jax.jit(RULE.update)(gradient, state, parameter, At(count, RATE, 1.0, DECAY))
+        parameter, state = jax.jit(RULE.update)(gradient, state, parameter, Hyperparameters(count, RATE, 1.0, DECAY))
     expected, theirs = steps[-1][2]
     apart = np.abs(parameter - expected) / RATE
     assert apart.mean() < 0.01 and apart.max() < 1
@@ -91,7 +91,7 @@ def test_where_rows_differ_in_size_we_are_as_close_to_adamw_as_they_are(one_devi
         parameter, update = jnp.asarray(start), jax.jit(rule.update)
         state = jax.jit(rule.init)(parameter)
         for count, gradient in enumerate(gradients):
-            parameter, state = update(jnp.asarray(gradient), state, parameter, At(count, RATE, 1.0, DECAY))
+            parameter, state = update(jnp.asarray(gradient), state, parameter, Hyperparameters(count, RATE, 1.0, DECAY))
         return np.asarray(parameter)
 
     theirs = torch.nn.Parameter(torch.tensor(start))

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from batches import make_batch, tokens
 from parity.test_families import gradients_in_files
-from tiny import CHATML, FAMILIES, byte_tokenizer, torch_model
+from tiny import CHATML, FAMILIES, byte_tokenizer, save_torch_model
 
-from jaxtune.config.schema import Config, Data, Lora, Model, Preference
+from jaxtune.config.schema import Config, DataOptions, LoraOptions, ModelOptions, PreferenceOptions
 from jaxtune.errors import UserError
 from jaxtune.exports.write import export
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.models import families
 from jaxtune.models.decoder import bind
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import score_labels
 from jaxtune.training.assembly import objective_of
-from jaxtune.weights.class_labels import labelled
+from jaxtune.weights.class_labels import resolve_labels
 from jaxtune.weights.model import declare_model, read_base
 from jaxtune.weights.values import frozen_parameters, initial_parameters
 
@@ -31,13 +31,13 @@ PADDING = 319  # the last token; it is in no document
 LENGTHS = (1, 20, 7, 30)  # lengths of the documents in a row, followed by 6 positions of padding
 LABELS = np.array([2, 0, 1, 1])
 NAMES = ("bad", "fair", "good")
-LORA = Lora(enabled=True, rank=4, alpha=8.0)
+LORA = LoraOptions(enabled=True, rank=4, alpha=8.0)
 
 
 def opened(folder, mesh, **options):
     """Return (config, model, values) for the classifier in a folder, or a new one on the folder's language model."""
-    model = Model(path=str(folder), dtype="float32", head="classification", id2label=options.pop("id2label", ()))
-    config = labelled(Config(model=model, data=Data(seq_len=64), **options))
+    model = ModelOptions(path=str(folder), dtype="float32", head="classification", id2label=options.pop("id2label", ()))
+    config = resolve_labels(Config(model=model, data=DataOptions(seq_len=64), **options))
     declared = declare_model(read_base(config), config, mesh)
     return config, declared, {**frozen_parameters(declared, config), **initial_parameters(declared, config)}
 
@@ -67,7 +67,9 @@ def sums(config, model, parameters, batch):
     @jax.jit
     def compute(parameters, batch):
         def loss(parameters):
-            scores = score_labels(bind(model.graph, parameters), batch, Call(jnp.dtype("float32"), remat="block"))
+            scores = score_labels(
+                bind(model.graph, parameters), batch, ForwardOptions(jnp.dtype("float32"), remat="block")
+            )
             found = objective_of(config, model).loss(scores, batch)
             return found.loss / found.weight, (found, scores.logits)
 
@@ -89,7 +91,7 @@ def sums(config, model, parameters, batch):
 )
 def test_packed_documents_are_classified_as_each_alone_in_transformers(family, labels, one_device, tmp_path):
     folder = tmp_path / "model"
-    reference = torch_model(family, folder, num_labels=labels, pad_token_id=PADDING, num_hidden_layers=2)
+    reference = save_torch_model(family, folder, num_labels=labels, pad_token_id=PADDING, num_hidden_layers=2)
     byte_tokenizer(folder)
     config, model, parameters = opened(folder, one_device)
     assert config.model.num_labels == labels
@@ -123,7 +125,7 @@ def test_packed_documents_are_classified_as_each_alone_in_transformers(family, l
 def test_a_language_model_starts_a_classifier_whose_adapter_goes_to_peft_and_back(one_device, tmp_path):
     """The head is new, drawn from the seed, and trained in full with the adapters; merged, the logits are the same."""
     base = tmp_path / "base"
-    lm = torch_model("llama, llama3 rope, untied, biases", base, num_hidden_layers=2)
+    lm = save_torch_model("llama, llama3 rope, untied, biases", base, num_hidden_layers=2)
     byte_tokenizer(base)
     config, model, parameters = opened(base, one_device, id2label=NAMES, lora=LORA)
     head = np.asarray(parameters["head.weight"])
@@ -161,10 +163,12 @@ def test_a_language_model_starts_a_classifier_whose_adapter_goes_to_peft_and_bac
 def test_a_reward_model_is_scored_at_the_token_that_ends_an_answer(one_device, tmp_path):
     """transformers and the exported tokenizer give the run's result, for a base without a padding token."""
     base = tmp_path / "base"
-    torch_model("llama, llama3 rope, untied, biases", base, num_hidden_layers=2, eos_token_id=258)
+    save_torch_model("llama, llama3 rope, untied, biases", base, num_hidden_layers=2, eos_token_id=258)
     byte_tokenizer(base, CHATML.replace("<|im_end|>\n", "<|im_end|>"))
-    model = Model(path=str(base), dtype="float32", head="classification", num_labels=1)
-    config = labelled(Config(model=model, data=Data(seq_len=64), preference=Preference(loss="bradley_terry")))
+    model = ModelOptions(path=str(base), dtype="float32", head="classification", num_labels=1)
+    config = resolve_labels(
+        Config(model=model, data=DataOptions(seq_len=64), preference=PreferenceOptions(loss="bradley_terry"))
+    )
     declared = declare_model(read_base(config), config, one_device)
     parameters = {**frozen_parameters(declared, config), **initial_parameters(declared, config)}
     export(declared, parameters, config, RunFolder(tmp_path), tmp_path / "out", "hf", steps=1, tokens=1)
@@ -180,14 +184,16 @@ def test_a_reward_model_is_scored_at_the_token_that_ends_an_answer(one_device, t
     assert {row[-1] for row in rows} == {tokenizer.eos_token_id}
     for row, found in zip(rows, theirs):
         batch = make_batch(row[None], one_device)
-        scores = score_labels(bind(declared.graph, parameters), batch, Call(jnp.dtype("float32"), remat="block"))
+        scores = score_labels(
+            bind(declared.graph, parameters), batch, ForwardOptions(jnp.dtype("float32"), remat="block")
+        )
         assert abs(np.asarray(scores.logits)[0, -1].item() - found) <= 2e-5
 
 
 def test_a_classifier_is_not_a_language_model(one_device, tmp_path):
-    torch_model("qwen3, yarn rope, tied", tmp_path, num_labels=3, pad_token_id=PADDING)
+    save_torch_model("qwen3, yarn rope, tied", tmp_path, num_labels=3, pad_token_id=PADDING)
     with pytest.raises(UserError, match=r"is a classifier, Qwen3ForSequenceClassification, with a head of 3 labels"):
-        read_base(Config(model=Model(path=str(tmp_path))))
+        read_base(Config(model=ModelOptions(path=str(tmp_path))))
 
 
 def test_the_families_that_can_classify_are_those_of_transformers(tmp_path):
@@ -201,4 +207,6 @@ def test_the_families_that_can_classify_are_those_of_transformers(tmp_path):
     kind, fields = FAMILIES["granite, scaled"]
     getattr(transformers, kind)(**fields).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"no sequence classifier of only the decoder for model_type='granite'"):
-        read_base(Config(model=Model(path=str(tmp_path), from_scratch=True, head="classification", num_labels=2)))
+        read_base(
+            Config(model=ModelOptions(path=str(tmp_path), from_scratch=True, head="classification", num_labels=2))
+        )

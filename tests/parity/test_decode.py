@@ -5,11 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import tokens
-from tiny import read, torch_model
+from tiny import read_model, save_torch_model
 
 from jaxtune.errors import UserError
-from jaxtune.inference.generation import completed, ending, make_generate, stop_tokens, stream_text, until
-from jaxtune.models.decode import Sampling, choose, kept
+from jaxtune.inference.generation import (
+    collect_completions,
+    make_generate,
+    make_stop_test,
+    stop_tokens,
+    stream_text,
+    take_until,
+)
+from jaxtune.models.decode import Sampling, choose, mask_logits
 
 NEW = 24
 
@@ -32,10 +39,10 @@ NEW = 24
     ],
 )
 def test_greedy_tokens_equal_transformers(family, one_device, tmp_path):
-    reference = torch_model(family, tmp_path)
+    reference = save_torch_model(family, tmp_path)
     import torch
 
-    model, parameters, _ = read(tmp_path, one_device)
+    model, parameters, _ = read_model(tmp_path, one_device)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (37, 2, 70)]
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
@@ -50,13 +57,13 @@ def test_greedy_tokens_equal_transformers(family, one_device, tmp_path):
     with jax.default_matmul_precision("highest"):
         found = np.stack(list(generate(parameters, prompts)), axis=1)
         assert found.tolist() == expected
-        alone = until(generate(parameters, prompts[:1]), frozenset({expected[0][5]}))
+        alone = take_until(generate(parameters, prompts[:1]), frozenset({expected[0][5]}))
         assert list(alone) == expected[0][: expected[0].index(expected[0][5])]
 
 
 def test_a_prompt_that_does_not_fit_is_refused(one_device, tmp_path):
-    torch_model("qwen3, a period of two", tmp_path)
-    model, parameters, _ = read(tmp_path, one_device)
+    save_torch_model("qwen3, a period of two", tmp_path)
+    model, parameters, _ = read_model(tmp_path, one_device)
     generate = make_generate(model.graph, model.spec, max_new_tokens=300, dtype=jnp.dtype("float32"))
     with pytest.raises(UserError, match="256 positions"):
         next(generate(parameters, [[1], [1, 2]]))
@@ -65,8 +72,8 @@ def test_a_prompt_that_does_not_fit_is_refused(one_device, tmp_path):
 
 
 def test_what_is_sampled_does_not_depend_on_other_prompts(one_device, tmp_path):
-    torch_model("qwen3, a period of two", tmp_path)
-    model, parameters, _ = read(tmp_path, one_device)
+    save_torch_model("qwen3, a period of two", tmp_path)
+    model, parameters, _ = read_model(tmp_path, one_device)
     generate = make_generate(model.graph, model.spec, max_new_tokens=8, dtype=jnp.dtype("float32"), seed=3)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (5, 9)]
     together = np.stack(list(generate(parameters, [*prompts, prompts[0]], [7, 8, 9])), axis=1)
@@ -99,14 +106,14 @@ def test_tokens_to_choose_from_equal_transformers(sampling):
     expected = torch.tensor(logits)
     for warper in warpers:
         expected = warper(torch.zeros((4, 1), dtype=torch.long), expected)
-    np.testing.assert_allclose(kept(jnp.array(logits) / sampling.temperature, sampling), expected, rtol=1e-6)
+    np.testing.assert_allclose(mask_logits(jnp.array(logits) / sampling.temperature, sampling), expected, rtol=1e-6)
 
 
 def test_penalty_of_repetition_equals_transformers(one_device, tmp_path):
-    reference = torch_model("llama, llama3 rope, untied, biases", tmp_path)
+    reference = save_torch_model("llama, llama3 rope, untied, biases", tmp_path)
     import torch
 
-    model, parameters, _ = read(tmp_path, one_device)
+    model, parameters, _ = read_model(tmp_path, one_device)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (20, 12)]
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = []
@@ -134,7 +141,7 @@ def test_rows_end_one_by_one():
             return bytes(ids).decode("utf-8", errors="replace")
 
     made = [np.array(row) for row in zip(b"ab\0cd", b"xy STO", b"naive ")]
-    found = completed(made, 3, ending(frozenset({0}), ["TO", "y S"], Bytes()))
+    found = collect_completions(made, 3, make_stop_test(frozenset({0}), ["TO", "y S"], Bytes()))
     assert [(bytes(one.tokens), one.finished) for one in found] == [(b"ab\0", True), (b"xy S", True), (b"naive", False)]
 
 

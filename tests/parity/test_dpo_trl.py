@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import make_batch
-from tiny import byte_tokenizer, read, torch_model
+from tiny import byte_tokenizer, read_model, save_torch_model
 
-from jaxtune.config.schema import Lora, Precision, Preference
+from jaxtune.config.schema import LoraOptions, PrecisionOptions, PreferenceOptions
 from jaxtune.training.assembly import assemble
 
 trl = pytest.importorskip("trl", reason="the reference is TRL, which needs torch (Python 3.11 here)")
@@ -18,10 +18,10 @@ BETA, PROMPT, CHOSEN, REJECTED = 0.3, "say a colour", " deep blue", " no"
 
 
 def test_loss_and_gradients_are_those_of_trl(one_device, tmp_path):
-    base = torch_model("qwen3, yarn rope, tied", tmp_path / "base")
+    base = save_torch_model("qwen3, yarn rope, tied", tmp_path / "base")
     tokenizer = byte_tokenizer(tmp_path / "base")
-    lora, rng = Lora(enabled=True, rank=4, alpha=8.0), np.random.default_rng(0)
-    model, frozen, config = read(tmp_path / "base", one_device, lora=lora)
+    lora, rng = LoraOptions(enabled=True, rank=4, alpha=8.0), np.random.default_rng(0)
+    model, frozen, config = read_model(tmp_path / "base", one_device, lora=lora)
     adapters = {name: rng.normal(size=p.shape).astype("float32") * 0.1 for name, p in model.trained.items()}
     arguments = trl.DPOConfig(str(tmp_path / "out"), beta=BETA, use_cpu=True, report_to=[], bf16=False)
     pairs = datasets.Dataset.from_list([{"prompt": PROMPT, "chosen": CHOSEN, "rejected": REJECTED}])
@@ -39,7 +39,9 @@ def test_loss_and_gradients_are_those_of_trl(one_device, tmp_path):
     batch = make_batch(rows, one_device, [len(one) for one in ids])
     answers = batch["positions"] >= len(tokenizer(PROMPT)["input_ids"]) - 1
     batch |= {"loss_weight": batch["loss_weight"] * answers}
-    config = dataclasses.replace(config, precision=Precision("fp32"), preference=Preference("sigmoid", beta=BETA))
+    config = dataclasses.replace(
+        config, precision=PrecisionOptions("fp32"), preference=PreferenceOptions("sigmoid", beta=BETA)
+    )
     program = assemble(model.base, config, one_device)
     batch = jax.tree.map(lambda column: column[None], batch)
     with jax.default_matmul_precision("highest"):

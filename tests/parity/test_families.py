@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from batches import logits, make_batch, tokens
-from tiny import FAMILIES, byte_tokenizer, read, torch_model
+from batches import logits_on_host, make_batch, tokens
+from tiny import FAMILIES, byte_tokenizer, read_model, save_torch_model
 
-from jaxtune.config.schema import Config, Data, Model, Quant
+from jaxtune.config.schema import Config, DataOptions, ModelOptions, QuantOptions
 from jaxtune.errors import UserError
-from jaxtune.exports.copied_tensors import copied_layers, name_lost
+from jaxtune.exports.copied_tensors import copied_layers, warn_lost_layers
 from jaxtune.exports.write import export_full
 from jaxtune.hf.tensor_sources import current_name, open_sources
 from jaxtune.models.decoder import bind
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import score
 from jaxtune.training.assembly import objective_of
 from jaxtune.weights.model import declare_model, read_base
@@ -31,24 +31,24 @@ BATCH, SEQUENCE = 2, 96
 def case(request, tmp_path_factory):
     """Return (folder, torch model, tokens) for a family."""
     folder = tmp_path_factory.mktemp("model")
-    return folder, torch_model(request.param, folder), tokens(BATCH, SEQUENCE)
+    return folder, save_torch_model(request.param, folder), tokens(BATCH, SEQUENCE)
 
 
 def test_logits(case, one_device):
     folder, reference, rows = case
     import torch
 
-    model, parameters, _ = read(folder, one_device)
+    model, parameters, _ = read_model(folder, one_device)
     with torch.no_grad():
         expected = reference(torch.tensor(rows)).logits.numpy()
-    assert np.abs(logits(model, parameters, make_batch(rows, one_device)) - expected).max() <= 2e-5
+    assert np.abs(logits_on_host(model, parameters, make_batch(rows, one_device)) - expected).max() <= 2e-5
 
 
 def test_loss_and_gradients(case, one_device, tmp_path):
     folder, reference, rows = case
     import torch
 
-    model, parameters, config = read(folder, one_device)
+    model, parameters, config = read_model(folder, one_device)
     # In float64, except for experts, which torch groups only in float32: its float32 gradients of some norms vary
     # between CPUs by as much as the allowed difference.
     (reference if model.spec.has_experts else reference.double()).zero_grad()
@@ -61,7 +61,7 @@ def test_loss_and_gradients(case, one_device, tmp_path):
     @jax.value_and_grad
     def loss(parameters, batch):
         with jax.default_matmul_precision("highest"):
-            call = Call(jnp.dtype("float32"), remat="block")
+            call = ForwardOptions(jnp.dtype("float32"), remat="block")
             scores = score(bind(model.graph, parameters), batch, call, head_gradient=True)
             sums = objective_of(config, model).loss(scores, batch)
         return sums.loss / sums.weight
@@ -95,12 +95,12 @@ def test_bfloat16_is_within_its_noise(case, one_device):
     folder, reference, rows = case
     import torch
 
-    model, parameters, _ = read(folder, one_device, dtype="bfloat16")
+    model, parameters, _ = read_model(folder, one_device, dtype="bfloat16")
     noise = np.mean
     if model.spec.has_experts:
         # If two experts score almost equally, rounding chooses between them in both programs, and later tokens change.
         rows, noise = rows.reshape(-1, 8), np.median
-    ours = logits(model, parameters, make_batch(rows, one_device), jnp.bfloat16)
+    ours = logits_on_host(model, parameters, make_batch(rows, one_device), jnp.bfloat16)
     half = type(reference).from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
     with torch.no_grad():
         exact = reference(torch.tensor(rows)).logits.numpy()
@@ -112,8 +112,8 @@ def test_export_gives_back_every_bit(case, one_device, tmp_path):
     folder, reference, _ = case
     import torch
 
-    model, parameters, _ = read(folder, one_device)
-    export_full(model, parameters, Config(model=Model(path=str(folder), dtype="float32")), tmp_path / "out")
+    model, parameters, _ = read_model(folder, one_device)
+    export_full(model, parameters, Config(model=ModelOptions(path=str(folder), dtype="float32")), tmp_path / "out")
     again = type(reference).from_pretrained(tmp_path / "out")
     found = again.state_dict()
     assert [name for name, value in reference.state_dict().items() if not torch.equal(found[name], value)] == []
@@ -133,11 +133,11 @@ def test_a_layer_that_predicts_more_tokens_is_exported_as_it_is(one_device, tmp_
     from safetensors.torch import load_file, save_file
 
     fields = {} if "qwen" in family else {"num_hidden_layers": 2}
-    reference = torch_model(family, tmp_path, **fields)
+    reference = save_torch_model(family, tmp_path, **fields)
     byte_tokenizer(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file(load_file(file) | {f"{layer}.weight": torch.arange(6).bfloat16()}, file, {"format": "pt"})
-    model, parameters, config = read(tmp_path, one_device)
+    model, parameters, config = read_model(tmp_path, one_device)
     export_full(model, parameters, config, tmp_path / "out")
     before, after = (open_sources([folder / file.name]) for folder in (tmp_path, tmp_path / "out"))
     assert before.keys() == after.keys()
@@ -146,7 +146,7 @@ def test_a_layer_that_predicts_more_tokens_is_exported_as_it_is(one_device, tmp_
     again = type(reference).from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(again[name], value) for name, value in reference.state_dict().items())
     grown = dataclasses.replace(model, base=dataclasses.replace(model.base, saved_vocabulary=100))
-    name_lost(grown, config)
+    warn_lost_layers(grown, config)
     assert "1 tensors of the base predict more" in caplog.text and "data.special_tokens" in caplog.text
     assert copied_layers(grown, config) == [] and copied_layers(model, config) == [f"{layer}.weight"]
 
@@ -156,9 +156,9 @@ def test_a_rope_that_an_option_stretches_is_that_of_transformers(tmp_path, one_d
     """Checked on the export, up to three times the positions; dynamic scaling follows the length of the rows."""
     import torch
 
-    reference = torch_model("seed_oss, biases", tmp_path, max_position_embeddings=32)
-    options = Model(path=str(tmp_path), dtype="float32", rope_scaling=scaling, max_positions=SEQUENCE)
-    config = Config(model=options, data=Data(seq_len=SEQUENCE))
+    reference = save_torch_model("seed_oss, biases", tmp_path, max_position_embeddings=32)
+    options = ModelOptions(path=str(tmp_path), dtype="float32", rope_scaling=scaling, max_positions=SEQUENCE)
+    config = Config(model=options, data=DataOptions(seq_len=SEQUENCE))
     model = declare_model(read_base(config), config, one_device, train=False)
     parameters, rows = read_parameters(model, model.whole), tokens(BATCH, SEQUENCE)
     export_full(model, parameters, config, tmp_path / "out")
@@ -166,32 +166,32 @@ def test_a_rope_that_an_option_stretches_is_that_of_transformers(tmp_path, one_d
     with torch.no_grad():
         expected = exported(torch.tensor(rows)).logits.numpy()
         assert np.abs(reference(torch.tensor(rows)).logits.numpy() - expected).max() > 1e-3
-    assert np.abs(logits(model, parameters, make_batch(rows, one_device)) - expected).max() <= 2e-5
+    assert np.abs(logits_on_host(model, parameters, make_batch(rows, one_device)) - expected).max() <= 2e-5
 
 
 @pytest.mark.parametrize("name", ["gpt_oss, stacked experts", "mixtral"])
 def test_experts_can_be_quantized(tmp_path, one_device, name):
     """In 8 bits the logits change little: each expert is read from its own place, in every file layout of experts."""
-    torch_model(name, tmp_path)
+    save_torch_model(name, tmp_path)
     batch = make_batch(tokens(BATCH, 8), one_device)
-    model, parameters, _ = read(tmp_path, one_device)
-    exact = logits(model, parameters, batch)
-    model, parameters, _ = read(tmp_path, one_device, quant=Quant(format="int8"))
+    model, parameters, _ = read_model(tmp_path, one_device)
+    exact = logits_on_host(model, parameters, batch)
+    model, parameters, _ = read_model(tmp_path, one_device, quant=QuantOptions(format="int8"))
     assert any("experts" in name for name in model.quantized)
-    assert np.median(np.abs(logits(model, parameters, batch) - exact)) <= 0.05 * np.abs(exact).mean()
+    assert np.median(np.abs(logits_on_host(model, parameters, batch) - exact)) <= 0.05 * np.abs(exact).mean()
 
 
 def test_a_key_that_nobody_consumes_is_an_error(tmp_path, one_device):
     import safetensors.numpy
 
-    torch_model("qwen3, yarn rope, tied", tmp_path)
+    save_torch_model("qwen3, yarn rope, tied", tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = safetensors.numpy.load_file(path)
     tensors["model.layers.0.self_attn.sinks"] = np.zeros(4, np.float32)
     del tensors["model.layers.3.mlp.up_proj.weight"]
     safetensors.numpy.save_file(tensors, path, {"format": "pt"})
     with pytest.raises(UserError) as error:
-        read(tmp_path, one_device)
+        read_model(tmp_path, one_device)
     assert "model.layers.0.self_attn.sinks" in str(error.value)
     assert "model.layers.3.mlp.up_proj.weight" in str(error.value)
 
@@ -199,4 +199,4 @@ def test_a_key_that_nobody_consumes_is_an_error(tmp_path, one_device):
 def test_a_family_that_is_not_known_is_an_error(tmp_path, one_device):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(UserError, match="model_type='mamba'.*cohere2, deepseek_v3.*starcoder2"):
-        read(tmp_path, one_device)
+        read_model(tmp_path, one_device)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxtune.config import foreign
-from jaxtune.config.foreign import Option
+from jaxtune.config.foreign import ForeignOption
 
 # Options of older versions, and of a list of datasets.
 NOT_FIELDS = {
@@ -40,7 +40,7 @@ def test_names_and_defaults_are_those_of_trl():
     theirs = of_sft | {name: value for name, value in fields(trl.DPOConfig).items() if name not in of_sft}
     table = foreign.table("trl")
     assert table.keys() - NOT_FIELDS == theirs.keys()
-    said = {name: row.default for name, row in table.items() if row.default is not Option().default}
+    said = {name: row.default for name, row in table.items() if row.default is not ForeignOption().default}
     assert {name: said[name] for name in said.keys() - OF_A_COMMAND} == {
         name: theirs[name] for name in said.keys() - OF_A_COMMAND
     }

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import Grpo
+from jaxtune.config.schema import GrpoOptions
 from jaxtune.models.score import Scores
 from jaxtune.objectives.grpo import advantages, grpo
 
@@ -29,7 +29,7 @@ def drawn() -> dict[str, np.ndarray]:
     return {name: (model + x) * THERE for name, x in zip(("model", "old", "reference"), (0 * model, *near))}
 
 
-def theirs(options: Grpo, values: dict[str, np.ndarray]):
+def theirs(options: GrpoOptions, values: dict[str, np.ndarray]):
     """Return TRL's (loss, gradient of the log-probabilities, metrics)."""
     log_probs = torch.tensor(values["model"], requires_grad=True)
     trainer = object.__new__(trl.GRPOTrainer)
@@ -64,7 +64,7 @@ def theirs(options: Grpo, values: dict[str, np.ndarray]):
     return loss.item(), log_probs.grad.numpy(), trainer._metrics["train"]
 
 
-def ours(options: Grpo, values: dict[str, np.ndarray]):
+def ours(options: GrpoOptions, values: dict[str, np.ndarray]):
     """Return our (loss, gradient, metrics), for rows of a prompt and its completion."""
 
     def rows(x: np.ndarray) -> jax.Array:
@@ -93,12 +93,12 @@ def ours(options: Grpo, values: dict[str, np.ndarray]):
 @pytest.mark.parametrize(
     "options",
     [
-        Grpo(),
-        Grpo(iterations=2),
-        Grpo("grpo", iterations=2, beta=0.1),
-        Grpo("dr_grpo", iterations=2, clip_low=0.1, clip_high=0.3, beta=0.04),
-        Grpo("grpo", "sequence", iterations=2, clip_low=0.02, clip_high=0.03),
-        Grpo("dapo", "sequence", iterations=3, clip_low=0.02, beta=0.1),
+        GrpoOptions(),
+        GrpoOptions(iterations=2),
+        GrpoOptions("grpo", iterations=2, beta=0.1),
+        GrpoOptions("dr_grpo", iterations=2, clip_low=0.1, clip_high=0.3, beta=0.04),
+        GrpoOptions("grpo", "sequence", iterations=2, clip_low=0.02, clip_high=0.03),
+        GrpoOptions("dapo", "sequence", iterations=3, clip_low=0.02, beta=0.1),
     ],
     ids=lambda o: f"{o.loss} {o.importance} {o.iterations} {o.beta}",
 )

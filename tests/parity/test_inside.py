@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from batches import logits, make_batch, tokens
-from tiny import read, torch_model
+from batches import logits_on_host, make_batch, tokens
+from tiny import read_model, save_torch_model
 
 from jaxtune import hf
-from jaxtune.config.schema import Config, Model
+from jaxtune.config.schema import Config, ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.exports.write import export_full
 from jaxtune.hf.tensor_sources import open_sources
@@ -21,7 +21,7 @@ MISTRAL = "mistral3, inside a model that sees, untied"
 def saved(tmp_path_factory):
     """Return (folder, torch model). config.json does not say that the head is untied, as in Mistral Small 3.1."""
     folder = tmp_path_factory.mktemp("model")
-    model = torch_model(MISTRAL, folder)
+    model = save_torch_model(MISTRAL, folder)
     config = json.loads((folder / "config.json").read_text())
     del config["tie_word_embeddings"]
     (folder / "config.json").write_text(json.dumps(config))
@@ -45,14 +45,14 @@ def test_the_rest_is_exported_bit_by_bit_under_its_names(saved, one_device, tmp_
     (tmp_path / "base" / "config.json").write_bytes((folder / "config.json").read_bytes())
     save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
 
-    model, parameters, config = read(tmp_path / "base", one_device)
+    model, parameters, config = read_model(tmp_path / "base", one_device)
     export_full(model, parameters, config, tmp_path / "out")
     before, after = (open_sources(hf.weight_files(tmp_path / name)) for name in ("base", "out"))
     assert before.keys() == after.keys()
     assert [name for name, source in before.items() if not source.equals(after[name])] == []
 
     rows = tokens(2, 48)
-    ours = logits(model, parameters, make_batch(rows, one_device))
+    ours = logits_on_host(model, parameters, make_batch(rows, one_device))
     found = type(reference).from_pretrained(tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():
         assert np.abs(found(torch.tensor(rows)).logits.numpy() - ours).max() <= 2e-5
@@ -69,9 +69,9 @@ def test_what_is_in_no_part_is_an_error(saved, one_device, tmp_path):
     (tmp_path / "config.json").write_bytes((saved[0] / "config.json").read_bytes())
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="unexpected: audio_tower.weight$"):
-        read(tmp_path, one_device)
+        read_model(tmp_path, one_device)
 
 
 def test_it_cannot_start_from_random_weights(saved):
     with pytest.raises(UserError, match="from_scratch: only the text decoder of mistral3 .* the text_config of this"):
-        read_base(Config(model=Model(path=str(saved[0]), from_scratch=True)))
+        read_base(Config(model=ModelOptions(path=str(saved[0]), from_scratch=True)))

@@ -2,10 +2,10 @@
 
 import jax
 import pytest
-from benchmark_tasks import OF_TASKS, write_tasks
-from tiny import byte_tokenizer, torch_model
+from benchmark_tasks import TASK_OPTIONS, write_tasks
+from tiny import byte_tokenizer, save_torch_model
 
-from jaxtune.config.schema import Config, Data, Mesh, Model, Precision, Train
+from jaxtune.config.schema import Config, DataOptions, MeshOptions, ModelOptions, PrecisionOptions, TrainOptions
 from jaxtune.evaluation.validation import open_evaluated
 from jaxtune.parallel.mesh import make_mesh
 
@@ -17,7 +17,7 @@ FAMILY = "llama, llama3 rope, untied, biases"
 def folder(tmp_path_factory):
     """A folder with a model, a tokenizer that adds a begin-of-text token, and tasks."""
     folder = tmp_path_factory.mktemp("model")
-    torch_model(FAMILY, folder, max_position_embeddings=128)
+    save_torch_model(FAMILY, folder, max_position_embeddings=128)
     byte_tokenizer(folder, bos="<|endoftext|>")
     (folder / "tasks").mkdir()
     write_tasks(folder / "tasks")
@@ -35,9 +35,9 @@ def theirs(folder):
 def ours(folder, mesh):
     from jaxtune.evaluation.lm_evaluation_harness import DecoderLM
 
-    model = Model(path=str(folder), dtype="float32")
-    how = {"train": Train(micro_batch_size=4), "precision": Precision("fp32")}
-    config = Config(model=model, data=Data(seq_len=128), **how)
+    model = ModelOptions(path=str(folder), dtype="float32")
+    how = {"train": TrainOptions(micro_batch_size=4), "precision": PrecisionOptions("fp32")}
+    config = Config(model=model, data=DataOptions(seq_len=128), **how)
     return DecoderLM(open_evaluated(config, mesh, None, None, str(folder), reference=False), folder, mesh, chat=True)
 
 
@@ -48,17 +48,19 @@ def asked(folder, lm, chat: bool) -> dict[str, list]:
 
     manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
     how = {"num_fewshot": 2, "task_manager": manager, "bootstrap_iters": 0, "apply_chat_template": chat}
-    samples = simple_evaluate(model=lm, tasks=list(OF_TASKS), **how)["samples"]
-    return {name: [(sample["arguments"], sample["resps"]) for sample in samples[name]] for name in OF_TASKS}
+    samples = simple_evaluate(model=lm, tasks=list(TASK_OPTIONS), **how)["samples"]
+    return {name: [(sample["arguments"], sample["resps"]) for sample in samples[name]] for name in TASK_OPTIONS}
 
 
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, fsdp=2, tensor=2), Mesh(fsdp=2, context=2, sequence=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [MeshOptions(), MeshOptions(data=2, fsdp=2, tensor=2), MeshOptions(fsdp=2, context=2, sequence=2)], ids=str
+)
 def test_tasks_are_answered_as_by_hflm(folder, theirs, mesh):
     """With a chat template on several devices. The longest texts exceed the 128 positions and are cut."""
-    several = mesh != Mesh()
+    several = mesh != MeshOptions()
     devices = make_mesh(mesh, jax.devices() if several else jax.devices()[:1])
     found, expected = (asked(folder, lm, several) for lm in (ours(folder, devices), theirs))
-    for name in OF_TASKS:
+    for name in TASK_OPTIONS:
         for (question, mine), (same, others) in zip(found[name], expected[name], strict=True):
             assert question == same
             for (one,), (another,) in zip(mine, others, strict=True):

@@ -7,10 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from batches import logits, logits_of, make_batch, tokens
-from tiny import read, torch_model
+from batches import compute_logits, logits_on_host, make_batch, tokens
+from tiny import read_model, save_torch_model
 
-from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Precision, Preference, Quant
+from jaxtune.config.schema import (
+    Config,
+    DataOptions,
+    LoraOptions,
+    MemoryOptions,
+    ModelOptions,
+    PrecisionOptions,
+    PreferenceOptions,
+    QuantOptions,
+)
 from jaxtune.errors import UserError
 from jaxtune.exports.write import export
 from jaxtune.host.run_folder import RunFolder
@@ -18,7 +27,7 @@ from jaxtune.lora.inject import inject
 from jaxtune.training.assembly import assemble, trained_of
 from jaxtune.weights.model import read_base
 from jaxtune.weights.reference import is_kept
-from jaxtune.weights.values import initial_parameters, of_model, start_parameters
+from jaxtune.weights.values import config_for_model, initial_parameters, start_parameters
 
 QWEN = "qwen3, yarn rope, tied"
 
@@ -26,20 +35,20 @@ QWEN = "qwen3, yarn rope, tied"
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
-    return folder, torch_model(QWEN, folder)
+    return folder, save_torch_model(QWEN, folder)
 
 
 def comes_back(home, config, parameters, mesh) -> None:
     """Check that the adapter in home/peft, for the base in home/base, is read as the values that were exported."""
-    config = of_model(str(home / "peft"), config)
-    again, _, _ = read(home / "base", mesh, lora=config.lora)
+    config = config_for_model(str(home / "peft"), config)
+    again, _, _ = read_model(home / "base", mesh, lora=config.lora)
     for name, value in initial_parameters(again, config).items():
         np.testing.assert_array_equal(value, parameters[name], err_msg=name)
 
 
-def adapted(folder, mesh, lora: Lora, seed: int = 0):
+def adapted(folder, mesh, lora: LoraOptions, seed: int = 0):
     """Return (model, all parameters with a random adapter, config)."""
-    model, frozen, config = read(folder, mesh, lora=lora)
+    model, frozen, config = read_model(folder, mesh, lora=lora)
     rng = np.random.default_rng(seed)
     adapters = {
         name: jax.device_put(rng.normal(size=p.shape).astype(np.float32) * 0.1, p.sharding)
@@ -63,9 +72,9 @@ def exported(model, parameters, config, home) -> None:
 @pytest.mark.parametrize(
     "lora",
     [
-        Lora(enabled=True, rank=4, alpha=8.0),
-        Lora(enabled=True, rank=4, alpha=8.0, use_rslora=True, target_modules=("q_proj", "down_proj")),
-        Lora(enabled=True, rank=2, alpha=3.0, target_modules=r"layers\.[13]\.(self_attn\.(q|v)|mlp\.up)_proj"),
+        LoraOptions(enabled=True, rank=4, alpha=8.0),
+        LoraOptions(enabled=True, rank=4, alpha=8.0, use_rslora=True, target_modules=("q_proj", "down_proj")),
+        LoraOptions(enabled=True, rank=2, alpha=3.0, target_modules=r"layers\.[13]\.(self_attn\.(q|v)|mlp\.up)_proj"),
     ],
     ids=["all-linear", "rslora, list", "regex that splits the stack"],
 )
@@ -84,7 +93,7 @@ def test_an_exported_adapter_gives_the_same_logits_in_peft(base, one_device, tmp
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft").eval()
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    ours = logits(model, parameters, make_batch(rows, one_device))
+    ours = logits_on_host(model, parameters, make_batch(rows, one_device))
     with torch.no_grad():
         assert np.abs(theirs(torch.tensor(rows)).logits.numpy() - ours).max() <= 1e-5
         assert np.abs(merged(torch.tensor(rows)).logits.numpy() - ours).max() <= 2e-5
@@ -106,13 +115,15 @@ def test_an_adapter_made_by_peft_loads_here(base, one_device, tmp_path):
                 parameter.normal_(std=0.1)
     theirs.save_pretrained(tmp_path)
 
-    lora = Lora(enabled=True, rank=3, alpha=5.0, target_modules=("q_proj", "o_proj", "gate_proj"), path=str(tmp_path))
-    declared, frozen, read_config = read(folder, one_device, lora=lora)
+    lora = LoraOptions(
+        enabled=True, rank=3, alpha=5.0, target_modules=("q_proj", "o_proj", "gate_proj"), path=str(tmp_path)
+    )
+    declared, frozen, read_config = read_model(folder, one_device, lora=lora)
     adapters = initial_parameters(declared, read_config)
     rows = tokens(2, 48)
     with torch.no_grad():
         expected = theirs(torch.tensor(rows)).logits.numpy()
-    ours = logits(declared, {**frozen, **adapters}, make_batch(rows, one_device))
+    ours = logits_on_host(declared, {**frozen, **adapters}, make_batch(rows, one_device))
     assert np.abs(ours - expected).max() <= 1e-5
 
 
@@ -140,8 +151,8 @@ def test_adapters_go_to_peft_and_back(family, targets, one_device, tmp_path):
     import torch
 
     peft = pytest.importorskip("peft")
-    reference = torch_model(family, tmp_path / "base")
-    lora = Lora(enabled=True, rank=4, alpha=8.0, target_modules=targets)
+    reference = save_torch_model(family, tmp_path / "base")
+    lora = LoraOptions(enabled=True, rank=4, alpha=8.0, target_modules=targets)
     model, parameters, config = adapted(tmp_path / "base", one_device, lora)
     if family.startswith("phi3"):
         assert [name for name in model.trained if "attention" in name and name.endswith("lora_a")] == [
@@ -150,7 +161,7 @@ def test_adapters_go_to_peft_and_back(family, targets, one_device, tmp_path):
     for kind, merge in (("peft", False), ("hf", True)):
         export(model, parameters, config, RunFolder(tmp_path), tmp_path / kind, kind, merge=merge, steps=1, tokens=1)
     rows = tokens(2, 48)
-    ours = logits(model, parameters, make_batch(rows, one_device))
+    ours = logits_on_host(model, parameters, make_batch(rows, one_device))
     merged = type(reference).from_pretrained(tmp_path / "hf").eval()
     theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft").eval()
     with torch.no_grad():
@@ -171,12 +182,12 @@ def test_experts_that_are_modules_in_the_files_are_one_parameter_in_peft(family,
     import torch
 
     peft = pytest.importorskip("peft")
-    reference = torch_model(family, tmp_path / "base", num_hidden_layers=2)
-    lora = Lora(enabled=True, rank=4, alpha=8.0, dropout=0.1)
+    reference = save_torch_model(family, tmp_path / "base", num_hidden_layers=2)
+    lora = LoraOptions(enabled=True, rank=4, alpha=8.0, dropout=0.1)
     model, parameters, config = adapted(tmp_path / "base", one_device, lora)
     export(model, parameters, config, RunFolder(tmp_path), tmp_path / "peft", "peft", steps=1, tokens=1)
     rows = tokens(2, 48)
-    ours = logits(model, parameters, make_batch(rows, one_device))
+    ours = logits_on_host(model, parameters, make_batch(rows, one_device))
     theirs = peft.PeftModel.from_pretrained(reference, tmp_path / "peft").eval()
     with torch.no_grad():
         assert np.abs(theirs(torch.tensor(rows)).logits.numpy() - ours).max() <= 1e-5
@@ -195,7 +206,7 @@ def test_an_adapter_of_experts_made_by_peft_loads_here(family, parameters, one_d
     import torch
 
     peft = pytest.importorskip("peft")
-    reference = torch_model(family, tmp_path / "base", num_hidden_layers=2)
+    reference = save_torch_model(family, tmp_path / "base", num_hidden_layers=2)
     options = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj"], target_parameters=parameters)
     theirs = peft.get_peft_model(reference, options).eval()
     torch.manual_seed(1)
@@ -205,21 +216,21 @@ def test_an_adapter_of_experts_made_by_peft_loads_here(family, parameters, one_d
                 parameter.normal_(std=0.1)
     options.base_model_name_or_path = str(tmp_path / "base")  # get_peft_model had copied the model's
     theirs.save_pretrained(tmp_path / "peft")
-    config = of_model(str(tmp_path / "peft"), Config(data=Data(seq_len=64)))
-    model, frozen, config = read(tmp_path / "base", one_device, lora=config.lora)
+    config = config_for_model(str(tmp_path / "peft"), Config(data=DataOptions(seq_len=64)))
+    model, frozen, config = read_model(tmp_path / "base", one_device, lora=config.lora)
     rows = tokens(2, 48)
     with torch.no_grad():
         expected = theirs(torch.tensor(rows)).logits.numpy()
-    ours = logits(model, {**frozen, **initial_parameters(model, config)}, make_batch(rows, one_device))
+    ours = logits_on_host(model, {**frozen, **initial_parameters(model, config)}, make_batch(rows, one_device))
     assert np.abs(ours - expected).max() <= 1e-5
 
 
 def test_only_adapters_have_gradients_and_optimizer_state(base, one_device):
     """Among the arrays of the compiled step, only frozen inputs have the shape of a base weight."""
     folder, _ = base
-    lora = Lora(enabled=True, rank=4, alpha=8.0)
-    config = Config(model=Model(path=str(folder), dtype="float32"), data=Data(seq_len=64), lora=lora)
-    config = dataclasses.replace(config, precision=Precision("fp32"), memory=Memory("block"))
+    lora = LoraOptions(enabled=True, rank=4, alpha=8.0)
+    config = Config(model=ModelOptions(path=str(folder), dtype="float32"), data=DataOptions(seq_len=64), lora=lora)
+    config = dataclasses.replace(config, precision=PrecisionOptions("fp32"), memory=MemoryOptions("block"))
     program = assemble(read_base(config), config, one_device)
     model, compiled = program.model, jax.jit(program.step).lower(*program.arguments).compile()
 
@@ -240,33 +251,33 @@ def test_only_adapters_have_gradients_and_optimizer_state(base, one_device):
 def test_a_tied_head_cannot_have_an_adapter(base, one_device, target):
     folder, _ = base
     with pytest.raises(UserError, match=f"{target} cannot have an adapter.*tied"):
-        read(folder, one_device, lora=Lora(enabled=True, target_modules=("q_proj", target)))
+        read_model(folder, one_device, lora=LoraOptions(enabled=True, target_modules=("q_proj", target)))
 
 
 def test_targets_that_match_nothing_are_an_error(base, one_device):
     folder, _ = base
     with pytest.raises(UserError, match="query_key_value"):
-        read(folder, one_device, lora=Lora(enabled=True, target_modules=("query_key_value",)))
+        read_model(folder, one_device, lora=LoraOptions(enabled=True, target_modules=("query_key_value",)))
 
 
 def test_new_adapters_change_nothing(base, one_device):
     folder, reference = base
     import torch
 
-    model, frozen, config = read(folder, one_device, lora=Lora(enabled=True, rank=4))
+    model, frozen, config = read_model(folder, one_device, lora=LoraOptions(enabled=True, rank=4))
     rows = tokens(1, 32)
     adapters = initial_parameters(model, config)
     assert any(np.asarray(a).any() for name, a in adapters.items() if name.endswith("lora_a"))
     with torch.no_grad():
         expected = reference(torch.tensor(rows)).logits.numpy()
-    assert np.abs(logits(model, {**frozen, **adapters}, make_batch(rows, one_device)) - expected).max() <= 2e-5
+    assert np.abs(logits_on_host(model, {**frozen, **adapters}, make_batch(rows, one_device)) - expected).max() <= 2e-5
 
 
 def test_layers_without_an_adapter_start_a_new_stack(base, one_device):
     folder, _ = base
-    model, _, _ = read(folder, one_device, lora=Lora(enabled=True, target_modules=r"layers\.[01]\.mlp"))
+    model, _, _ = read_model(folder, one_device, lora=LoraOptions(enabled=True, target_modules=r"layers\.[01]\.mlp"))
     assert {name.split(".")[1] for name in model.parameters if name.startswith("stacks")} == {"0", "1"}
-    layers = inject(model.base.spec, Lora(enabled=True)).layers
+    layers = inject(model.base.spec, LoraOptions(enabled=True)).layers
     assert all(layer.treatment("attention.q.weight").adapter for layer in layers)
 
 
@@ -286,8 +297,8 @@ def test_b_learns_faster_than_a_as_in_lora_plus(base, one_device):
     rates = {id(one): group["lr"] for group in made.param_groups for one in group["params"]}
     expected = {plain(name): rates[id(one)] for name, one in theirs.named_parameters() if one.requires_grad}
     ours = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-    lora = Lora(enabled=True, rank=4, lr_ratio=16.0, **ours)
-    model, _, config = read(folder, one_device, lora=lora)
+    lora = LoraOptions(enabled=True, rank=4, lr_ratio=16.0, **ours)
+    model, _, config = read_model(folder, one_device, lora=lora)
     ours = {name: own.rate for own in trained_of(model, config).values() for name in own.names}
     assert ours == expected and set(ours.values()) == {1.0, 16.0}
 
@@ -299,8 +310,8 @@ def test_biases_are_trained_beside_adapters_as_in_peft(family, bias, one_device,
     """The same biases are trained, with the same gradients; they convert to peft and back."""
 
     peft = pytest.importorskip("peft")
-    reference = torch_model(family, tmp_path / "base")
-    lora = Lora(enabled=True, rank=4, alpha=8.0, bias=bias, target_modules=("q_proj", "o_proj"))
+    reference = save_torch_model(family, tmp_path / "base")
+    lora = LoraOptions(enabled=True, rank=4, alpha=8.0, bias=bias, target_modules=("q_proj", "o_proj"))
     model, parameters, config = adapted(tmp_path / "base", one_device, lora)
     rng = np.random.default_rng(1)
     biases = [name for name, p in model.trained.items() if p.kind == "vector"]
@@ -323,11 +334,11 @@ def same_gradients(theirs, model, parameters, mesh):
     rows = tokens(2, 48)
     batch = make_batch(rows, mesh)
     found = theirs(torch.tensor(rows)).logits
-    assert np.abs(found.detach().numpy() - logits(model, parameters, batch)).max() <= 1e-5
+    assert np.abs(found.detach().numpy() - logits_on_host(model, parameters, batch)).max() <= 1e-5
     found.square().mean().backward()
     gradients = {plain(name): one.grad.numpy() for name, one in theirs.named_parameters() if one.requires_grad}
     trained = {name: parameters[name] for name in model.trained}
-    loss = jax.jit(jax.grad(lambda trained: jnp.square(logits_of(model, {**parameters, **trained}, batch)).mean()))
+    loss = jax.jit(jax.grad(lambda trained: jnp.square(compute_logits(model, {**parameters, **trained}, batch)).mean()))
     for name, gradient in loss(trained).items():
         for index, place in model.trained[name].elements():
             expected = place.rows_in(gradients[place.name])  # a fused tensor's gradient continues with its other parts
@@ -346,9 +357,9 @@ def plain(name: str) -> str:
     ("family", "reason"), [(QWEN, "this qwen3 has no bias"), ("mixtral", "a mixture of experts is not")]
 )
 def test_biases_that_cannot_be_trained_are_refused(family, reason, one_device, tmp_path):
-    torch_model(family, tmp_path, num_hidden_layers=1)
+    save_torch_model(family, tmp_path, num_hidden_layers=1)
     with pytest.raises(UserError, match=f"lora.bias='all': .*{reason}"):
-        read(tmp_path, one_device, lora=Lora(enabled=True, bias="all"))
+        read_model(tmp_path, one_device, lora=LoraOptions(enabled=True, bias="all"))
 
 
 @pytest.mark.parametrize(
@@ -357,8 +368,8 @@ def test_biases_that_cannot_be_trained_are_refused(family, reason, one_device, t
 )
 def test_learned_factors_are_those_of_peft(family, targets, one_device, tmp_path):
     """(IA)^3: logits, gradients, conversion to peft and back, and merging into weights and biases."""
-    reference = torch_model(family, tmp_path / "base")
-    lora = Lora(enabled=True, kind="ia3", target_modules=targets)
+    reference = save_torch_model(family, tmp_path / "base")
+    lora = LoraOptions(enabled=True, kind="ia3", target_modules=targets)
     model, parameters, config = adapted(tmp_path / "base", one_device, lora)
     fresh = initial_parameters(model, config)
     assert all((np.asarray(value) == 1).all() for value in fresh.values())
@@ -377,7 +388,7 @@ def equals_peft(reference, model, parameters, config, home, mesh):
     same_gradients(theirs, model, parameters, mesh)
     rows = tokens(2, 48)
     with torch.no_grad():
-        ours = logits(model, parameters, make_batch(rows, mesh))
+        ours = logits_on_host(model, parameters, make_batch(rows, mesh))
         assert np.abs(merged(torch.tensor(rows)).logits.numpy() - ours).max() <= 2e-5
     comes_back(home, config, parameters, mesh)
     return theirs
@@ -388,14 +399,14 @@ def equals_peft(reference, model, parameters, config, home, mesh):
     [("mixtral", "all-linear", "experts, such as"), ("phi3, fused, window", "all-linear", "part of a fused layer")],
 )
 def test_factors_that_cannot_be_are_refused(family, targets, reason, one_device, tmp_path):
-    torch_model(family, tmp_path, num_hidden_layers=1)
+    save_torch_model(family, tmp_path, num_hidden_layers=1)
     with pytest.raises(UserError, match=f"lora.kind='ia3': .*{reason}"):
-        read(tmp_path, one_device, lora=Lora(enabled=True, kind="ia3", target_modules=targets))
+        read_model(tmp_path, one_device, lora=LoraOptions(enabled=True, kind="ia3", target_modules=targets))
 
 
 @pytest.mark.parametrize(("bias", "kept"), [("none", False), ("all", True)])
 def test_a_reference_is_kept_where_the_model_without_adapters_is_not_it(bias, kept):
-    config = Config(preference=Preference("sigmoid"), lora=Lora(enabled=True, bias=bias))
+    config = Config(preference=PreferenceOptions("sigmoid"), lora=LoraOptions(enabled=True, bias=bias))
     assert is_kept(config) == kept
 
 
@@ -419,13 +430,13 @@ RELATIVES = {
 def test_relatives_of_lora_are_those_of_peft(relative, one_device, tmp_path):
     """Logits, gradients of all trained parameters, conversion to peft and back, and merging into the weights."""
     family, options = RELATIVES[relative]
-    reference = torch_model(family, tmp_path / "base")
-    lora = Lora(enabled=True, rank=4, alpha=8.0, **options)
+    reference = save_torch_model(family, tmp_path / "base")
+    lora = LoraOptions(enabled=True, rank=4, alpha=8.0, **options)
     model, parameters, config = adapted(tmp_path / "base", one_device, lora)
     theirs = equals_peft(reference, model, parameters, config, tmp_path, one_device)
     theirs.save_pretrained(tmp_path / "again")
-    config = of_model(str(tmp_path / "again"), dataclasses.replace(config, model=Model()))
-    again, _, _ = read(tmp_path / "base", one_device, lora=config.lora)
+    config = config_for_model(str(tmp_path / "again"), dataclasses.replace(config, model=ModelOptions()))
+    again, _, _ = read_model(tmp_path / "base", one_device, lora=config.lora)
     assert initial_parameters(again, config).keys() == (model.trained | model.starts).keys()
 
 
@@ -438,14 +449,14 @@ def test_adapters_begin_as_a_part_of_the_weight_as_in_peft(family, init, rslora,
     import torch
 
     peft = pytest.importorskip("peft")
-    reference = torch_model(family, tmp_path / "base")
-    lora = Lora(enabled=True, rank=4, alpha=8.0, init=init, use_rslora=rslora)
-    model, _, config = read(tmp_path / "base", one_device, lora=lora, train=True)
+    reference = save_torch_model(family, tmp_path / "base")
+    lora = LoraOptions(enabled=True, rank=4, alpha=8.0, init=init, use_rslora=rslora)
+    model, _, config = read_model(tmp_path / "base", one_device, lora=lora, train=True)
     trained, _, frozen = start_parameters(model, config)
     batch, rows = make_batch(tokens(2, 48), one_device), torch.tensor(tokens(2, 48))
     with torch.no_grad():
         expected = reference(rows).logits.numpy()
-    assert np.abs(logits(model, {**frozen, **trained}, batch) - expected).max() <= 2e-5
+    assert np.abs(logits_on_host(model, {**frozen, **trained}, batch) - expected).max() <= 2e-5
 
     options = {"r": 4, "lora_alpha": 8, "use_rslora": rslora, "init_lora_weights": init}
     theirs = peft.get_peft_model(reference, peft.LoraConfig(target_modules="all-linear", **options))
@@ -468,14 +479,14 @@ def test_adapters_begin_as_a_part_of_the_weight_as_in_peft(family, init, rslora,
     trained = {name: value + 0.05 * rng.normal(size=value.shape).astype(np.float32) for name, value in trained.items()}
     parameters = {**frozen, **trained}
     exported(model, parameters, config, tmp_path)
-    ours, again = logits(model, parameters, batch), torch_model(family, tmp_path / "same")
+    ours, again = logits_on_host(model, parameters, batch), save_torch_model(family, tmp_path / "same")
     loaded = peft.PeftModel.from_pretrained(again, tmp_path / "peft").eval()
     merged = type(again).from_pretrained(tmp_path / "hf").eval()
     assert np.abs(ours - expected).max() > 1e-3
     with torch.no_grad():
         assert np.abs(loaded(rows).logits.numpy() - ours).max() <= 2e-5
         assert np.abs(merged(rows).logits.numpy() - ours).max() <= 2e-5
-    read_again = of_model(str(tmp_path / "peft"), config).lora
+    read_again = config_for_model(str(tmp_path / "peft"), config).lora
     assert (read_again.rank, read_again.init) == (8, "uniform")
 
 
@@ -494,18 +505,18 @@ def test_adapters_begin_as_a_part_of_the_weight_as_in_peft(family, init, rslora,
     ],
 )
 def test_relatives_that_cannot_be_are_refused(family, options, reason, one_device, tmp_path):
-    torch_model(family, tmp_path, num_hidden_layers=1)
-    quant = Quant("int8" if "quantized" in reason else None)
+    save_torch_model(family, tmp_path, num_hidden_layers=1)
+    quant = QuantOptions("int8" if "quantized" in reason else None)
     with pytest.raises(UserError, match=reason):
-        read(tmp_path, one_device, lora=Lora(enabled=True, **options), quant=quant)
+        read_model(tmp_path, one_device, lora=LoraOptions(enabled=True, **options), quant=quant)
 
 
 def test_what_an_adapter_has_otherwise_is_said_at_once(base, one_device, tmp_path):
     folder, _ = base
-    lora = Lora(enabled=True, rank=4, alpha=8.0, use_dora=True, modules_to_save=("norm",))
+    lora = LoraOptions(enabled=True, rank=4, alpha=8.0, use_dora=True, modules_to_save=("norm",))
     model, parameters, config = adapted(folder, one_device, lora)
     export(model, parameters, config, RunFolder(tmp_path), tmp_path / "peft", "peft", steps=1, tokens=1)
-    other, _, config = read(folder, one_device, lora=Lora(enabled=True, path=str(tmp_path / "peft")))
+    other, _, config = read_model(folder, one_device, lora=LoraOptions(enabled=True, path=str(tmp_path / "peft")))
     said = "--config.lora.rank=4 --config.lora.alpha=8.0 --config.lora.use_dora=True '--config.lora.modules_to_save="
     with pytest.raises(UserError, match=re.escape(said)):
         initial_parameters(other, config)

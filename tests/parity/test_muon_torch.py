@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtune.optim.muon import muon
-from jaxtune.optim.rules import At
+from jaxtune.optim.rules import Hyperparameters
 
 torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
 
@@ -37,7 +37,7 @@ def ours(shape, nesterov, adjust_lr, dtype):
     parameter = jnp.asarray(start(shape))
     state, update = rule.init(parameter), jax.jit(rule.update)
     for count, gradient in enumerate(gradients(shape)):
-        at = At(jnp.int32(count), jnp.float32(RATE), 1.0, DECAY)
+        at = Hyperparameters(jnp.int32(count), jnp.float32(RATE), 1.0, DECAY)
         parameter, state = update(jnp.asarray(gradient), state, parameter, at)
     return np.asarray(parameter, np.float64)
 

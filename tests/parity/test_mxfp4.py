@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from batches import logits, make_batch, tokens
+from batches import logits_on_host, make_batch, tokens
 from safetensors.numpy import load_file, save_file
-from tiny import read, torch_model
+from tiny import read_model, save_torch_model
 
-from jaxtune.config.schema import Lora, Mesh, Quant
+from jaxtune.config.schema import LoraOptions, MeshOptions, QuantOptions
 from jaxtune.errors import UserError
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.precision.recipes import RECIPES
@@ -25,7 +25,7 @@ BLOCK = 32
 def folder(tmp_path_factory):
     """A gpt-oss with random codes and scales as experts."""
     folder = tmp_path_factory.mktemp("gpt_oss")
-    torch_model("gpt_oss, stacked experts", folder)
+    save_torch_model("gpt_oss, stacked experts", folder)
     rng, file = np.random.default_rng(0), folder / "model.safetensors"
     tensors = load_file(file)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -52,31 +52,31 @@ def test_logits_are_those_of_transformers(folder, one_device):
         attn_implementation="eager",
     ).eval()
     rows = tokens(2, 16)
-    model, parameters, _ = read(folder, one_device)
+    model, parameters, _ = read_model(folder, one_device)
     with torch.no_grad():
         expected = reference(torch.tensor(rows)).logits.numpy()
-    assert np.abs(logits(model, parameters, make_batch(rows, one_device)) - expected).max() <= 2e-5
+    assert np.abs(logits_on_host(model, parameters, make_batch(rows, one_device)) - expected).max() <= 2e-5
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=2", "tensor=2"])
 def test_a_shard_has_its_part(folder, one_device, mesh):
     """Shards of rows and of columns; tensor=2 splits the 96 columns of `down` inside a block of 32."""
-    _, whole, _ = read(folder, one_device)
+    _, whole, _ = read_model(folder, one_device)
     axis, size = mesh.split("=")
-    _, parts, _ = read(folder, make_mesh(Mesh(**{"data": 1, axis: int(size)}), jax.devices()[: int(size)]))
+    _, parts, _ = read_model(folder, make_mesh(MeshOptions(**{"data": 1, axis: int(size)}), jax.devices()[: int(size)]))
     for name in whole:
         if "experts" in name:
             np.testing.assert_array_equal(parts[name], whole[name])
 
 
-ADAPTERS = Lora(enabled=True, rank=4, alpha=8.0, target_modules="q_proj|k_proj|v_proj|o_proj")
-KEPT = Quant(format="mxfp4", exclude="self_attn")
+ADAPTERS = LoraOptions(enabled=True, rank=4, alpha=8.0, target_modules="q_proj|k_proj|v_proj|o_proj")
+KEPT = QuantOptions(format="mxfp4", exclude="self_attn")
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_codes_and_scales_are_kept_as_they_are(folder, size):
     """Two shards, over the columns of gate and up and over the rows of down."""
-    _, parameters, _ = read(folder, make_mesh(Mesh(fsdp=size), jax.devices()[:size]), quant=KEPT)
+    _, parameters, _ = read_model(folder, make_mesh(MeshOptions(fsdp=size), jax.devices()[:size]), quant=KEPT)
     tensors = load_file(folder / "model.safetensors")
     rows = {"gate": ("gate_up", slice(0, None, 2)), "up": ("gate_up", slice(1, None, 2)), "down": ("down", slice(None))}
     found = {name: value for name, value in parameters.items() if "experts" in name and name.endswith("weight")}
@@ -96,7 +96,7 @@ def test_kept_codes_stand_for_what_transformers_makes_of_them(folder, one_device
     torch = pytest.importorskip("torch")
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    _, parameters, _ = read(folder, one_device, dtype="bfloat16", quant=KEPT)
+    _, parameters, _ = read_model(folder, one_device, dtype="bfloat16", quant=KEPT)
     down = parameters["stacks.0.blocks.1.mlp.experts.down.weight"].dequantize()
     tensors = load_file(folder / "model.safetensors")
     stored = (tensors[f"model.layers.3.mlp.experts.down_proj_{part}"] for part in ("blocks", "scales"))
@@ -106,12 +106,12 @@ def test_kept_codes_stand_for_what_transformers_makes_of_them(folder, one_device
 
 def test_adapters_learn_the_same_as_over_dequantized_experts(folder, one_device):
     batch, found = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 32), one_device)), []
-    for quant in (Quant(), KEPT):
-        model, frozen, _ = read(folder, one_device, lora=ADAPTERS, quant=quant)
+    for quant in (QuantOptions(), KEPT):
+        model, frozen, _ = read_model(folder, one_device, lora=ADAPTERS, quant=quant)
         assert len(model.quantized) == (2 * 3 if quant.format else 0)
         rng, shapes = np.random.default_rng(0), {name: p.shape for name, p in model.trained.items()}
         adapters = {name: rng.normal(size=shape).astype(np.float32) * 0.1 for name, shape in shapes.items()}
-        call = Call(jnp.dtype("float32"))
+        call = ForwardOptions(jnp.dtype("float32"))
         gradients = accumulated_gradients(model.graph, cross_entropy(), RECIPES["fp32"], call, 0)
         found.append(jax.device_get(jax.jit(gradients)(jax.device_put(adapters), frozen, batch, jnp.int32(0))))
     expected, kept = found
@@ -122,7 +122,7 @@ def test_adapters_learn_the_same_as_over_dequantized_experts(folder, one_device)
 
 
 def test_it_can_be_quantized_again(folder, one_device):
-    model, parameters, _ = read(folder, one_device, quant=Quant(format="nf4", block_size=32))
+    model, parameters, _ = read_model(folder, one_device, quant=QuantOptions(format="nf4", block_size=32))
     experts = [name for name in model.quantized if "experts" in name]
     assert len(experts) == 2 * 3 and all(parameters[name].codes.dtype == np.uint8 for name in experts)
 
@@ -141,4 +141,4 @@ def test_what_is_damaged_is_said(folder, one_device, tmp_path, change, message):
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(UserError, match=message):
-        read(tmp_path, one_device)
+        read_model(tmp_path, one_device)

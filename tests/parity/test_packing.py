@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from batches import logits, make_batch, tokens
-from tiny import read, torch_model
+from batches import logits_on_host, make_batch, tokens
+from tiny import read_model, save_torch_model
 
 from jaxtune.models.decoder import bind
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import score
 from jaxtune.objectives.cross_entropy import cross_entropy
 
@@ -25,8 +25,8 @@ from jaxtune.objectives.cross_entropy import cross_entropy
     ],
 )
 def test_packed_equals_unpacked(family, one_device, tmp_path):
-    torch_model(family, tmp_path)
-    model, parameters, _ = read(tmp_path, one_device)
+    save_torch_model(family, tmp_path)
+    model, parameters, _ = read_model(tmp_path, one_device)
     lengths = [1, 20, 7, 30]
     rows = tokens(1, 64)  # the last 6 positions are padding
     packed = make_batch(rows, one_device, lengths)
@@ -34,17 +34,22 @@ def test_packed_equals_unpacked(family, one_device, tmp_path):
     @jax.jit
     def total(parameters, batch):
         with jax.default_matmul_precision("highest"):
-            scores = score(bind(model.graph, parameters), batch, Call(jnp.dtype("float32")), head_gradient=True)
+            scores = score(
+                bind(model.graph, parameters), batch, ForwardOptions(jnp.dtype("float32")), head_gradient=True
+            )
             return cross_entropy().loss(scores, batch).loss
 
-    together = logits(model, parameters, packed)
+    together = logits_on_host(model, parameters, packed)
     loss, gradients = jax.value_and_grad(total)(parameters, packed)
     alone_loss, alone_gradients, start = 0.0, jax.tree.map(jnp.zeros_like, parameters), 0
     for length in lengths:
         alone = np.zeros_like(rows)
         alone[:, :length] = rows[:, start : start + length]
         batch = make_batch(alone, one_device, [length])
-        assert np.abs(logits(model, parameters, batch)[:, :length] - together[:, start : start + length]).max() <= 1e-5
+        assert (
+            np.abs(logits_on_host(model, parameters, batch)[:, :length] - together[:, start : start + length]).max()
+            <= 1e-5
+        )
         part, part_gradients = jax.value_and_grad(total)(parameters, batch)
         alone_loss, alone_gradients = alone_loss + part, jax.tree.map(jnp.add, alone_gradients, part_gradients)
         start += length

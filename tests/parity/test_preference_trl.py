@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import Preference
+from jaxtune.config.schema import PreferenceOptions
 from jaxtune.models.score import LabelScores, Scores
 from jaxtune.objectives.preference import LOSSES, preference
 
@@ -61,7 +61,7 @@ def batch_of(there: np.ndarray, **columns: np.ndarray) -> dict[str, jax.Array]:
     return {"segment_ids": jnp.array(segments), "loss_weight": jnp.array(as_rows(there)), **of_unit}
 
 
-def ours(options: Preference, values: dict[str, np.ndarray], **columns: np.ndarray):
+def ours(options: PreferenceOptions, values: dict[str, np.ndarray], **columns: np.ndarray):
     """Return our (loss, gradient of the model's log-probabilities in rows, metrics)."""
     objective, batch = preference(options), batch_of(values["there"], **columns)
     reference = jnp.array(as_rows(values["reference"])) if objective.reference else None
@@ -104,7 +104,9 @@ def trainer_of(kind, **attributes):
 def test_losses_of_dpo(name):
     values = drawn()
     plain = name in ("sigmoid", "sigmoid_norm")  # TRL no longer smooths labels for this loss
-    options = Preference(loss=name, beta=OPTIONS["beta"], label_smoothing=0.0 if plain else OPTIONS["label_smoothing"])
+    options = PreferenceOptions(
+        loss=name, beta=OPTIONS["beta"], label_smoothing=0.0 if plain else OPTIONS["label_smoothing"]
+    )
     trainer = trainer_of(
         trl.DPOTrainer,
         loss_types=[name],
@@ -136,7 +138,7 @@ def test_losses_without_a_reference(name):
 
     values = drawn()
     smoothing = 0.0 if name == "orpo" else OPTIONS["label_smoothing"]
-    options = Preference(loss=name, beta=OPTIONS["beta"], label_smoothing=smoothing, simpo_gamma=0.7)
+    options = PreferenceOptions(loss=name, beta=OPTIONS["beta"], label_smoothing=smoothing, simpo_gamma=0.7)
     log_probs = torch.tensor(values["model"], requires_grad=True)
     sums = log_probs.sum(-1)
     lengths = torch.tensor(np.array(LENGTHS).T)
@@ -165,7 +167,7 @@ def test_losses_without_a_reference(name):
 def test_answers_that_are_wanted_or_not():
     """KTO: the second document of a unit is an answer to another prompt."""
     values, wanted = drawn(), np.array([True, False, True])
-    options = Preference(loss="kto", beta=OPTIONS["beta"], desirable_weight=1.5, undesirable_weight=0.5)
+    options = PreferenceOptions(loss="kto", beta=OPTIONS["beta"], desirable_weight=1.5, undesirable_weight=0.5)
     trainer = trainer_of(
         trl.KTOTrainer,
         loss_type="kto",
@@ -201,7 +203,7 @@ def test_kto_of_pairs():
             1 - 1 / (1 + np.exp(-beta * (max(chosen.mean(), 0) - rejected))),
         ]
     ).mean()
-    loss, _, _ = ours(Preference(loss="kto_pair", beta=beta), values)
+    loss, _, _ = ours(PreferenceOptions(loss="kto_pair", beta=beta), values)
     assert abs(loss - expected) <= 1e-6
 
 
@@ -216,7 +218,7 @@ def test_rewards_of_a_model():
         last[row, at], logits[row, at] = True, rewards[side, pair]
     batch = batch_of(drawn()["there"]) | {"last": jnp.array(last)}
     with jax.set_mesh(jax.make_mesh((1,), ("data",))):
-        sums = preference(Preference(loss="bradley_terry")).loss(LabelScores(jnp.array(logits), {}), batch)
+        sums = preference(PreferenceOptions(loss="bradley_terry")).loss(LabelScores(jnp.array(logits), {}), batch)
     expected = -torch.nn.functional.logsigmoid(torch.tensor(rewards[0] - rewards[1])).mean().item()
     assert abs(sums.loss / sums.weight - expected) <= 1e-6
     assert sums.metrics["accuracy"][0] == (rewards[0] > rewards[1]).sum()
@@ -225,6 +227,8 @@ def test_rewards_of_a_model():
 def test_a_margin_that_scores_ask_for():
     """ODPO (arXiv:2402.10571): scores that differ by e lower the margin by offset_alpha."""
     values = drawn()
-    plain, _, _ = ours(Preference(loss="hinge", beta=0.01), values)
-    offset, _, _ = ours(Preference(loss="hinge", beta=0.01, offset_alpha=0.2), values, score_delta=np.full(3, np.e))
+    plain, _, _ = ours(PreferenceOptions(loss="hinge", beta=0.01), values)
+    offset, _, _ = ours(
+        PreferenceOptions(loss="hinge", beta=0.01, offset_alpha=0.2), values, score_delta=np.full(3, np.e)
+    )
     assert abs(offset - plain - 0.2) <= 1e-5

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import model_folder
+from tiny import write_model_folder
 
 from jaxtune import hf
 from jaxtune.quant import format_of
@@ -31,7 +31,7 @@ def test_bitsandbytes_in_four_bits(tmp_path, one_device, kind, double_quant):
         load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double_quant
     )
     reference = AutoModelForCausalLM.from_pretrained(
-        model_folder(tmp_path / "plain", **SIZES), quantization_config=quantization, dtype=torch.float32
+        write_model_folder(tmp_path / "plain", **SIZES), quantization_config=quantization, dtype=torch.float32
     )
     reference.save_pretrained(tmp_path / "quantized")
 

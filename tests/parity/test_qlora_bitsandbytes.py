@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import make_batch, tokens
-from tiny import read, torch_model
+from tiny import read_model, save_torch_model
 
-from jaxtune.config.schema import Lora, Quant
+from jaxtune.config.schema import LoraOptions, QuantOptions
 from jaxtune.exports.write import export
 from jaxtune.host.run_folder import RunFolder
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.training.step import accumulated_gradients
@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build
 peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
-LORA = Lora(enabled=True, rank=4, alpha=8.0)
+LORA = LoraOptions(enabled=True, rank=4, alpha=8.0)
 
 
 @pytest.mark.parametrize(("kind", "double_quant"), [("nf4", False), ("nf4", True), ("fp4", True)])
@@ -28,7 +28,7 @@ def test_loss_and_adapter_gradients_are_those_of_peft_and_bitsandbytes(one_devic
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     base = tmp_path / "base"
-    torch_model("llama, linear rope", base, intermediate_size=128)
+    save_torch_model("llama, linear rope", base, intermediate_size=128)
     four_bits = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=kind,
@@ -36,11 +36,11 @@ def test_loss_and_adapter_gradients_are_those_of_peft_and_bitsandbytes(one_devic
         bnb_4bit_compute_dtype=torch.float32,
     )
     reference = AutoModelForCausalLM.from_pretrained(base, quantization_config=four_bits, dtype=torch.float32)
-    quant = Quant(format=kind, double_quant=False)
+    quant = QuantOptions(format=kind, double_quant=False)
     if double_quant:
-        base, quant = tmp_path / "quantized", Quant()
+        base, quant = tmp_path / "quantized", QuantOptions()
         reference.save_pretrained(base)
-    model, frozen, config = read(base, one_device, lora=LORA, quant=quant)
+    model, frozen, config = read_model(base, one_device, lora=LORA, quant=quant)
     assert len(model.quantized) == 7
     rng = np.random.default_rng(0)
     adapters = {
@@ -60,7 +60,7 @@ def test_loss_and_adapter_gradients_are_those_of_peft_and_bitsandbytes(one_devic
         if parameter.grad is not None
     }
 
-    call = Call(jnp.dtype("float32"))
+    call = ForwardOptions(jnp.dtype("float32"))
     gradients = accumulated_gradients(model.graph, cross_entropy(), RECIPES["fp32"], call, 0)
     batch = jax.tree.map(lambda x: x[None], make_batch(rows, one_device))
     with jax.default_matmul_precision("highest"):

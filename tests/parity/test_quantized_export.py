@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
-from batches import logits, make_batch, tokens
-from tiny import read, torch_model
+from batches import logits_on_host, make_batch, tokens
+from tiny import read_model, save_torch_model
 
 from jaxtune.exports import write
 from jaxtune.hf import SCHEMES
@@ -24,7 +24,7 @@ def case(request, tmp_path_factory):
     """Return (kind, folder of the model, folder of its export)."""
     kind, home = request.param, tmp_path_factory.mktemp(request.param)
     name, sizes = CASES[kind]
-    torch_model(name, home / "model", **sizes)
+    save_torch_model(name, home / "model", **sizes)
     return kind, home / "model", home / "written"
 
 
@@ -33,7 +33,7 @@ def written(case, one_device, monkeypatch):
     kind, folder, output = case
     if not output.exists():
         monkeypatch.setattr(write, "_write_tokenizer", lambda *_: None)  # the model has none
-        model, parameters, config = read(folder, one_device)
+        model, parameters, config = read_model(folder, one_device)
         write.export_full(model, parameters, config, output, kind)
     return case
 
@@ -41,9 +41,9 @@ def written(case, one_device, monkeypatch):
 def test_read_again_it_is_what_quantizing_the_weights_gives(written, one_device):
     """Bit by bit; NVFP4's matrix scale within a rounding (files hold its reciprocal), and shared as servers need."""
     kind, folder, output = written
-    model, found, _ = read(output, one_device)
+    model, found, _ = read_model(output, one_device)
     assert model.base.scheme.options == SCHEMES[kind] and model.base.scheme.modules
-    _, plain, _ = read(folder, one_device)
+    _, plain, _ = read_model(folder, one_device)
     format = format_of(SCHEMES[kind], "")
     for name, parameter in model.parameters.items():
         if name not in model.quantized:
@@ -74,7 +74,7 @@ def test_transformers_has_the_same_logits(written, one_device):
     theirs = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32, attn_implementation="eager", **how)
     theirs.train()  # in evaluation mode, bitsandbytes multiplies in bfloat16 on a CPU
     assert (kind == "nf4") == any(type(module).__name__ == "Linear4bit" for module in theirs.modules())
-    model, found, _ = read(output, one_device)
+    model, found, _ = read_model(output, one_device)
     if kind == "nvfp4":  # always bfloat16, whatever is requested; so compare weights, not layer outputs
         weights = theirs.state_dict()
         for name, parameter in model.quantized.items():
@@ -85,5 +85,5 @@ def test_transformers_has_the_same_logits(written, one_device):
     rows = tokens(2, 32)
     with torch.no_grad():
         expected = theirs(torch.tensor(rows)).logits.numpy()
-    ours = logits(model, found, make_batch(rows, one_device))
+    ours = logits_on_host(model, found, make_batch(rows, one_device))
     assert np.abs(ours - expected).max() <= 1e-5 * np.abs(expected).max()

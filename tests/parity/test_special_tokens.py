@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from tiny import byte_tokenizer, torch_model
+from tiny import byte_tokenizer, save_torch_model
 
 from jaxtune import hf
-from jaxtune.config.schema import Chat, Config, Data, Lora, Mesh, Model
+from jaxtune.config.schema import ChatOptions, Config, DataOptions, LoraOptions, MeshOptions, ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.exports.write import export_full
 from jaxtune.parallel.mesh import make_mesh
@@ -17,9 +17,9 @@ NEW = ("<|im_start|>", "<|im_end|>")
 
 
 def declared(folder, mesh, **changes):
-    data = Data(seq_len=32, special_tokens=NEW)
-    model = Model(path=str(folder), dtype="float32")
-    config = Config(model=model, data=data, chat=Chat(template="chatml"), **changes)
+    data = DataOptions(seq_len=32, special_tokens=NEW)
+    model = ModelOptions(path=str(folder), dtype="float32")
+    config = Config(model=model, data=data, chat=ChatOptions(template="chatml"), **changes)
     return declare_model(read_base(config), config, mesh), config
 
 
@@ -29,9 +29,9 @@ def test_embeddings_grow_by_their_mean_and_are_exported_with_the_tokenizer(tmp_p
     import torch
     import transformers
 
-    reference = torch_model(name, tmp_path / "base", vocab_size=257)
+    reference = save_torch_model(name, tmp_path / "base", vocab_size=257)
     byte_tokenizer(tmp_path / "base", None, ("<|endoftext|>",), eos="<|endoftext|>")
-    mesh = make_mesh(Mesh(fsdp=4, tensor=2) if devices == 8 else Mesh(), jax.devices()[:devices])
+    mesh = make_mesh(MeshOptions(fsdp=4, tensor=2) if devices == 8 else MeshOptions(), jax.devices()[:devices])
     model, config = declared(tmp_path / "base", mesh)
     export_full(model, read_parameters(model, model.parameters), config, tmp_path / "out")
 
@@ -55,11 +55,11 @@ def test_embeddings_grow_by_their_mean_and_are_exported_with_the_tokenizer(tmp_p
 
 
 def test_rows_that_are_left_are_used_first_and_adapters_take_no_more(tmp_path, one_device):
-    torch_model("qwen3, yarn rope, tied", tmp_path / "padded", vocab_size=320)
-    torch_model("qwen3, yarn rope, tied", tmp_path / "full", vocab_size=258)
+    save_torch_model("qwen3, yarn rope, tied", tmp_path / "padded", vocab_size=320)
+    save_torch_model("qwen3, yarn rope, tied", tmp_path / "full", vocab_size=258)
     for folder in ("padded", "full"):
         byte_tokenizer(tmp_path / folder, None, ("<|endoftext|>",), eos="<|endoftext|>")
-    adapters = Lora(enabled=True)
+    adapters = LoraOptions(enabled=True)
     model, config = declared(tmp_path / "padded", one_device, lora=adapters)
     assert model.spec.vocabulary == 320
     assert len(hf.load_tokenizer(model.folder, None, config.data.special_tokens)) == 259

@@ -5,20 +5,29 @@ import json
 import jax
 import numpy as np
 import pytest
-from tiny import byte_tokenizer, model_folder, torch_model
+from tiny import byte_tokenizer, save_torch_model, write_model_folder
 
-from jaxtune.columns import NEXT_TOKEN, of_teacher
-from jaxtune.config.schema import Config, Data, Dataset, Distill, Mesh, Model, Precision, Train
+from jaxtune.columns import NEXT_TOKEN, teacher_columns
+from jaxtune.config.schema import (
+    Config,
+    DataOptions,
+    Dataset,
+    DistillOptions,
+    MeshOptions,
+    ModelOptions,
+    PrecisionOptions,
+    TrainOptions,
+)
 from jaxtune.data.rows.feed import open_feed
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.scoring.teacher_scores import declare_teacher, with_teacher
+from jaxtune.scoring.teacher_scores import add_teacher_columns, declare_teacher
 
 TOP_K, SEQ_LEN, TEMPERATURE = 12, 32, 1.5
 MESHES = {
-    "one device": Mesh(),
-    "data=2 fsdp=2 tensor=2": Mesh(data=2, fsdp=2, tensor=2),
-    "data=2 context=2 sequence=2": Mesh(data=2, fsdp=1, context=2, sequence=2),
-    "data=2 fsdp=2 stage=2": Mesh(data=2, fsdp=2, stage=2),
+    "one device": MeshOptions(),
+    "data=2 fsdp=2 tensor=2": MeshOptions(data=2, fsdp=2, tensor=2),
+    "data=2 context=2 sequence=2": MeshOptions(data=2, fsdp=1, context=2, sequence=2),
+    "data=2 fsdp=2 stage=2": MeshOptions(data=2, fsdp=2, stage=2),
 }
 
 
@@ -27,8 +36,8 @@ def folder(tmp_path_factory):
     """Return a student's folder, a teacher with embeddings for more tokens, and texts shorter and longer than a row."""
     home = tmp_path_factory.mktemp("teacher")
     tokenizer = byte_tokenizer(home / "teacher")
-    model_folder(home / "student", vocab_size=len(tokenizer) + 8)
-    torch_model("qwen3, yarn rope, tied", home / "teacher")
+    write_model_folder(home / "student", vocab_size=len(tokenizer) + 8)
+    save_torch_model("qwen3, yarn rope, tied", home / "teacher")
     random = np.random.default_rng(0)
     lengths = [5, 9, 20, 70, 31, 100, 12, 3, 40]
     texts = ("".join(random.choice(list("abcdefgh "), length)) for length in lengths)
@@ -43,8 +52,8 @@ def test_columns_are_those_of_transformers(folder, tmp_path, mesh):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = Config(
-        model=Model(path=str(folder / "student"), dtype="float32"),
-        data=Data(
+        model=ModelOptions(path=str(folder / "student"), dtype="float32"),
+        data=DataOptions(
             datasets=(
                 Dataset(path=str(folder / "text.jsonl"), type="text"),
                 Dataset(path=str(folder / "asked.jsonl"), prompt_format="{instruction}?"),
@@ -53,16 +62,16 @@ def test_columns_are_those_of_transformers(folder, tmp_path, mesh):
             seq_len=SEQ_LEN,
             cache_dir=str(tmp_path),
         ),
-        train=Train(epochs=2, micro_batch_size=2),
+        train=TrainOptions(epochs=2, micro_batch_size=2),
         mesh=mesh,
-        precision=Precision("fp32"),
-        distill=Distill(str(folder / "teacher"), top_k=TOP_K, temperature=TEMPERATURE),
+        precision=PrecisionOptions("fp32"),
+        distill=DistillOptions(str(folder / "teacher"), top_k=TOP_K, temperature=TEMPERATURE),
     )
-    made = make_mesh(mesh, jax.devices()[: 1 if mesh == Mesh() else 8])
+    made = make_mesh(mesh, jax.devices()[: 1 if mesh == MeshOptions() else 8])
     tokenizer = byte_tokenizer(folder / "student")
     vocabulary = len(tokenizer) + 8
-    feed = open_feed(config, tokenizer, vocabulary, made, (*NEXT_TOKEN, *of_teacher(TOP_K)))
-    feed = with_teacher(declare_teacher(config, tokenizer, vocabulary, made), made, feed)
+    feed = open_feed(config, tokenizer, vocabulary, made, (*NEXT_TOKEN, *teacher_columns(TOP_K)))
+    feed = add_teacher_columns(declare_teacher(config, tokenizer, vocabulary, made), made, feed)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32).eval()
     compared = 0
     for number in range(feed.rows.total(2)):  # the second epoch has the same parts of documents, in other rows
@@ -73,7 +82,7 @@ def test_columns_are_those_of_transformers(folder, tmp_path, mesh):
             with torch.no_grad():
                 logits = model(torch.tensor(row["tokens"][here])[None]).logits[0, :, :vocabulary]
             expected = torch.log_softmax(logits / TEMPERATURE, -1).numpy()[trained]
-            tokens, log_probs = (row[column.name][here][trained] for column in of_teacher(TOP_K))
+            tokens, log_probs = (row[column.name][here][trained] for column in teacher_columns(TOP_K))
             np.testing.assert_allclose(log_probs[:, :-1], np.sort(expected)[:, : -TOP_K - 1 : -1], atol=1e-4)
             np.testing.assert_allclose(np.take_along_axis(expected, tokens, 1), log_probs[:, :-1], atol=1e-4)
             rest = np.exp(np.sort(expected)[:, :-TOP_K]).sum(1)

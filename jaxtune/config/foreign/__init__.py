@@ -27,9 +27,9 @@ from typing import Any
 
 from jaxtune.config import keys, yaml_file
 from jaxtune.config.foreign import axolotl, erniekit, qefficient, surogate, trl, xorl
-from jaxtune.config.foreign.conversions import NotYet, Options, Settings
+from jaxtune.config.foreign.conversions import Options, Settings, Unsupported
 from jaxtune.config.option_rules import Problem
-from jaxtune.errors import UserError, shortened
+from jaxtune.errors import UserError, shorten
 
 DIALECTS = {
     "surogate": "Surogate",
@@ -58,7 +58,7 @@ _NO_DEFAULT = object()
 
 
 @dataclass(frozen=True)
-class Option:
+class ForeignOption:
     """A row of a table; the module's docstring describes the fields."""
 
     default: Any = _NO_DEFAULT
@@ -68,7 +68,7 @@ class Option:
     convert: str = ""
     like: Any = None
     entries: str = ""
-    of: Mapping[str, "Option"] = field(default_factory=dict)
+    of: Mapping[str, "ForeignOption"] = field(default_factory=dict)
     present: bool = False
     reason: str = ""
     later: str = ""
@@ -131,18 +131,18 @@ class Translation:
 
     def notes(self, name: str) -> tuple[str, ...]:
         """Return the header and each line, for the user."""
-        lines = (f"  {shortened(str(line))}" for line in self.lines)
+        lines = (f"  {shorten(str(line))}" for line in self.lines)
         return (f"{name}: a config of {DIALECTS[self.dialect]}, translated as follows:", *lines)
 
 
 @functools.cache
-def table(dialect: str) -> dict[str, Option]:
+def table(dialect: str) -> dict[str, ForeignOption]:
     """Return all options of a system by dotted name."""
     return _read_table(yaml_file.read(pathlib.Path(__file__).with_name(f"{dialect}.yaml"), dialect).values)
 
 
-def _read_table(rows: Mapping[str, Any]) -> dict[str, Option]:
-    return {name: Option(**{**row, "of": _read_table(row.get("of", {}))}) for name, row in rows.items()}
+def _read_table(rows: Mapping[str, Any]) -> dict[str, ForeignOption]:
+    return {name: ForeignOption(**{**row, "of": _read_table(row.get("of", {}))}) for name, row in rows.items()}
 
 
 def recognise(values: Mapping[str, Any], name: str) -> str | None:
@@ -151,12 +151,12 @@ def recognise(values: Mapping[str, Any], name: str) -> str | None:
     Raises:
         UserError: Several systems match equally, or the system is not supported.
     """
-    ours = sum(keys.lookup(key) is not None for key, _ in keys.leaves(values))
+    ours = sum(keys.lookup(key) is not None for key, _ in keys.flatten_options(values))
     # An empty section, such as `train:`, counts as ours too.
     ours += sum(not value and keys.is_section(name) for name, value in values.items())
     known = {dialect: sum(option in table(dialect) for option in _flat(values, table(dialect))) for dialect in DIALECTS}
     matches = [dialect for dialect, count in known.items() if count == max(known.values())]
-    if "base" not in values and 2 * ours < len(list(keys.leaves(values))):
+    if "base" not in values and 2 * ours < len(list(keys.flatten_options(values))):
         _refuse_other_systems(values, name)
     if "base" in values or known[matches[0]] <= ours:
         return None
@@ -167,7 +167,7 @@ def recognise(values: Mapping[str, Any], name: str) -> str | None:
     return matches[0]
 
 
-def translate(written: yaml_file.Written, dialect: str) -> Translation:
+def translate(written: yaml_file.YamlFile, dialect: str) -> Translation:
     """Translate every option of a file, and the defaults of its system, to our options."""
     lines = list(_lines(written.values, table(dialect), DIALECTS[dialect]))
     lines += _contradictions(lines)
@@ -188,7 +188,9 @@ def _refuse_other_systems(values: Mapping[str, Any], name: str) -> None:
     """Raise UserError for a config of a system without a table here."""
     for system, marks in MARKS.items():
         if mark := next((option for option in _names(values) if option in marks.split()), None):
-            example = f"`jaxtune options {mark}` names ours" if keys.nearest(mark) else "`jaxtune options` lists them"
+            example = (
+                f"`jaxtune options {mark}` names ours" if keys.nearest_option(mark) else "`jaxtune options` lists them"
+            )
             raise UserError(
                 f"{name}: a config of {system} (it has {mark}), which is not supported; "
                 f"use jaxtune's options ({example}); --dialect=NAME reads a config of {', '.join(DIALECTS.values())}"
@@ -203,7 +205,7 @@ def _names(values: Any) -> Iterator[str]:
         yield from _names(value)
 
 
-def _flat(values: Mapping[str, Any], table: Mapping[str, Option], prefix: str = "") -> dict[str, Any]:
+def _flat(values: Mapping[str, Any], table: Mapping[str, ForeignOption], prefix: str = "") -> dict[str, Any]:
     """Return options by their dotted names in the table; unknown options keep their value, nested or not."""
     flat = {}
     for name, value in values.items():
@@ -221,7 +223,7 @@ def _flat(values: Mapping[str, Any], table: Mapping[str, Option], prefix: str = 
 
 
 def _lines(
-    values: Mapping[str, Any], table: Mapping[str, Option], system: str, theirs: str = "", ours: str = ""
+    values: Mapping[str, Any], table: Mapping[str, ForeignOption], system: str, theirs: str = "", ours: str = ""
 ) -> Iterator[Line]:
     """Yield a line for each option that is given or has a default.
 
@@ -256,7 +258,7 @@ def _lines(
         yield Line(f"{theirs}{name}", from_file[name], True, {}, text, wrong=True)
 
 
-def _fits(value: Any, row: Option) -> bool:
+def _fits(value: Any, row: ForeignOption) -> bool:
     """Whether a value has the type of the row's sample, and is finite if it is a number.
 
     A list fits too if each of its items sets its own options.
@@ -270,7 +272,7 @@ def _fits(value: Any, row: Option) -> bool:
     return value is None or isinstance(value, kinds.get(type(row.sample), object))
 
 
-def _translate_value(row: Option, value: Any, options: Mapping[str, Any]) -> tuple[Settings, str, bool]:
+def _translate_value(row: ForeignOption, value: Any, options: Mapping[str, Any]) -> tuple[Settings, str, bool]:
     """Translate one value to (settings, text, whether it is an error)."""
     if row.reason:
         return {}, row.reason, False
@@ -287,7 +289,7 @@ def _translate_value(row: Option, value: Any, options: Mapping[str, Any]) -> tup
         try:
             settings = CONVERSIONS[row.convert](options)
             return settings, row.note or ("" if settings else "jaxtune's default"), False
-        except NotYet as error:
+        except Unsupported as error:
             return {}, f"not supported yet: {error}", True
     settings = {}
     for item in value if row.values and isinstance(value, list) else [value]:

@@ -3,7 +3,14 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxtune.config.foreign.conversions import NotYet, Options, Settings, conversions_of, overriding, renamed
+from jaxtune.config.foreign.conversions import (
+    Options,
+    Settings,
+    Unsupported,
+    conversions_of,
+    message_key_mappings,
+    model_overrides,
+)
 from jaxtune.config.foreign.trl import OPTIMIZERS, trl_metric, trl_resume, trl_schedule, zero_of
 
 ALPACA = (
@@ -36,7 +43,7 @@ def _common(o: Options, name: str) -> Any:
     """Return the value of an option that all conversation datasets must share, because ours is global."""
     values = [entry.get(name) for entry in _entries(o) if str(entry.get("type")).startswith("chat_template")]
     if any(other != values[0] for other in values):
-        raise NotYet(f"a different {name} for each dataset; use one for all")
+        raise Unsupported(f"a different {name} for each dataset; use one for all")
     return values[0] if values else None
 
 
@@ -64,7 +71,7 @@ def axolotl_type(o: Options) -> Settings:
         return {"type": "instruction", "prompt_format": _WITH_INPUT, "prompt_format_no_input": _WITHOUT}
     if kind in ("chat_template.default", "chatml.intel", "chatml.ultra", "llama3.intel", "llama3.ultra"):
         return {"prompt_field": o["field_messages"]} if o.get("field_messages") else {}
-    raise NotYet(
+    raise Unsupported(
         "type must be completion, chat_template, alpaca, a section with format and field_..., for preferences "
         "chat_template.default, chatml.intel, chatml.ultra, llama3.intel, llama3.ultra; or none, for tokens"
     )
@@ -105,7 +112,7 @@ def axolotl_mappings(o: Options) -> Settings:
     for name in ("role", "content"):
         if o.get(f"message_field_{name}"):
             pairs[name] = o[f"message_field_{name}"]
-    return renamed(pairs)
+    return message_key_mappings(pairs)
 
 
 # ---- the file ----
@@ -115,7 +122,7 @@ def axolotl_adapter(o: Options) -> Settings:
     """The adapter, lora or qlora, and the format of its base weights, 4-bit for qlora."""
     adapter = o.get("adapter")
     if adapter not in (None, "lora", "qlora"):
-        raise NotYet("adapter must be lora or qlora")
+        raise Unsupported("adapter must be lora or qlora")
     settings: Settings = {"lora.enabled": adapter is not None}
     if adapter is None:
         return settings
@@ -141,7 +148,7 @@ def axolotl_dropout(o: Options) -> Settings:
 
 def axolotl_overrides(o: Options) -> Settings:
     """Overridden entries of config.json."""
-    return overriding(o.get("overrides_of_model_config") or {})
+    return model_overrides(o.get("overrides_of_model_config") or {})
 
 
 _FUSED = ("CutCrossEntropyPlugin", "LigerPlugin")
@@ -151,7 +158,7 @@ def axolotl_plugins(o: Options) -> Settings:
     """Plugins; those for fused losses and norms are unnecessary here."""
     others = [name for name in o.get("plugins") or () if not str(name).endswith(_FUSED)]
     if others:
-        raise NotYet(f"plugins of torch, such as {others[0]}")
+        raise Unsupported(f"plugins of torch, such as {others[0]}")
     return {}
 
 
@@ -167,7 +174,7 @@ def axolotl_length(o: Options) -> Settings:
     """Treatment of documents longer than a row; plain text is always split into rows."""
     ways = {"drop": "delete", "truncate": "right"}
     if o["excess_length_strategy"] not in ways:
-        raise NotYet(f"excess_length_strategy must be one of {', '.join(ways)}")
+        raise Unsupported(f"excess_length_strategy must be one of {', '.join(ways)}")
     if o.get("rl") or all(entry.get("type") == "completion" for entry in _entries(o)):
         return {}
     return {"data.truncation": ways[o["excess_length_strategy"]]}
@@ -194,12 +201,12 @@ def axolotl_template(o: Options) -> Settings:
     jinja = o.get("chat_template_jinja") or _common(o, "chat_template_jinja")
     if jinja:
         if "{" in str(jinja):
-            raise NotYet("an inline chat template; name a Jinja file")
+            raise Unsupported("an inline chat template; name a Jinja file")
         return {"chat.template": jinja}
     name = _common(o, "chat_template") or o.get("chat_template") or "tokenizer_default"
     name = str(name).removeprefix("tokenizer_default_fallback_")
     if name not in _TEMPLATES:
-        raise NotYet(f"chat_template must be one of {', '.join(_TEMPLATES)}, or a file in chat_template_jinja")
+        raise Unsupported(f"chat_template must be one of {', '.join(_TEMPLATES)}, or a file in chat_template_jinja")
     return {"chat.template": _TEMPLATES[name]} if _TEMPLATES[name] else {}
 
 
@@ -209,7 +216,7 @@ def axolotl_trained(o: Options) -> Settings:
         if others := [
             entry.get("type") for entry in _entries(o) if entry.get("type") not in ("chat_template", "completion")
         ]:
-            raise NotYet(f"training on prompts of type {others[0]}; only conversations and completions support it")
+            raise Unsupported(f"training on prompts of type {others[0]}; only conversations and completions support it")
         return {"chat.loss_scale": "all"}
     roles, ends = _common(o, "roles_to_train"), _common(o, "train_on_eos")
     settings: Settings = {"chat.roles": roles} if roles else {}
@@ -221,10 +228,10 @@ def axolotl_rates(o: Options) -> Settings:
     rate, factors = float(o.get("learning_rate") or 0), []
     given = any(o.get(name) for name in ("lr_groups", "embedding_lr"))
     if given and rate <= 0:
-        raise NotYet("learning rates of groups without a learning_rate to which they are relative")
+        raise Unsupported("learning rates of groups without a learning_rate to which they are relative")
     for group in o.get("lr_groups") or ():
         if not isinstance(group, Mapping) or not {"modules", "lr"} <= group.keys():
-            raise NotYet("a group must be {name: ..., modules: [...], lr: ...}")
+            raise Unsupported("a group must be {name: ..., modules: [...], lr: ...}")
         factors.append(f"{'|'.join(group['modules'])}={float(group['lr']) / rate:g}")
     if o.get("embedding_lr"):
         factors.append(f"embed_tokens|lm_head={float(o['embedding_lr']) / rate:g}")
@@ -237,7 +244,7 @@ def axolotl_rates(o: Options) -> Settings:
 def axolotl_schedule(o: Options) -> Settings:
     """The schedule; for cosine, also its final rate as a fraction of the peak."""
     if o["lr_scheduler"] in ("one_cycle", "rex"):
-        raise NotYet("this schedule; use one of transformers' schedules")
+        raise Unsupported("this schedule; use one of transformers' schedules")
     settings = trl_schedule(
         {"lr_scheduler_type": o["lr_scheduler"], "lr_scheduler_kwargs": o.get("lr_scheduler_kwargs")}
     )
@@ -256,7 +263,7 @@ def axolotl_optimizer(o: Options) -> Settings:
     """The optimizer, by transformers' name, or muon."""
     named = OPTIMIZERS | {"muon": "muon"}
     if o["optimizer"] not in named:
-        raise NotYet(f"the optimizers are {', '.join(named)}")
+        raise Unsupported(f"the optimizers are {', '.join(named)}")
     plain = {"optim.beta1": 0.0} if o["optimizer"] == "sgd" and o.get("adam_beta1") is None else {}
     return {"optim.name": named[o["optimizer"]]} | plain
 
@@ -278,7 +285,7 @@ def axolotl_remat(o: Options) -> Settings:
     if o.get("activation_offloading") or o["gradient_checkpointing"] == "offload":
         return {"memory.remat": "offload"}
     if o["gradient_checkpointing"] not in (True, False):
-        raise NotYet("gradient_checkpointing must be true, false or offload")
+        raise Unsupported("gradient_checkpointing must be true, false or offload")
     return {"memory.remat": "block" if o["gradient_checkpointing"] else "none"}
 
 
@@ -288,7 +295,7 @@ def axolotl_devices(o: Options) -> Settings:
     if isinstance(deepspeed, str):
         stages = [stage for stage in (1, 2, 3) if f"zero{stage}" in deepspeed]
         if not stages:
-            raise NotYet("a DeepSpeed file other than deepspeed_configs/zero1.json, zero2.json or zero3.json")
+            raise Unsupported("a DeepSpeed file other than deepspeed_configs/zero1.json, zero2.json or zero3.json")
         return {"mesh.fsdp": -1, "parallel.zero": stages[0]}
     if deepspeed:
         return zero_of(deepspeed)
@@ -302,10 +309,10 @@ def _when(o: Options, event: str, plural: str) -> tuple[int, float | None]:
     """Return the steps and the epochs between two events, one epoch by default."""
     strategy, steps, often = o.get(f"{event}_strategy"), o.get(f"{event}_steps"), o.get(f"{plural}_per_epoch")
     if strategy not in (None, "no", "epoch", "steps", "best"):
-        raise NotYet(f"{event}_strategy must be no, steps, epoch or best")
+        raise Unsupported(f"{event}_strategy must be no, steps, epoch or best")
     if steps is not None:
         if steps != int(steps):
-            raise NotYet(f"{event}_steps as a fraction of all steps; set a number of steps")
+            raise Unsupported(f"{event}_steps as a fraction of all steps; set a number of steps")
         return int(steps), None
     if often is not None:
         return 0, 1 / often if often > 0 else None
@@ -360,7 +367,7 @@ def axolotl_rl(o: Options) -> Settings:
         return {}
     losses = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
     if kind not in losses:
-        raise NotYet(f"rl must be one of {', '.join(losses)}")
+        raise Unsupported(f"rl must be one of {', '.join(losses)}")
     loss = losses[kind]
     # rl_beta is the newer name, and ORPO has an option of its own.
     beta = next((o[name] for name in ("rl_beta", "dpo_beta") if o.get(name) is not None), None)

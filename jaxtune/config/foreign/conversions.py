@@ -11,7 +11,7 @@ Settings = dict[str, Any]
 Options = Mapping[str, Any]
 
 
-class NotYet(Exception):
+class Unsupported(Exception):
     """A feature that is not supported yet, named by the message."""
 
 
@@ -20,12 +20,12 @@ def names_of(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else [str(name) for name in value or ()]
 
 
-def renamed(pairs: Mapping[str, str]) -> Settings:
+def message_key_mappings(pairs: Mapping[str, str]) -> Settings:
     """Return the setting for message keys that have other names in the data; `pairs` maps our key to theirs."""
     return {"message_property_mappings": tuple(f"{ours}={theirs}" for ours, theirs in pairs.items() if ours != theirs)}
 
 
-def overriding(entries: Mapping[str, Any]) -> Settings:
+def model_overrides(entries: Mapping[str, Any]) -> Settings:
     """Return the setting for overridden entries of config.json."""
     texts = [f"{name}={json.dumps(value, default=str)}" for name, value in entries.items()]
     return {"model.overrides": texts} if texts else {}
@@ -34,7 +34,7 @@ def overriding(entries: Mapping[str, Any]) -> Settings:
 def strategy_of(value: Any) -> str:
     """Return a strategy of transformers ("steps", "epoch", "no"), checked."""
     if value not in ("steps", "epoch", "no"):
-        raise NotYet("the strategies are steps, epoch and no")
+        raise Unsupported("the strategies are steps, epoch and no")
     return value
 
 
@@ -47,7 +47,7 @@ def saves_of(strategy: Any, steps: int) -> Settings:
 def lines_of(strategy: str, steps: int) -> Settings:
     """Return the progress-line settings for a strategy and its steps."""
     if strategy not in ("steps", "no"):
-        raise NotYet("progress lines by epoch; use 'steps' or 'no'; metrics.jsonl has every step")
+        raise Unsupported("progress lines by epoch; use 'steps' or 'no'; metrics.jsonl has every step")
     return {"log.every": steps if strategy == "steps" else 0}
 
 

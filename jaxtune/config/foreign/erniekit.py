@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxtune.config.foreign.conversions import NotYet, Options, Settings, conversions_of, saves_of, strategy_of
+from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, conversions_of, saves_of, strategy_of
 
 
 def ernie_train(o: Options) -> Settings:
@@ -34,7 +34,7 @@ def ernie_stage(o: Options) -> Settings:
         return {}
     losses = ("sigmoid", "ipo", "kto_pair", "simpo", "orpo")
     if stage != "DPO" or o["loss_type"] not in losses:
-        raise NotYet(f"the stages are SFT, PT and DPO, with loss_type {', '.join(losses)}")
+        raise Unsupported(f"the stages are SFT, PT and DPO, with loss_type {', '.join(losses)}")
     loss, no_reference = o["loss_type"], o["loss_type"] in ("simpo", "orpo")
     settings: Settings = {"preference.loss": loss, "preference.beta": o["beta"]}
     settings |= {"preference.loss_weight": o["pref_loss_ratio"], "preference.sft_weight": o["sft_loss_ratio"]}
@@ -61,14 +61,16 @@ def _ernie_entries(o: Options, part: str) -> list[Settings]:
     try:
         shares = [float(share) for share in _split(o[f"{part}_dataset_prob"])]
     except ValueError:
-        raise NotYet("probabilities that are not comma-separated numbers") from None
+        raise Unsupported("probabilities that are not comma-separated numbers") from None
     if unknown := [kind for kind in kinds if kind not in types]:
-        raise NotYet(f"data of type {unknown[0]}; supported are {', '.join(types)}")
+        raise Unsupported(f"data of type {unknown[0]}; supported are {', '.join(types)}")
     if len(paths) == 1:
         return [{"path": paths[0], "type": types[kinds[0]]}]
     kinds = kinds * len(paths) if len(kinds) == 1 else kinds
     if not len(paths) == len(kinds) == len(shares):
-        raise NotYet(f"{len(paths)} paths with {len(shares)} probabilities and {len(kinds)} types; give one to each")
+        raise Unsupported(
+            f"{len(paths)} paths with {len(shares)} probabilities and {len(kinds)} types; give one to each"
+        )
     return [{"path": path, "type": types[kind], "weight": share} for path, kind, share in zip(paths, kinds, shares)]
 
 
@@ -80,7 +82,7 @@ def ernie_rates(o: Options) -> Settings:
     """Some options are read by only one schedule."""
     schedule = o["lr_scheduler_type"]
     if schedule not in ("linear", "cosine", "polynomial", "constant", "constant_with_warmup"):
-        raise NotYet("the schedules are linear, cosine, polynomial, constant and constant_with_warmup")
+        raise Unsupported("the schedules are linear, cosine, polynomial, constant and constant_with_warmup")
     settings: Settings = {"optim.schedule": schedule.removesuffix("_with_warmup")}
     if schedule == "cosine":
         settings |= {"optim.min_lr": o["min_lr"], "optim.cycles": o["num_cycles"]}
@@ -94,7 +96,7 @@ def ernie_precision(o: Options) -> Settings:
     named = "fp16" if o.get("fp16") else "bf16" if o["bf16"] else "fp32"
     named = o.get("compute_type") or named
     if named not in ("bf16", "fp16", "fp32", "fp8"):
-        raise NotYet("compute_type is bf16, fp16, fp32 or fp8")
+        raise Unsupported("compute_type is bf16, fp16, fp32 or fp8")
     stored = {"fp16": "float16", "fp32": "float32"}.get(named, "bfloat16")
     # Paddle's AMP: O1 keeps the weights in float32; O2 also keeps gradients in bfloat16, unless amp_master_grad is set.
     stored = "float32" if o.get("fp16_opt_level") == "O1" else stored
@@ -129,7 +131,7 @@ def ernie_quant(o: Options) -> Settings:
     algorithm = o.get("weight_quantize_algo")
     formats = {"weight_only_mix": "weight_only_mix", "weight_only_int8": "int8", "fp8_linear": "fp8"}
     if algorithm is not None and algorithm not in formats:
-        raise NotYet(f"weight_quantize_algo is one of {', '.join(formats)}")
+        raise Unsupported(f"weight_quantize_algo is one of {', '.join(formats)}")
     if algorithm is None or (algorithm == "fp8_linear" and not _ernie_lora(o)):
         return ernie_precision(o) if algorithm else {}
     return {"quant.format": formats[algorithm]}
@@ -147,7 +149,7 @@ def ernie_remat(o: Options) -> Settings:
     """The rematerialisation policy, or none."""
     policies = {"full": "block", "full_attn": "attention+qkv", "core_attn": "dots"}
     if o["recompute_granularity"] not in policies:
-        raise NotYet(f"recompute_granularity is one of {', '.join(policies)}")
+        raise Unsupported(f"recompute_granularity is one of {', '.join(policies)}")
     return {"memory.remat": policies[o["recompute_granularity"]] if o["recompute"] else "none"}
 
 

@@ -5,9 +5,9 @@ import re
 from typing import Any
 
 from jaxtune.config.foreign.conversions import (
-    NotYet,
     Options,
     Settings,
+    Unsupported,
     conversions_of,
     lines_of,
     names_of,
@@ -40,7 +40,7 @@ def qefficient_function(o: Options) -> Settings:
     """FILE:NAME of a function that returns the text of the prompt or of the completion."""
     prompt, completion = o["dataset.prompt_func"], o["dataset.completion_func"]
     if prompt and completion:
-        raise NotYet(
+        raise Unsupported(
             "two functions; write one that returns {'prompt': ..., 'completion': ...} and set "
             "data.datasets[i].function = 'FILE.py:NAME'"
         )
@@ -48,7 +48,7 @@ def qefficient_function(o: Options) -> Settings:
         return {}
     place, _, name = str(prompt or completion).rpartition(":")
     if not place:
-        raise NotYet("a function that is not written as FILE:NAME")
+        raise Unsupported("a function that is not written as FILE:NAME")
     # Their paths leave out the suffix .py; a place without a slash is a module.
     function = f"{place}:{name}" if place.endswith(".py") or "/" not in place else f"{place}.py:{name}"
     written = {"prompt_format": "{returned}"} if prompt else {"output_field": "returned"}

@@ -4,7 +4,14 @@ import json
 import os
 from collections.abc import Mapping
 
-from jaxtune.config.foreign.conversions import NotYet, Options, Settings, conversions_of, names_of, renamed
+from jaxtune.config.foreign.conversions import (
+    Options,
+    Settings,
+    Unsupported,
+    conversions_of,
+    message_key_mappings,
+    names_of,
+)
 
 
 def surogate_remat(o: Options) -> Settings:
@@ -26,7 +33,7 @@ def surogate_rope(o: Options) -> Settings:
     if isinstance(scaling, Mapping):
         scaling = json.dumps(dict(scaling), default=str)
     if not isinstance(scaling, str) or not isinstance(positions, int | None):
-        raise NotYet("rope_scaling must be linear, dynamic, yarn or JSON, and max_model_len a number")
+        raise Unsupported("rope_scaling must be linear, dynamic, yarn or JSON, and max_model_len a number")
     return {"model.rope_scaling": scaling} | ({"model.max_positions": positions} if positions else {})
 
 
@@ -65,7 +72,7 @@ def surogate_master(o: Options) -> Settings:
     dtype = o["master_dtype"] or o.get("torch_dtype") or "bfloat16"
     named = {"fp32": "float32", "bf16": "bfloat16"}.get(dtype, dtype)
     if named not in ("float32", "bfloat16"):
-        raise NotYet("master weights are float32 or bfloat16")
+        raise Unsupported("master weights are float32 or bfloat16")
     return {"precision.master_dtype": named}
 
 
@@ -74,7 +81,7 @@ def surogate_backward(o: Options) -> Settings:
     known = {"bf16": ("bf16", "bfloat16"), "fp8_hybrid": ("e5m2", "fp8_e5m2"), "nvfp4": ("fp4", "fp4_e2m1", "nvfp4")}
     dtype, names = o["gradient_dtype"], known.get(o["recipe"])
     if dtype is not None and names and dtype not in names:
-        raise NotYet(f"backward products in a dtype other than the recipe's, which is {names[0]}")
+        raise Unsupported(f"backward products in a dtype other than the recipe's, which is {names[0]}")
     return {}
 
 
@@ -91,7 +98,7 @@ def surogate_input(o: Options) -> Settings:
 
 def surogate_mappings(o: Options) -> Settings:
     """Message keys that have other names in the data."""
-    return renamed(o["message_property_mappings"] or {})
+    return message_key_mappings(o["message_property_mappings"] or {})
 
 
 def surogate_checkpoints(o: Options) -> Settings:

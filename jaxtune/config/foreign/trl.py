@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxtune.config.foreign.conversions import NotYet, Options, Settings, conversions_of, lines_of
+from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, conversions_of, lines_of
 
 # Options that only files of `trl dpo` have.
 _OF_DPO = (
@@ -18,7 +18,7 @@ _LOSSES += ("apo_zero", "apo_down")
 def _loss(o: Options) -> str | None:
     loss = o.get("loss_type")
     if isinstance(loss, list) and len(loss) != 1:
-        raise NotYet("a sum of several losses")
+        raise Unsupported("a sum of several losses")
     return loss[0] if isinstance(loss, list) else loss
 
 
@@ -31,11 +31,11 @@ def trl_objective(o: Options) -> Settings:
     loss = _loss(o)
     if not _dpo(o):
         if loss not in _OF_SFT:
-            raise NotYet(f"loss_type must be nll or chunked_nll, or for DPO one of {', '.join(_LOSSES)}")
+            raise Unsupported(f"loss_type must be nll or chunked_nll, or for DPO one of {', '.join(_LOSSES)}")
         return {}
     loss = loss or "sigmoid"
     if loss not in _LOSSES:
-        raise NotYet(f"for DPO, loss_type must be one of {', '.join(_LOSSES)}")
+        raise Unsupported(f"for DPO, loss_type must be one of {', '.join(_LOSSES)}")
     settings: Settings = {"preference.loss": loss, "preference.beta": o.get("beta", 0.1)}
     if loss in ("sigmoid", "sigmoid_norm", "robust", "exo_pair"):
         settings["preference.label_smoothing"] = o.get("label_smoothing", 0.0)
@@ -43,7 +43,9 @@ def trl_objective(o: Options) -> Settings:
         settings["preference.precompute_reference"] = True
     if o.get("sync_ref_model"):
         if o.get("ref_model_mixup_alpha", 0.6) != 1:
-            raise NotYet("mixing the model into the reference; set ref_model_mixup_alpha: 1.0 to replace the reference")
+            raise Unsupported(
+                "mixing the model into the reference; set ref_model_mixup_alpha: 1.0 to replace the reference"
+            )
         settings["preference.reference_update_steps"] = o.get("ref_model_sync_steps", 512)
     return settings | ({"preference.sft_weight": o["rpo_alpha"]} if o.get("rpo_alpha") else {})
 
@@ -60,7 +62,7 @@ def trl_dtype(o: Options) -> Settings:
     if dtype == "auto":
         return {}
     if dtype not in ("float32", "bfloat16", "float16"):
-        raise NotYet("dtype must be auto, float32, bfloat16 or float16")
+        raise Unsupported("dtype must be auto, float32, bfloat16 or float16")
     master = {} if o["use_peft"] else {"precision.master_dtype": "bfloat16" if dtype == "bfloat16" else "float32"}
     return {"model.dtype": dtype} | master
 
@@ -75,7 +77,7 @@ def trl_precision(o: Options) -> Settings:
 def trl_dropout(o: Options) -> Settings:
     """Dropout of adapters; DPO has none, because it compares with a reference."""
     if _dpo(o) and not o.get("disable_dropout", True) and o["use_peft"] and o["lora_dropout"]:
-        raise NotYet("dropout when the model is compared with a reference; set lora_dropout: 0")
+        raise Unsupported("dropout when the model is compared with a reference; set lora_dropout: 0")
     return {"lora.dropout": 0.0 if _dpo(o) else o["lora_dropout"]}
 
 
@@ -97,7 +99,7 @@ def trl_quant(o: Options) -> Settings:
     if not o["load_in_4bit"]:
         return {}
     if o["bnb_4bit_quant_type"] not in ("nf4", "fp4"):
-        raise NotYet("bnb_4bit_quant_type must be nf4 or fp4")
+        raise Unsupported("bnb_4bit_quant_type must be nf4 or fp4")
     return {"quant.format": o["bnb_4bit_quant_type"]}
 
 
@@ -117,7 +119,7 @@ def trl_length(o: Options) -> Settings:
     """Row length; longer documents are cut, except in DPO, which leaves them out."""
     modes = {"keep_start": "right", "keep_end": "left"}
     if o["truncation_mode"] not in modes:
-        raise NotYet("truncation_mode must be keep_start or keep_end")
+        raise Unsupported("truncation_mode must be keep_start or keep_end")
     split = o["packing"] and o["packing_strategy"] in ("bfd_split", "wrapped")
     cut = {} if _dpo(o) or split else {"data.truncation": modes[o["truncation_mode"]]}
     return cut if "max_seq_length" in o else {"data.seq_len": o["max_length"], **cut}
@@ -129,7 +131,7 @@ def trl_packing(o: Options) -> Settings:
     if not o["packing"]:
         return {}
     if o["packing_strategy"] not in methods:
-        raise NotYet(f"packing_strategy must be one of {', '.join(methods)}")
+        raise Unsupported(f"packing_strategy must be one of {', '.join(methods)}")
     split = {"data.truncation": "split"} if o["packing_strategy"] != "bfd" else {}
     return {"data.packing_method": methods[o["packing_strategy"]]} | split
 
@@ -148,7 +150,7 @@ def trl_order(o: Options) -> Settings:
         "group_by_length": {"data.group_by_length": True},
     }
     if o["train_sampling_strategy"] not in orders:
-        raise NotYet(f"train_sampling_strategy must be one of {', '.join(orders)}")
+        raise Unsupported(f"train_sampling_strategy must be one of {', '.join(orders)}")
     return orders[o["train_sampling_strategy"]]
 
 
@@ -165,7 +167,7 @@ def trl_schedule(o: Options) -> Settings:
     name = named.get(schedule, schedule)
     schedules = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "inverse_sqrt", "wsd")
     if name not in schedules or schedule == "wsd":
-        raise NotYet(f"the schedules are {', '.join((*schedules[:-1], *named))}")
+        raise Unsupported(f"the schedules are {', '.join((*schedules[:-1], *named))}")
     keys = {
         "min_lr": "optim.min_lr",
         "min_lr_rate": "optim.final_lr_fraction",
@@ -176,7 +178,7 @@ def trl_schedule(o: Options) -> Settings:
         "min_lr_ratio": "optim.final_lr_fraction",
     }
     if unknown := given.keys() - keys.keys():
-        raise NotYet(f"lr_scheduler_kwargs {', '.join(sorted(unknown))}; supported are {', '.join(keys)}")
+        raise Unsupported(f"lr_scheduler_kwargs {', '.join(sorted(unknown))}; supported are {', '.join(keys)}")
     # transformers' polynomial schedule ends at lr_end = 1e-7 by default.
     if name == "polynomial":
         given = {"lr_end": 1e-7} | given
@@ -204,7 +206,7 @@ OPTIMIZERS = {
 def trl_optimizer(o: Options) -> Settings:
     """The optimizer, by transformers' name."""
     if o["optim"] not in OPTIMIZERS:
-        raise NotYet(f"the optimizers are {', '.join(OPTIMIZERS)}")
+        raise Unsupported(f"the optimizers are {', '.join(OPTIMIZERS)}")
     return {"optim.name": OPTIMIZERS[o["optim"]]}
 
 
@@ -236,7 +238,7 @@ def zero_of(config: object) -> Settings:
     """Translate the ZeRO options of a DeepSpeed config."""
     stage = config.get("zero_optimization") if isinstance(config, Mapping) else None
     if not isinstance(stage, Mapping) or stage.get("stage", 0) not in (1, 2, 3):
-        raise NotYet(
+        raise Unsupported(
             "a DeepSpeed file, or a config without ZeRO 1, 2 or 3; write its zero_optimization: {stage: 3} here"
         )
     settings: Settings = {"mesh.fsdp": -1, "parallel.zero": stage["stage"]}
@@ -255,7 +257,7 @@ def trl_eval(o: Options) -> Settings:
     """Evaluation by steps or epochs."""
     strategy = _strategy(o)
     if strategy not in ("no", "steps", "epoch"):
-        raise NotYet("eval_strategy must be no, steps or epoch")
+        raise Unsupported("eval_strategy must be no, steps or epoch")
     if strategy == "steps":
         return {"eval.steps": _steps("eval_steps", o.get("eval_steps") or o["logging_steps"])}
     return {"eval.epochs": 1.0} if strategy == "epoch" else {}
@@ -272,7 +274,7 @@ def trl_save(o: Options) -> Settings:
         "best": {"ckpt.keep_best": True},
     }
     if strategy not in more:
-        raise NotYet("save_strategy must be no, steps, epoch or best")
+        raise Unsupported("save_strategy must be no, steps, epoch or best")
     return {"ckpt.save_steps": 0} | more[strategy]
 
 
@@ -300,7 +302,7 @@ def trl_hub(o: Options) -> Settings:
 
 def _steps(name: str, steps: float) -> int:
     if steps != int(steps):
-        raise NotYet(f"{name} as a fraction of all steps; set a number of steps")
+        raise Unsupported(f"{name} as a fraction of all steps; set a number of steps")
     return int(steps)
 
 

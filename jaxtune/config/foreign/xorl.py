@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from jaxtune.config.foreign.conversions import NotYet, Options, Settings, conversions_of, names_of, overriding
+from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, conversions_of, model_overrides, names_of
 
 
 def xorl_model(o: Options) -> Settings:
@@ -27,8 +27,8 @@ def xorl_foundation(o: Options) -> Settings:
     """Overridden entries of config.json."""
     entries = o["model.foundation"]
     if not isinstance(entries, Mapping):
-        raise NotYet("a value other than a mapping of config.json entries")
-    return overriding(entries)
+        raise Unsupported("a value other than a mapping of config.json entries")
+    return model_overrides(entries)
 
 
 def xorl_packing(o: Options) -> Settings:
@@ -45,7 +45,7 @@ def xorl_data_parallel(o: Options) -> Settings:
     if mode == "ddp":
         return {"mesh.data": -1, "mesh.fsdp": 1}
     if mode != "fsdp2":
-        raise NotYet("data_parallel_mode is none, ddp or fsdp2")
+        raise Unsupported("data_parallel_mode is none, ddp or fsdp2")
     replicas = o["train.data_parallel_replicate_size"]
     return {"mesh.data": 1 if replicas == -1 else replicas, "mesh.fsdp": o["train.data_parallel_shard_size"]}
 
@@ -54,7 +54,7 @@ def xorl_pipeline(o: Options) -> Settings:
     """The pipeline schedule, whose name differs only in case."""
     schedule = str(o["train.pipeline_parallel_schedule"])
     if schedule.lower() not in ("1f1b", "gpipe"):
-        raise NotYet("the schedules are 1F1B and GPipe; Interleaved1F1B is 1F1B with parallel.virtual_stages")
+        raise Unsupported("the schedules are 1F1B and GPipe; Interleaved1F1B is 1F1B with parallel.virtual_stages")
     return {"parallel.pipeline": schedule.lower()} if o["train.pipeline_parallel_size"] > 1 else {}
 
 
@@ -62,7 +62,7 @@ def xorl_optimizer(o: Options) -> Settings:
     """The optimizer; two optimizers read optimizer_dtype, and SGD has no momentum, as in torch."""
     name = o["train.optimizer"]
     if name not in ("adamw", "anyprecision_adamw", "sgd", "muon"):
-        raise NotYet("the optimizers are adamw, anyprecision_adamw, sgd and muon")
+        raise Unsupported("the optimizers are adamw, anyprecision_adamw, sgd and muon")
     settings: Settings = {"optim.name": "adamw" if name == "anyprecision_adamw" else name}
     if name in ("anyprecision_adamw", "muon"):
         dtype = o["train.optimizer_dtype"]
@@ -103,7 +103,7 @@ def xorl_remat(o: Options) -> Settings:
         return {"memory.remat": "experts"}
     modules = set(names_of(o["train.recompute_modules"]))
     if not modules <= {"self_attn", "mlp"}:
-        raise NotYet("recompute_modules are self_attn and mlp")
+        raise Unsupported("recompute_modules are self_attn and mlp")
     return {"memory.remat": {"self_attn": "attention+qkv", "mlp": "ffn"}.get("".join(modules), "block")}
 
 
@@ -123,7 +123,7 @@ def xorl_qlora(o: Options) -> Settings:
         return {"lora.enabled": o["lora.enable_lora"]}
     formats = {"nvfp4": "nvfp4", "block_fp8": "fp8", "nf4": "nf4"}
     if o["lora.quant_format"] not in formats:
-        raise NotYet(f"quant_format is one of {', '.join(formats)}")
+        raise Unsupported(f"quant_format is one of {', '.join(formats)}")
     settings = {"lora.enabled": True, "quant.format": formats[o["lora.quant_format"]]}
     size = o.get("lora.quant_group_size")
     return settings | ({"quant.block_size": size} if size is not None else {})

@@ -37,13 +37,13 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jaxtune.checkpoint import manifest
-from jaxtune.config.schema import Chat, Dataset
+from jaxtune.config.schema import ChatOptions, Dataset
 from jaxtune.data.cache import token_cache
-from jaxtune.data.cache.tokenising import Items, Tokenised, Tokeniser, say_across
-from jaxtune.data.cache.workers import mapped
-from jaxtune.data.chat.encoding import Refused
-from jaxtune.data.formats.preferences import with_other_answers
-from jaxtune.data.formats.units import Documents, Part, Unit
+from jaxtune.data.cache.tokenising import Items, TokenisedBlock, Tokeniser, say_across
+from jaxtune.data.cache.workers import ordered_map
+from jaxtune.data.chat.encoding import UntrainableSample
+from jaxtune.data.formats.preferences import add_mismatched_answers
+from jaxtune.data.formats.units import Documents, TokenisedDataset, Unit
 from jaxtune.data.reading import sources
 from jaxtune.data.reading.readers import size_of
 from jaxtune.errors import UserError, hide_secrets
@@ -77,7 +77,7 @@ def tokenize(
     cache_dir: Path,
     on_bad_row: Literal["error", "skip"] = "error",
     labels: tuple[str, ...] = (),
-    chat: Chat = Chat(),
+    chat: ChatOptions = ChatOptions(),
     num_proc: int = 1,
     cache_only: bool = False,
 ) -> Documents:
@@ -97,7 +97,7 @@ def tokenize(
         UserError: a source does not exist; a sample cannot be read or trained on and may not be skipped; no sample is
             left; with `cache_only`, the cache has no such folder.
     """
-    shaping = shaping_of(tokenizer, on_bad_row, labels, chat)
+    shaping = hash_shaping(tokenizer, on_bad_row, labels, chat)
     if cache_only:
         return Documents.joined([_last_made(entry, cache_dir, shaping) for entry in entries])
     loaded = []
@@ -107,7 +107,7 @@ def tokenize(
             note = f"{source.name}: from the cache of {_time_made(folder):%Y-%m-%d %H:%M}"
             loaded.append(dataclasses.replace(part, notes=(*part.notes, note)))
             continue
-        with _hold_lock(cache_dir / f"{folder.name}.lock") as locked, full_disk_is_named(cache_dir):
+        with _hold_lock(cache_dir / f"{folder.name}.lock") as locked, explain_full_disk(cache_dir):
             _remove_damaged(folder, source.name)
             if locked:
                 for left_by_a_kill in cache_dir.glob(f"{folder.name}.{socket.gethostname()}.*.tmp"):
@@ -130,7 +130,7 @@ def prepare_shard(
     shard: Shard,
     on_bad_row: Literal["error", "skip"] = "error",
     labels: tuple[str, ...] = (),
-    chat: Chat = Chat(),
+    chat: ChatOptions = ChatOptions(),
     num_proc: int = 1,
 ) -> list[str]:
     """Tokenise a shard of the parts that `tokenize` joins later, and return a line for the user about each entry.
@@ -138,9 +138,9 @@ def prepare_shard(
     Arguments and errors as in `tokenize`, except that a shard may have no samples.
     """
     lines = []
-    shaping = shaping_of(tokenizer, on_bad_row, labels, chat)
+    shaping = hash_shaping(tokenizer, on_bad_row, labels, chat)
     for source, entry, folder, _ in _find_sources(entries, tokenizer, cache_dir, shaping):
-        with _hold_lock(cache_dir / f"{folder.name}.lock", shared=True), full_disk_is_named(cache_dir):
+        with _hold_lock(cache_dir / f"{folder.name}.lock", shared=True), explain_full_disk(cache_dir):
             _remove_damaged(folder, source.name)
             if folder.exists():
                 lines.append(f"{source.name}: it is whole in the cache already")
@@ -157,7 +157,7 @@ def prepare_shard(
 
 def _find_sources(
     entries: tuple[Dataset, ...], tokenizer: "PreTrainedTokenizerFast", cache_dir: Path, shaping: str
-) -> list[tuple[sources.Source, Dataset, Path, list[str]]]:
+) -> list[tuple[sources.SampleSource, Dataset, Path, list[str]]]:
     """Return (source, entry, cache folder, notes) for each entry; reading the source fills its list of notes."""
     if not entries:
         raise UserError("data.datasets is empty; add an entry with jaxtune.config.dataset(path=...)")
@@ -170,7 +170,7 @@ def _find_sources(
     return located
 
 
-def _last_made(entry: Dataset, cache_dir: Path, shaping: str) -> Part:
+def _last_made(entry: Dataset, cache_dir: Path, shaping: str) -> TokenisedDataset:
     """Load the documents that were last made from an entry, whatever the state of its source is now."""
     name = entry.path if isinstance(entry.path, str) else ", ".join(entry.path or ())
     times = {
@@ -215,7 +215,7 @@ def _remove_damaged(folder: Path, name: str) -> None:
 
 
 @contextlib.contextmanager
-def full_disk_is_named(folder: Path) -> Iterator[None]:
+def explain_full_disk(folder: Path) -> Iterator[None]:
     """Turn the error of a full disk or quota into a UserError that names the folder and its option."""
     try:
         yield
@@ -243,8 +243,8 @@ def _hold_lock(path: Path, shared: bool = False) -> Iterator[bool]:
                 return  # otherwise `jaxtune cache` removed the file during the wait: the lock is on a deleted file
 
 
-def folder_name(source: sources.Source, entry: Dataset, shaping: str) -> str:
-    """Return a hash of everything that shapes an entry's documents; `shaping` is the result of `shaping_of`."""
+def folder_name(source: sources.SampleSource, entry: Dataset, shaping: str) -> str:
+    """Return a hash of everything that shapes an entry's documents; `shaping` is the result of `hash_shaping`."""
     parts = [source.identity, _changed_options(entry), shaping]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
 
@@ -263,7 +263,9 @@ def _changed_options(entry: Dataset) -> dict[str, Any]:
     return json.loads(hide_secrets(json.dumps(changed, default=str)))  # another access token reads the same data
 
 
-def shaping_of(tokenizer: "PreTrainedTokenizerFast", on_bad_row: str, labels: tuple[str, ...], chat: Chat) -> str:
+def hash_shaping(
+    tokenizer: "PreTrainedTokenizerFast", on_bad_row: str, labels: tuple[str, ...], chat: ChatOptions
+) -> str:
     """Return a hash of the settings that shape the tokens and labels of every entry."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # State left by the last call of the tokenizer; `Encoder` does not use it.
@@ -272,15 +274,17 @@ def shaping_of(tokenizer: "PreTrainedTokenizerFast", on_bad_row: str, labels: tu
     parts += labels
     # The tokenizer already has chat.template; chat.response_prefix is only used to generate.
     chat = dataclasses.replace(chat, template=None, response_prefix=None)
-    parts += [dataclasses.asdict(chat)] if chat != Chat() else []  # older folders, without the section, keep their name
+    parts += (
+        [dataclasses.asdict(chat)] if chat != ChatOptions() else []
+    )  # older folders, without the section, keep their name
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
 class _Problems:
     """Counts samples that cannot be trained on, and raises the error; with on_bad_row='skip' it does neither.
 
-    A sample that cannot be read raises immediately. A sample that is `Refused` is counted, so that the user learns how
-    many there are.
+    A sample that cannot be read raises immediately. A sample that is `UntrainableSample` is counted, so that the user
+    learns how many there are.
     """
 
     def __init__(self, on_bad_row: str):
@@ -291,7 +295,7 @@ class _Problems:
     def report(self, error: UserError):
         if self.skip:
             return
-        if not isinstance(error, Refused):
+        if not isinstance(error, UntrainableSample):
             raise error
         self.count += 1
         self.first = self.first or error
@@ -317,7 +321,7 @@ def _temporary(folder: Path, *more: str) -> Path:
 def _write(
     folder: Path,
     parts: Path,
-    source: sources.Source,
+    source: sources.SampleSource,
     tokeniser: Tokeniser,
     on_bad_row: str,
     num_proc: int,
@@ -341,7 +345,7 @@ def _write(
 
 def _make_parts(
     parts: Path,
-    source: sources.Source,
+    source: sources.SampleSource,
     tokeniser: Tokeniser,
     on_bad_row: str,
     num_proc: int,
@@ -370,7 +374,7 @@ def _make_parts(
     with Progress(*_PROGRESS, console=Console(stderr=True, force_jupyter=False), transient=True) as progress:
         line = progress.add_task(source.name, total=None, documents=0)
 
-        def tokenised_blocks() -> Iterator[tuple[int, Tokenised]]:
+        def tokenised_blocks() -> Iterator[tuple[int, TokenisedBlock]]:
             documents = 0
             for part, block in _tokenise_blocks(tokeniser, missing_blocks(), num_proc):
                 for problem in block.problems:
@@ -385,7 +389,7 @@ def _make_parts(
     return count
 
 
-def _blocks(source: sources.Source) -> Iterator[tuple[int, Items]]:
+def _blocks(source: sources.SampleSource) -> Iterator[tuple[int, Items]]:
     """Yield the samples in blocks, each with the number of its part; there is at least one block."""
     items: Items = []
     size = part_size = part = 0
@@ -411,21 +415,21 @@ def _blocks(source: sources.Source) -> Iterator[tuple[int, Items]]:
 
 def _tokenise_blocks(
     tokeniser: Tokeniser, blocks: Iterator[tuple[int, Items]], num_proc: int
-) -> Iterator[tuple[int, Tokenised]]:
+) -> Iterator[tuple[int, TokenisedBlock]]:
     """Tokenise blocks, in other processes once the type is decided and if more than one block is left."""
     tokenise = partial(_tokenise_block, tokeniser)
     for block in blocks:
         yield tokenise(block)
         if num_proc > 1 and tokeniser.form and (more := next(blocks, None)) is not None:
-            yield from mapped(tokenise, itertools.chain([more], blocks), num_proc)
+            yield from ordered_map(tokenise, itertools.chain([more], blocks), num_proc)
 
 
-def _tokenise_block(tokeniser: Tokeniser, block: tuple[int, Items]) -> tuple[int, Tokenised]:
+def _tokenise_block(tokeniser: Tokeniser, block: tuple[int, Items]) -> tuple[int, TokenisedBlock]:
     return block[0], tokeniser(block[1])
 
 
 def _write_part(
-    folder: Path, blocks: Iterator[Tokenised], name: str, tokeniser: Tokeniser, problems: _Problems
+    folder: Path, blocks: Iterator[TokenisedBlock], name: str, tokeniser: Tokeniser, problems: _Problems
 ) -> None:
     """Write blocks into a temporary folder next to `folder`, then rename it."""
     notes: dict[str, None] = {}  # a dict as an ordered set
@@ -495,7 +499,7 @@ def _join(
         else:
             units = itertools.chain.from_iterable(token_cache.units_of(token_cache.load(part)) for part in parts)
             summary = token_cache.write(
-                temporary, with_other_answers(units, name) if paired else units, tokeniser.columns
+                temporary, add_mismatched_answers(units, name) if paired else units, tokeniser.columns
             )
         template_notes = dict.fromkeys(line for each in summaries for line in each["said"])
         counts = f"{summary['documents']:,} documents of {summary['tokens']:,} tokens"
@@ -515,6 +519,6 @@ def _join(
 
 
 def unused_columns(columns: Collection[str]) -> str:
-    """Return a line for the user about columns that are not used, listed as in `Tokenised.unused`."""
+    """Return a line for the user about columns that are not used, listed as in `TokenisedBlock.unused`."""
     are = "column is" if len(columns) == 1 else "columns are"
     return f"{len(columns)} {are} not used: {', '.join(columns)}"

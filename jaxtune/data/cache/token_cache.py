@@ -1,7 +1,7 @@
 """A cache folder: the tokenised documents of one dataset entry, in files that are mapped into memory.
 
 tokens.bin, loss_weight.bin, NAME.bin  the values of each column, all documents one after the other
-offsets.npy, units.npy, targets.npy, continuous.npy  the arrays of `Part`
+offsets.npy, units.npy, targets.npy, continuous.npy  the arrays of `TokenisedDataset`
 summary.json  the key, the columns, and the notes for the user
 a manifest with checksums of all files (`checkpoint.manifest`), written last
 """
@@ -23,7 +23,7 @@ import numpy as np
 from jaxtune.checkpoint import manifest
 from jaxtune.columns import Column
 from jaxtune.data.chat.encoding import Encoded
-from jaxtune.data.formats.units import Part, Unit
+from jaxtune.data.formats.units import TokenisedDataset, Unit
 
 FORMAT = 5
 """Version of the files' layout and of the tokens made from the same samples; folders of other versions are not read."""
@@ -101,7 +101,7 @@ def finish(
     notes: Iterable[str] = (),
     losses: Iterable[str] = (),
 ) -> None:
-    """Write the summary of a folder, the result of `write` and the other fields of `Part`, and then the checksums."""
+    """Write the summary of a folder (the result of `write`, and the rest of `TokenisedDataset`), then the checksums."""
     rest = {"name": name, "skipped": skipped, "notes": list(notes), "losses": list(losses)}
     (folder / SUMMARY).write_text(json.dumps(summary | rest))
     manifest.write(folder)
@@ -116,7 +116,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return summary if isinstance(summary, dict) else {}
 
 
-def load(folder: Path) -> Part:
+def load(folder: Path) -> TokenisedDataset:
     """Map the documents of a folder into memory. Its files must agree with its manifest."""
     summary = json.loads((folder / SUMMARY).read_text())
     with contextlib.suppress(OSError):  # the cache may belong to another user
@@ -129,7 +129,7 @@ def load(folder: Path) -> Part:
         empty = np.zeros(0, column.dtype)  # an empty file cannot be mapped
         values[name] = np.memmap(file, column.dtype, mode="r") if file.stat().st_size else empty
     name, key, skipped, notes, losses = (summary[field] for field in ("name", "key", "skipped", "notes", "losses"))
-    return Part(
+    return TokenisedDataset(
         name,
         key,
         columns,
@@ -142,7 +142,7 @@ def load(folder: Path) -> Part:
     )
 
 
-def gathered(units: Sequence[Unit], name: str, columns: tuple[Column, ...] = ()) -> Part:
+def gather_units(units: Sequence[Unit], name: str, columns: tuple[Column, ...] = ()) -> TokenisedDataset:
     """Return units as a part in memory, without a folder."""
     documents = [document for unit in units for document in unit.documents]
     values: dict[str, list[Any]] = {
@@ -153,7 +153,7 @@ def gathered(units: Sequence[Unit], name: str, columns: tuple[Column, ...] = ())
         stored = [unit.values[column.name] for unit in units]
         values[column.name] = list(itertools.chain(*stored)) if column.per == "token" else [np.ravel(x) for x in stored]
     every = {column.name: column for column in (_TOKENS, _LOSS_WEIGHT, *columns)}
-    return Part(
+    return TokenisedDataset(
         name,
         key="",
         columns=every,
@@ -168,7 +168,7 @@ def gathered(units: Sequence[Unit], name: str, columns: tuple[Column, ...] = ())
     )
 
 
-def units_of(part: Part) -> Iterator[Unit]:
+def units_of(part: TokenisedDataset) -> Iterator[Unit]:
     """Yield the units of a part as they were written."""
     columns = [column for name, column in part.columns.items() if name not in (_TOKENS.name, _LOSS_WEIGHT.name)]
     for unit, (first, last) in enumerate(pairwise(part.units.tolist())):

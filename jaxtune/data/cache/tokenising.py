@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxtune.columns import LABEL, Column
-from jaxtune.config.schema import Chat, Dataset
-from jaxtune.data.chat.encoding import Encoded, Encoder, Pair, Refused, Rendered
+from jaxtune.config.schema import ChatOptions, Dataset
+from jaxtune.data.chat.encoding import Encoded, Encoder, Pair, Rendered, UntrainableSample
 from jaxtune.data.formats import sample_formats
-from jaxtune.data.formats.preferences import shortened
+from jaxtune.data.formats.preferences import cut_prompt
 from jaxtune.data.formats.units import Unit
 from jaxtune.data.reading.readers import Sample
 from jaxtune.errors import UserError
@@ -27,7 +27,7 @@ _BATCH_CHARS = 2**22
 
 
 @dataclass(frozen=True)
-class Tokenised:
+class TokenisedBlock:
     """The units of a block of samples, and the problems of the samples that gave none.
 
     Attributes:
@@ -58,7 +58,11 @@ class Tokeniser:
     """
 
     def __init__(
-        self, entry: Dataset, tokenizer: "PreTrainedTokenizerFast", labels: tuple[str, ...] = (), chat: Chat = Chat()
+        self,
+        entry: Dataset,
+        tokenizer: "PreTrainedTokenizerFast",
+        labels: tuple[str, ...] = (),
+        chat: ChatOptions = ChatOptions(),
     ):
         """Set up the encoder; the chat template is compiled for the first sample.
 
@@ -112,7 +116,7 @@ class Tokeniser:
                 except UserError:
                     continue  # reported by the process that tokenises it
 
-    def __call__(self, items: Items) -> Tokenised:
+    def __call__(self, items: Items) -> TokenisedBlock:
         """Tokenise a block. Raises UserError if the tokenizer or the entry's options do not allow the type."""
         self._said, self._unused, self._characters, self._across = {}, [], 0, []
         units, places, problems = [], [], []
@@ -128,7 +132,7 @@ class Tokeniser:
                         problems.append(unit)
                         continue
                     if self.entry.max_prompt_tokens is not None:
-                        cut = tuple(shortened(document, self.entry.max_prompt_tokens) for document in unit.documents)
+                        cut = tuple(cut_prompt(document, self.entry.max_prompt_tokens) for document in unit.documents)
                         unit = dataclasses.replace(unit, documents=cut)
                     if most is not None and sum(len(document.tokens) for document in unit.documents) > most:
                         longer += 1
@@ -137,7 +141,7 @@ class Tokeniser:
                         places.append(place)
                 pending, chars = [], 0
         said, across = list(self._said), self._across
-        return Tokenised(units, places, longer, problems, said, self._unused, self._characters, across)
+        return TokenisedBlock(units, places, longer, problems, said, self._unused, self._characters, across)
 
     def _detect(self, sample: Sample) -> None:
         sample_formats.refuse_images(sample)
@@ -162,7 +166,7 @@ class Tokeniser:
             self._convert = sample_formats.make_format(settled, columns, tokenizer, self._say, labels, chat)
         if not sample.keys() <= self._seen:  # a sample may have columns that no sample before it had
             new = [column for column in sample if column not in self._seen]
-            self._unused += sample_formats.unused(settled, columns, new)
+            self._unused += sample_formats.find_unused(settled, columns, new)
             self._seen |= sample.keys()
         try:
             document = self._convert(sample)
@@ -187,7 +191,7 @@ class Tokeniser:
                 answers = tuple(next(texts) for _ in document.documents)
                 self._note_across(where, zip(document.documents, answers))
                 trained = all(answer.loss_weights[1:].any() for answer in answers)
-                refused = Refused(f"{where}: no token of an answer is a target")
+                refused = UntrainableSample(f"{where}: no token of an answer is a target")
                 results.append(Unit(answers, values=document.values, where=where) if trained else refused)
                 continue
             encoded = next(texts) if isinstance(document, Rendered) else document
@@ -200,7 +204,7 @@ class Tokeniser:
                 continuous = self._settled is not None and self._settled[0].type in ("text", "tokenized")
                 results.append(Unit((encoded,), continuous, where=where))
             else:
-                results.append(Refused(f"{where}: no token of it is a target"))
+                results.append(UntrainableSample(f"{where}: no token of it is a target"))
         return results
 
     def _note_across(self, where: str, documents: Iterable[tuple[Rendered, Encoded]]) -> None:
@@ -221,7 +225,7 @@ class Tokeniser:
 
 
 def say_across(count: int, first: str) -> str:
-    """Return the line about samples whose prompts end inside a token; `first`: the first line of `Tokenised.across`."""
+    """Return the line about samples whose prompts end inside a token; `first`: of the lines of `TokenisedBlock.across`."""
     return (
         f"{count:,} samples have an answer that begins inside a token, often because the prompt ends in a space: given "
         f"the prompt, the model sees other tokens than in training; the first: {first}. End the prompt before the "

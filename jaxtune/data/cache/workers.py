@@ -21,7 +21,7 @@ from jaxtune.errors import UserError
 _AHEAD = 2  # tasks in flight for each process: waiting, or finished before their turn
 
 
-def mapped(function: Callable[[Any], Any], tasks: Iterable[Any], processes: int) -> Iterator[Any]:
+def ordered_map(function: Callable[[Any], Any], tasks: Iterable[Any], processes: int) -> Iterator[Any]:
     """Yield function(task) for each task, in order, computed by worker processes.
 
     The function, the tasks and the results are pickled. A UserError of the function or of `tasks` is raised after the

@@ -6,14 +6,14 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from jaxtune.config.schema import Chat
+from jaxtune.config.schema import ChatOptions
 from jaxtune.data.chat import masks
 from jaxtune.data.chat.agents import as_text
-from jaxtune.data.chat.encoding import Encoder, Refused, Rendered, Span
-from jaxtune.data.chat.left_out import Kind, left_out, refuse_empty_answers, refuse_lost_answers
+from jaxtune.data.chat.encoding import Encoder, Rendered, Span, UntrainableSample
+from jaxtune.data.chat.left_out import Kind, find_ignored_content, refuse_empty_answers, refuse_lost_answers
 from jaxtune.data.chat.messages import UNSEEN, Message, clip, with_text_arguments
 from jaxtune.data.chat.sandbox import Template
-from jaxtune.data.chat.turns import Conversation, lacks, missing_token
+from jaxtune.data.chat.turns import Conversation, missing_token, missing_token_error
 from jaxtune.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class ChatTemplate:
         self,
         tokenizer: "PreTrainedTokenizerFast",
         say: Callable[[str], object] = lambda line: None,
-        chat: Chat = Chat(),
+        chat: ChatOptions = ChatOptions(),
     ):
         """Compiles tokenizer.chat_template.
 
@@ -103,13 +103,15 @@ class ChatTemplate:
                 token, or cannot be found in the text.
             UserError: the template refuses the conversation or exceeds its limits.
         """
-        chosen = set(masks.trained(messages, self._chat))
+        chosen = set(masks.trained_messages(messages, self._chat))
         if not chosen:
-            raise Refused(f"the conversation has no {' or '.join(self._chat.roles)} message that is to be trained")
+            raise UntrainableSample(
+                f"the conversation has no {' or '.join(self._chat.roles)} message that is to be trained"
+            )
         # The choice is stored in the messages, because `_written` may merge or replace them (chat.agent_template).
         messages = [message | {"train": i in chosen} for i, message in enumerate(messages)]
         messages, tools = self._written(messages, tools)
-        chosen = [i for i, message in enumerate(messages) if message.get("train", masks.everything(self._chat))]
+        chosen = [i for i, message in enumerate(messages) if message.get("train", masks.trains_everything(self._chat))]
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         refuse_empty_answers(messages, turns)
         wanted, turned = set(chosen), set(turns)
@@ -121,10 +123,14 @@ class ChatTemplate:
             self._say_unwritten(places.unwritten)
         elif unmarked := next((span for span in spans if self._stop(text[slice(*span)]) is None), None):
             if missing := missing_token(text[slice(*unmarked)], self._vocabulary()):
-                raise lacks(missing)
-            raise Refused(f"{{% generation %}} holds no stop token at its end: {clip(text[slice(*unmarked)])!r}")
+                raise missing_token_error(missing)
+            raise UntrainableSample(
+                f"{{% generation %}} holds no stop token at its end: {clip(text[slice(*unmarked)])!r}"
+            )
         refuse_lost_answers(messages, turns, spans, text, self._stop)
-        for line in left_out(messages, tools, written, lambda *changed: self._render(*changed)[0], self._tried):
+        for line in find_ignored_content(
+            messages, tools, written, lambda *changed: self._render(*changed)[0], self._tried
+        ):
             self._say(line)
         self._say_control_tokens(messages)
         # If a template marks more or fewer blocks than there are turns, it is unclear which block is whose: all blocks
@@ -132,7 +138,7 @@ class ChatTemplate:
         if len(spans) != len(turns):
             unlike = [i for i in turns if i not in wanted or "loss_scale" in messages[i]]
             if unlike:
-                raise Refused(
+                raise UntrainableSample(
                     f"message {unlike[0]} is not to be trained, or has a weight of its own, but it is unclear which "
                     "{% generation %} mark is its"
                 )
@@ -141,7 +147,7 @@ class ChatTemplate:
             numbered = list(zip(turns, spans))
             parts = [self._part(text, span, messages[i]) for i, span in numbered if i in wanted]
             untrained = [span for i, span in numbered if i not in wanted]
-        everything = masks.everything(self._chat)
+        everything = masks.trains_everything(self._chat)
         # Messages of other roles: those that are trained, or with chat.loss_scale='all' those that are not.
         if other_roles := [i for i in range(len(messages)) if i not in turned and (i in wanted) != everything]:
             places = conversation()
@@ -150,7 +156,7 @@ class ChatTemplate:
                 untrained += [(part.start, part.end) for part in located]
             else:
                 parts += located
-        weighted = list(masks.weigh(text, sorted(parts, key=attrgetter("start")), untrained, self._chat))
+        weighted = list(masks.weighted_spans(text, sorted(parts, key=attrgetter("start")), untrained, self._chat))
         weights = tuple(weight for _, weight in weighted)
         return Rendered(text, tuple(span for span, _ in weighted), weights=None if set(weights) <= {1} else weights)
 
@@ -177,19 +183,23 @@ class ChatTemplate:
         as_python = any(str(arguments) in text for arguments in objects)
         return with_text_arguments(messages) if as_python else messages, tools
 
-    def _part(self, text: str, span: Span, message: Message) -> masks.Part:
+    def _part(self, text: str, span: Span, message: Message) -> masks.TrainedMessage:
         """Return the trained part of an assistant's turn."""
         whole = text[slice(*span)].rstrip()
         stop = span[0] + len(whole) - len(self._stop(whole) or "")
-        return masks.Part(span[0], stop, span[1], message.get("loss_scale"))
+        return masks.TrainedMessage(span[0], stop, span[1], message.get("loss_scale"))
 
-    def _locate(self, text: str, messages: list[Message], places: Conversation, i: int) -> masks.Part:
+    def _locate(self, text: str, messages: list[Message], places: Conversation, i: int) -> masks.TrainedMessage:
         """Locate a message of another role, and the special token that follows it."""
         content = places.content(i)
         if content is None:
-            raise Refused(f"message {i} ({messages[i]['role']}) cannot be found: the template changes its text")
+            raise UntrainableSample(
+                f"message {i} ({messages[i]['role']}) cannot be found: the template changes its text"
+            )
         start, stop = content
-        return masks.Part(start, stop, stop + len(self._begins(text, stop) or ""), messages[i].get("loss_scale"))
+        return masks.TrainedMessage(
+            start, stop, stop + len(self._begins(text, stop) or ""), messages[i].get("loss_scale")
+        )
 
     def _say_control_tokens(self, messages: list[Message]) -> None:
         """Report, once, that a message's text holds a special token of the tokenizer, and so becomes that token."""

@@ -24,7 +24,7 @@ _BATCH_CHARS = 2**16
 _PIECE_CHARS = 2**11
 
 
-class Refused(UserError):
+class UntrainableSample(UserError):
     """A sample that can be read but not trained on: no token is a target, or a trained turn has no stop token."""
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxtune.data.chat.encoding import Refused, Span
+from jaxtune.data.chat.encoding import Span, UntrainableSample
 from jaxtune.data.chat.messages import UNSEEN, Message
 from jaxtune.errors import UserError
 
@@ -19,7 +19,7 @@ def refuse_empty_answers(messages: list[Message], turns: Sequence[int]) -> None:
         # The rendered text does not tell: some templates write an empty thought for such a message (Qwen3's).
         answer = [value for key, value in messages[i].items() if key not in _NO_ANSWER]
         if not any(value.strip() if isinstance(value, str) else value for value in answer):
-            raise Refused(f"message {i} (assistant) is empty: it has no text, thought or tool call to train")
+            raise UntrainableSample(f"message {i} (assistant) is empty: it has no text, thought or tool call to train")
 
 
 def refuse_lost_answers(
@@ -37,7 +37,7 @@ def refuse_lost_answers(
     answers = [text[start:end].strip() for start, end in spans]
     for i, answer in zip(turns, answers):
         if answer == stop(answer):
-            raise Refused(
+            raise UntrainableSample(
                 f"message {i} (assistant) renders as nothing, so only the token that ends it would be trained"
             )
     written: dict[str, bool] = {}  # whether a call of each function is in some answer
@@ -47,13 +47,13 @@ def refuse_lost_answers(
             if name not in written:
                 written[name] = any(name in answer for answer in answers)
             if not written[name]:
-                raise Refused(
+                raise UntrainableSample(
                     f"message {i} (assistant): the chat template leaves out its tool call; use the tokenizer of a "
                     "model that calls tools, another chat.template, or chat.agent_template"
                 )
 
 
-def left_out(
+def find_ignored_content(
     messages: list[Message], tools: list[Any] | None, text: str, render: Callable[..., str], tried: set[Kind]
 ) -> Iterator[str]:
     """Yield a line for each kind of content that the template ignores: rendering without it gives the same `text`.

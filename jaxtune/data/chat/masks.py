@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from jaxtune.config.schema import TRAINED, Chat
+from jaxtune.config.schema import MESSAGE_SELECTIONS, ChatOptions
 from jaxtune.data.chat.encoding import Span
 from jaxtune.data.chat.messages import ROLES, Message
 
@@ -49,7 +49,7 @@ _PATTERNS: dict[str, Patterns] = {
 
 
 @dataclass(frozen=True)
-class Part:
+class TrainedMessage:
     """A trained message in the rendered text.
 
     Attributes:
@@ -65,21 +65,23 @@ class Part:
     weight: float | None = None
 
 
-def everything(chat: Chat) -> bool:
+def trains_everything(chat: ChatOptions) -> bool:
     """Whether all text is trained, of every role and between messages."""
     return chat.loss_scale.split("+")[0] == "all"
 
 
-def trained(messages: Sequence[Message], chat: Chat) -> list[int]:
+def trained_messages(messages: Sequence[Message], chat: ChatOptions) -> list[int]:
     """Return the numbers of the messages that are trained."""
     base = chat.loss_scale.split("+")[0]
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     first = users[-1] if base == "last_round" and users else 0
-    roles = ROLES if everything(chat) else chat.roles
+    roles = ROLES if trains_everything(chat) else chat.roles
     return [i for i, m in enumerate(messages) if m.get("train", i >= first and m["role"] in roles)]
 
 
-def weigh(text: str, parts: Sequence[Part], others: Iterable[Span], chat: Chat) -> Iterator[tuple[Span, float]]:
+def weighted_spans(
+    text: str, parts: Sequence[TrainedMessage], others: Iterable[Span], chat: ChatOptions
+) -> Iterator[tuple[Span, float]]:
     """Yield the trained spans of a text with their weights, in order.
 
     Args:
@@ -89,13 +91,13 @@ def weigh(text: str, parts: Sequence[Part], others: Iterable[Span], chat: Chat) 
         chat: the options.
     """
     base, *names = chat.loss_scale.split("+")
-    names = names if base in TRAINED else [base, *names]
+    names = names if base in MESSAGE_SELECTIONS else [base, *names]
     patterns = [pattern for name in names for pattern in _PATTERNS[name]]
     patterns += [
         (regex, float(factor)) for regex, _, factor in (entry.rpartition("=") for entry in chat.pattern_weights)
     ]
     # One weight for each character; later steps overwrite earlier ones, and patterns multiply.
-    weights = np.full(len(text), everything(chat), np.float32)
+    weights = np.full(len(text), trains_everything(chat), np.float32)
     for start, end in others:
         weights[start:end] = 0
     if chat.train_on_eos == "all":
@@ -105,7 +107,7 @@ def weigh(text: str, parts: Sequence[Part], others: Iterable[Span], chat: Chat) 
     last = chat.train_on_eos == "last"
     for part in parts:
         weights[part.start : part.stop] = 1 if part.weight is None else part.weight
-        if everything(chat) or chat.train_on_eos in ("turn", "all") or (last and part is parts[-1]):
+        if trains_everything(chat) or chat.train_on_eos in ("turn", "all") or (last and part is parts[-1]):
             weights[part.stop : part.end] = 1 if part.weight is None else part.weight
         for regex, factor in patterns if part.weight is None else ():
             for match in re.finditer(regex, text[part.start : part.stop]):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxtune.data.chat.encoding import Refused, Span
+from jaxtune.data.chat.encoding import Span, UntrainableSample
 from jaxtune.data.chat.messages import ROLES, Message, clip
 from jaxtune.data.chat.sandbox import BEFORE_NUMBER, BEHIND_NUMBER
 from jaxtune.errors import UserError
@@ -128,7 +128,7 @@ class Conversation:
         what, then = (
             ("the prompt", "the answer follows") if last else ("the prompt or the turn", "more messages follow")
         )
-        raise Refused(
+        raise UntrainableSample(
             f"message {i} (assistant) cannot be found in the rendered text: the template writes {what} differently "
             f"once {then}. Use a template with {{% generation %}} marks"
         )
@@ -158,7 +158,7 @@ class Conversation:
                 raise
             return self._tail_without_question(i, kind, error, how)
         if last and (lost := places.keys() - self.places.keys()):
-            raise Refused(
+            raise UntrainableSample(
                 f"message {i} (assistant) cannot be found after its prompt: once the answer follows, the template "
                 f"leaves out message {min(lost)} ({self._messages[min(lost)]['role']}), which the prompt has. Use "
                 "another chat.template"
@@ -188,7 +188,7 @@ class Conversation:
             for length in range(len(header), token.end() if token else len(header), -1):
                 if before.endswith(header[:length]):
                     return before[:-length] + header
-        raise Refused(
+        raise UntrainableSample(
             f"message {i} (assistant) cannot be found in the rendered text: no message of the user is before it, and "
             f"{error}. Use a template with {{% generation %}} marks"
         )
@@ -214,16 +214,16 @@ class Conversation:
         limit = next(later, sys.maxsize)
         message = self._messages[i]
         if i in self._contents and self._contents[i][0] > limit:
-            raise Refused(
+            raise UntrainableSample(
                 f"message {i} (assistant): the chat template writes its text behind the next message; leave out the "
                 "text next to tool calls, or take another chat.template"
             )
         stop = self._stop(i, inside, limit)
         if stop in message["content"] or stop in str(message.get("tool_calls", "")):
-            raise Refused(f"message {i} (assistant) holds the stop token {stop} in its text")
+            raise UntrainableSample(f"message {i} (assistant) holds the stop token {stop} in its text")
         position = self.text.find(stop, inside, limit)
         if position < 0:
-            raise Refused(f"message {i} (assistant) has no stop token {stop} before the next message")
+            raise UntrainableSample(f"message {i} (assistant) has no stop token {stop} before the next message")
         return position + len(stop)
 
     def _stop(self, i: int, inside: int, limit: int) -> str:
@@ -241,7 +241,7 @@ class Conversation:
             if stop is None and not calls and self._special.search(ending):
                 token = self._special.search(self.text, inside, limit)
                 if token is None or token.group() not in self._special.findall(self._end_of_others(i)):
-                    raise Refused(
+                    raise UntrainableSample(
                         f"message {i} (assistant): {clip(self.text[inside:limit])!r} follows it, but {clip(ending)!r} "
                         "if the conversation ends with it, so it is unclear which token ends the turn. Use a template "
                         "with {% generation %} marks"
@@ -300,7 +300,7 @@ class Conversation:
         tokens = [token.group() for token in self._special.finditer(text) if token.end() <= shared]
         if len(tokens) > 1 and self._up_to(i) == self._up_to(i, add_generation_prompt=True):
             if self._eos not in tokens:
-                raise Refused(
+                raise UntrainableSample(
                     f"message {i} (assistant): the chat template writes the next answer's header whatever "
                     f"add_generation_prompt says, so it is unclear which of {', '.join(tokens)} ends the turn. Use "
                     "a template with {% generation %} marks"
@@ -332,8 +332,8 @@ class Conversation:
         """Return the error that turn i, which is followed by `ending`, has no stop token."""
         missing = missing_token(ending, self._vocabulary())
         if missing and not self._messages[i]["content"].rstrip().endswith(missing):
-            return lacks(missing)
-        return Refused(
+            return missing_token_error(missing)
+        return UntrainableSample(
             f"message {i} (assistant) renders without a stop token at its end: {clip(ending)!r}; "
             "take another chat.template, such as the family's in jaxtune"
         )
@@ -356,7 +356,7 @@ def missing_token(text: str, vocabulary: dict[str, int]) -> str | None:
     return token[1] if token and token[1] not in vocabulary else None
 
 
-def lacks(token: str) -> UserError:
+def missing_token_error(token: str) -> UserError:
     """Return the error that a template ends turns in a token that the tokenizer does not have."""
     return UserError(
         f"the chat template ends a turn in {token}, which this tokenizer does not have; take the tokenizer that "

@@ -42,14 +42,14 @@ def messages_in(sample: Mapping[str, Any], columns: tuple[str, ...], renamed: Ma
     if columns == QUERIES_AND_ANSWERS:
         return list(_exchanges(sample))
     if len(columns) == 1:
-        return conversation_of(sample[columns[0]], renamed)
-    context, completion = (conversation_of(sample[column], renamed) for column in columns)
+        return normalise_conversation(sample[columns[0]], renamed)
+    context, completion = (normalise_conversation(sample[column], renamed) for column in columns)
     if not isinstance(context, list) or not isinstance(completion, list):
         raise UserError(f"columns {' and '.join(map(repr, columns))} must both be lists of messages, or both be text")
     return [message | {"train": False} if isinstance(message, dict) else message for message in context] + completion
 
 
-def history_of(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+def read_history(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the messages of [[query, answer], ...]. Raises UserError for anything else."""
     history = sample.get(HISTORY) or []
     for exchange in history if isinstance(history, list) else [history]:
@@ -75,7 +75,7 @@ def _exchanges(sample: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"role": "assistant", "content": answer} | ({"train": bool(labels[i])} if labels else {})
 
 
-def conversation_of(raw: Any, renamed: Mapping[str, str] = {}) -> Any:
+def normalise_conversation(raw: Any, renamed: Mapping[str, str] = {}) -> Any:
     """Convert a list of messages, or its JSON text, to the keys and roles of OpenAI; return anything else unchanged.
 
     `renamed` is as in `messages_in`. Raises UserError for text that is not JSON.

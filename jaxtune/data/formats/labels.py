@@ -11,7 +11,7 @@ from jaxtune.data.reading import sources
 from jaxtune.errors import UserError
 
 
-def label_of(sample: Mapping[str, Any], column: str, names: tuple[str, ...]) -> float:
+def label_number(sample: Mapping[str, Any], column: str, names: tuple[str, ...]) -> float:
     """Return the number of a sample's label; with only one name, the target value of the regression.
 
     A label is a name, or a number, which a CSV file holds as text. Raises UserError for anything else.
@@ -49,7 +49,7 @@ def _value(label: str | float, column: str) -> float:
     return value
 
 
-def names_in(
+def read_label_names(
     entries: tuple[Dataset, ...], count: int | None = None, on_bad_row: Literal["error", "skip"] = "error"
 ) -> tuple[str, ...]:
     """Return the names of the labels in the data, by number: texts are sorted; integers become LABEL_0, LABEL_1, ...

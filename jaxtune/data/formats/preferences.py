@@ -9,9 +9,9 @@ import numpy as np
 from jaxtune.columns import DESIRABLE, SCORE_DELTA
 from jaxtune.config.schema import Dataset
 from jaxtune.data.chat.chat_template import ChatTemplate
-from jaxtune.data.chat.encoding import Encoded, Pair, Refused, Rendered
+from jaxtune.data.chat.encoding import Encoded, Pair, Rendered, UntrainableSample
 from jaxtune.data.chat.messages import Message, clip
-from jaxtune.data.formats.prompts import conversation, prompt_fields, prompt_in, value_in
+from jaxtune.data.formats.prompts import prompt_fields, prompt_in, value_in, with_system_and_tools
 from jaxtune.data.formats.units import Unit
 from jaxtune.errors import UserError
 
@@ -38,7 +38,7 @@ def needed_fields(entry: Dataset, sample: Sample) -> list[tuple[str, str]] | Non
     return [("", name) for name in ERNIE] if set(ERNIE) <= sample.keys() else None
 
 
-def pair_of(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate | None, sample: Sample) -> Pair:
+def render_pair(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate | None, sample: Sample) -> Pair:
     """Render the chosen and the rejected answer of a sample, each after the prompt.
 
     Args:
@@ -48,7 +48,7 @@ def pair_of(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate | N
         sample: has the columns.
 
     Raises:
-        UserError: the columns hold something else (`Refused`: neither answer is better).
+        UserError: the columns hold something else (`UntrainableSample`: neither answer is better).
     """
     values = {SCORE_DELTA.name: _score_delta(entry, sample)}
     if columns == ERNIE:
@@ -58,7 +58,7 @@ def pair_of(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate | N
     else:
         prompt, *answers = _read_answers(entry, sample)
     if answers[0] == answers[1]:
-        raise Refused("both answers are the same, so neither is better")
+        raise UntrainableSample("both answers are the same, so neither is better")
     if prompt is None and all(isinstance(answer, str) for answer in answers):
         return Pair(_continuations(*answers), values)
     if prompt is None:
@@ -67,7 +67,7 @@ def pair_of(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate | N
     return Pair((documents[0], documents[1]), values)
 
 
-def wanted_of(entry: Dataset, template: ChatTemplate | None, sample: Sample) -> Pair:
+def render_labelled_answer(entry: Dataset, template: ChatTemplate | None, sample: Sample) -> Pair:
     """Render the answer of a sample after its prompt, with the label whether it is wanted.
 
     Raises:
@@ -83,7 +83,7 @@ def wanted_of(entry: Dataset, template: ChatTemplate | None, sample: Sample) -> 
     return Pair((_after(prompt, answer, entry, template, sample),), {DESIRABLE.name: wanted})
 
 
-def with_other_answers(units: Iterable[Unit], name: str) -> Iterator[Unit]:
+def add_mismatched_answers(units: Iterable[Unit], name: str) -> Iterator[Unit]:
     """Add a mismatched answer to each unit: the answer of the next unit, after this unit's prompt.
 
     The last unit gets the answer of the first. KTO estimates from mismatched answers how far the model has moved from
@@ -107,7 +107,7 @@ def with_other_answers(units: Iterable[Unit], name: str) -> Iterator[Unit]:
         yield _with_other(previous, first)
 
 
-def of_one_kind(wanted: np.ndarray) -> str | None:
+def one_kind_note(wanted: np.ndarray) -> str | None:
     """Return a line for the user if all answers are wanted, or all are unwanted; None otherwise."""
     if not len(wanted) or wanted.min() != wanted.max():
         return None
@@ -131,7 +131,7 @@ def _answer_start(document: Encoded) -> int:
     return 1 + int(np.argmax(document.loss_weights[1:] > 0))
 
 
-def shortened(document: Encoded, most: int) -> Encoded:
+def cut_prompt(document: Encoded, most: int) -> Encoded:
     """Cut the beginning of a document's prompt, so that at most `most` tokens come before the answer.
 
     Like truncation_mode='keep_end' of TRL, except that a beginning-of-sequence token is cut with the rest.
@@ -151,7 +151,7 @@ def _read_ernie(sample: Sample) -> tuple[Any, Any, Any]:
         )
     first, second = (_number("sort", number) for number in order)
     if first == second:
-        raise Refused(f"sort is {order!r}, so neither answer is better")
+        raise UntrainableSample(f"sort is {order!r}, so neither answer is better")
     prompt = [{"role": "user", "content": queries[0]}]
     for answer, query in zip(answers, queries[1:]):
         prompt += [{"role": "assistant", "content": answer}, {"role": "user", "content": query}]
@@ -202,7 +202,7 @@ def _number(column: str, value: Any) -> float:
 def _after(prompt: Any, answer: Any, entry: Dataset, template: ChatTemplate | None, sample: Sample) -> Rendered:
     """Render an answer after its prompt, both text or messages. Prompt None: the answer begins with the prompt."""
     if not answer:
-        raise Refused("an answer is empty")
+        raise UntrainableSample("an answer is empty")
     if template is None:
         if not isinstance(answer, str) or not isinstance(prompt, str | None):
             raise UserError("it holds messages, and the tokenizer has no chat template: set chat.template")
@@ -212,7 +212,7 @@ def _after(prompt: Any, answer: Any, entry: Dataset, template: ChatTemplate | No
     answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     prompt_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
     messages = [*({**message, "train": False} for message in prompt_messages), *answers]
-    return template.render(*conversation(messages, entry, sample))
+    return template.render(*with_system_and_tools(messages, entry, sample))
 
 
 def _continuations(chosen: str, rejected: str) -> tuple[Rendered, Rendered]:
@@ -221,7 +221,7 @@ def _continuations(chosen: str, rejected: str) -> tuple[Rendered, Rendered]:
     shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
     shared -= bool(shared) and chosen[shared - 1] == " "
     if shared in (len(chosen), len(rejected)):
-        raise Refused("one answer is the beginning of the other, so it has no token to train")
+        raise UntrainableSample("one answer is the beginning of the other, so it has no token to train")
     first, second = (Rendered(text, ((shared, len(text)),), append_eos=True) for text in (chosen, rejected))
     return first, second
 
@@ -233,7 +233,7 @@ def _with_shared_beginning(chosen: Any, rejected: Any) -> tuple[list[Message], l
     pairs = zip(chosen, rejected)
     shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
     if shared in (len(chosen), len(rejected)):
-        raise Refused("one conversation is the beginning of the other, so it has no message to train")
+        raise UntrainableSample("one conversation is the beginning of the other, so it has no message to train")
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
@@ -244,5 +244,5 @@ def _score_delta(entry: Dataset, sample: Sample) -> float:
     columns = entry.chosen_score_field, entry.rejected_score_field
     chosen, rejected = (_number(column, sample.get(column)) for column in columns)
     if chosen <= rejected:
-        raise Refused(f"the score of the chosen answer, {chosen:g}, is not larger than {rejected:g}")
+        raise UntrainableSample(f"the score of the chosen answer, {chosen:g}, is not larger than {rejected:g}")
     return chosen - rejected

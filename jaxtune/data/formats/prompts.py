@@ -6,11 +6,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxtune.config.schema import Chat, Dataset
+from jaxtune.config.schema import ChatOptions, Dataset
 from jaxtune.data.chat.chat_template import ChatTemplate
 from jaxtune.data.chat.encoding import Encoder, Rendered
 from jaxtune.data.chat.messages import Message, check_messages, check_tools, clip
-from jaxtune.data.formats.dialects import HISTORY, conversation_of, history_of
+from jaxtune.data.formats.dialects import HISTORY, normalise_conversation, read_history
 from jaxtune.data.formats.templates import fill, is_template
 from jaxtune.data.reading import sources
 from jaxtune.errors import UserError
@@ -44,7 +44,7 @@ class Prompt(NamedTuple):
 class Prompts:
     """Turns samples into prompts, with a tokenizer."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", chat: Chat, texts_are_chat: bool | None = None):
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", chat: ChatOptions, texts_are_chat: bool | None = None):
         """`texts_are_chat`: whether a text is a message of the user; None: if the tokenizer has a chat template."""
         has_template = bool(tokenizer.chat_template)
         self._texts_are_chat = has_template if texts_are_chat is None else texts_are_chat
@@ -79,12 +79,12 @@ class Prompts:
         if not isinstance(given, str) and given[-1]["role"] == "assistant":
             given = given[:-1]  # the answer in the data
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        tokens = self._template.prompt(*conversation(messages, entry, sample))
+        tokens = self._template.prompt(*with_system_and_tools(messages, entry, sample))
         return Prompt(given, tokens, sample, self._begun, continued=tokens if self._begun else ())
 
 
 def read_prompts(
-    entries: tuple[Dataset, ...], tokenizer: "PreTrainedTokenizerFast", chat: Chat, most_tokens: int, skip: bool
+    entries: tuple[Dataset, ...], tokenizer: "PreTrainedTokenizerFast", chat: ChatOptions, most_tokens: int, skip: bool
 ) -> list[Prompt]:
     """Read all prompts of data.datasets into memory, without prompts of more than `most_tokens` tokens.
 
@@ -149,7 +149,7 @@ def prompt_in(entry: Dataset, sample: Sample) -> Any:
         addition = sample.get(entry.input_field) if entry.input_field else None
         prompt = f"{prompt}\n{addition}" if isinstance(addition, str) and addition else prompt
         if isinstance(sample.get(HISTORY), list):
-            prompt = [*history_of(sample), {"role": "user", "content": prompt}]
+            prompt = [*read_history(sample), {"role": "user", "content": prompt}]
     return prompt
 
 
@@ -161,7 +161,7 @@ def value_in(entry: Dataset, sample: Sample, column: str) -> Any:
     renamed = dict(pair.split("=", 1) for pair in entry.message_property_mappings)
     messages = [value] if isinstance(value, dict) else _parse_list(value) if isinstance(value, str) else value
     if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
-        return conversation_of(messages, renamed)
+        return normalise_conversation(messages, renamed)
     if not isinstance(value, str):
         raise UserError(f"column {column!r} must be text or messages, found {clip(repr(value))}")
     return value
@@ -175,7 +175,7 @@ def _parse_list(text: str) -> Any:
         return None
 
 
-def conversation(
+def with_system_and_tools(
     messages: list[dict[str, Any]], entry: Dataset, sample: Sample
 ) -> tuple[list[Message], list[Any] | None]:
     """Return the messages with the system prompt of the sample or the entry, and the tools of the sample."""

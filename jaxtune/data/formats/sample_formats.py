@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxtune.columns import DESIRABLE, LABEL, SCORE_DELTA, Column
-from jaxtune.config.schema import OF_A_TASK, READ_BY_TYPE, Chat, Dataset
+from jaxtune.config.schema import READ_BY_TYPE, TASK_TYPES, ChatOptions, Dataset
 from jaxtune.data.chat.chat_template import ChatTemplate
-from jaxtune.data.chat.encoding import Encoded, Pair, Refused, Rendered
+from jaxtune.data.chat.encoding import Encoded, Pair, Rendered, UntrainableSample
 from jaxtune.data.chat.messages import NO_IMAGES, check_messages, check_tools, clip
 from jaxtune.data.formats import preferences
-from jaxtune.data.formats.dialects import HISTORY, PROMPT_AND_COMPLETION, QUERIES_AND_ANSWERS, history_of, messages_in
-from jaxtune.data.formats.labels import label_of
+from jaxtune.data.formats.dialects import HISTORY, PROMPT_AND_COMPLETION, QUERIES_AND_ANSWERS, messages_in, read_history
+from jaxtune.data.formats.labels import label_number
 from jaxtune.data.formats.templates import columns_in, fill, fill_to, is_template
 from jaxtune.errors import UserError
 
@@ -69,7 +69,7 @@ def detect(entry: Dataset, sample: Sample) -> tuple[Dataset, tuple[str, ...]]:
         set_options = {option for option in every if getattr(entry, option) != getattr(Dataset(), option)}
         # `auto` never picks the type of a task (classification, preference): their columns also fit other types. A text
         # with a label is text too, and one of two answers is an answer.
-        types = [type_ for type_ in READ_BY_TYPE if type_ not in OF_A_TASK and set_options <= set(_options(type_))]
+        types = [type_ for type_ in READ_BY_TYPE if type_ not in TASK_TYPES and set_options <= set(_options(type_))]
         if not types:
             raise UserError(f"no type reads all of {', '.join(sorted(set_options))}; set type, and only what it reads")
     for type_ in types:
@@ -204,7 +204,7 @@ def _field(option: str, entry: Dataset, sample: Sample) -> str:
     return next((column for column in KNOWN.get(option, ()) if column in sample), field)
 
 
-def unused(entry: Dataset, found: tuple[str, ...], columns: Iterable[str]) -> Iterator[str]:
+def find_unused(entry: Dataset, found: tuple[str, ...], columns: Iterable[str]) -> Iterator[str]:
     """Yield columns that are not used, with the option that would use each.
 
     Args:
@@ -240,7 +240,7 @@ def make_format(
     tokenizer: "PreTrainedTokenizerFast",
     say: Say = lambda line: None,
     labels: tuple[str, ...] = (),
-    chat: Chat = Chat(),
+    chat: ChatOptions = ChatOptions(),
 ) -> Format:
     """Return the function that turns a sample into a document.
 
@@ -254,7 +254,7 @@ def make_format(
 
     Raises:
         UserError: here, if the tokenizer or the entry's options do not allow the type; from the returned function, if a
-            sample is malformed (`Refused`: it is well formed, but nothing in it is trained).
+            sample is malformed (`UntrainableSample`: it is well formed, but nothing in it is trained).
     """
     match entry.type:
         case "text":
@@ -278,15 +278,15 @@ def make_format(
                 )
             return partial(_formatted_instruction, entry, entry.prompt_format)
         case "preference":
-            return partial(preferences.pair_of, entry, columns, _template_of(tokenizer, say, chat))
+            return partial(preferences.render_pair, entry, columns, _template_of(tokenizer, say, chat))
         case "unpaired_preference":
-            return partial(preferences.wanted_of, entry, _template_of(tokenizer, say, chat))
+            return partial(preferences.render_labelled_answer, entry, _template_of(tokenizer, say, chat))
         case "classification":
             return partial(_classification, entry, labels, ends_texts(tokenizer))
     raise ValueError(entry.type)
 
 
-def _template_of(tokenizer: "PreTrainedTokenizerFast", say: Say, chat: Chat) -> ChatTemplate | None:
+def _template_of(tokenizer: "PreTrainedTokenizerFast", say: Say, chat: ChatOptions) -> ChatTemplate | None:
     if tokenizer.chat_template:
         return ChatTemplate(tokenizer, say, chat)
     if tokenizer.eos_token is None:
@@ -312,7 +312,7 @@ def _chat_instruction(entry: Dataset, columns: tuple[str, ...], template: ChatTe
     prompt = _text(sample, entry.instruction_field, "instruction_field")
     addition = _optional(sample, entry.input_field, "input_field")
     messages = [
-        *(history_of(sample) if HISTORY in columns else ()),
+        *(read_history(sample) if HISTORY in columns else ()),
         {"role": "user", "content": f"{prompt}\n{addition}" if addition else prompt},
         {"role": "assistant", "content": _answer(sample, entry)},
     ]
@@ -336,8 +336,8 @@ def _classification(entry: Dataset, labels: tuple[str, ...], append_eos: bool, s
     if entry.text_pair_field is not None:
         text = f"{text}\n{_text(sample, entry.text_pair_field, 'text_pair_field')}"
     if not text:
-        raise Refused(f"column {entry.text_field!r} is empty")
-    return Rendered(text, (), append_eos, label_of(sample, entry.target_column, labels))
+        raise UntrainableSample(f"column {entry.text_field!r} is empty")
+    return Rendered(text, (), append_eos, label_number(sample, entry.target_column, labels))
 
 
 def ends_texts(tokenizer: "PreTrainedTokenizerFast") -> bool:
@@ -414,5 +414,5 @@ def _system(sample: Sample, entry: Dataset) -> str | None:
 def _answer(sample: Sample, entry: Dataset) -> str:
     answer = _text(sample, entry.output_field, "output_field")
     if not answer:
-        raise Refused(f"column {entry.output_field!r} is empty, so nothing is trained")
+        raise UntrainableSample(f"column {entry.output_field!r} is empty, so nothing is trained")
     return answer

@@ -35,7 +35,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Part:
+class TokenisedDataset:
     """The tokenised documents of one dataset entry.
 
     Attributes:
@@ -78,11 +78,11 @@ class Documents:
         chosen: numbers of the units in use, counted through all parts: all, one side of `hold_out`, or a mixture.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[TokenisedDataset, ...]
     chosen: Int64[np.ndarray, "units"]
 
     @classmethod
-    def joined(cls, parts: Iterable[Part]) -> "Documents":
+    def joined(cls, parts: Iterable[TokenisedDataset]) -> "Documents":
         """Return all documents of the parts, one part after the other."""
         parts = tuple(parts)
         return cls(parts, np.arange(sum(len(part.units) - 1 for part in parts)))
@@ -200,7 +200,7 @@ class Documents:
         unit = np.searchsorted(part.units, document, "right") - 1
         return part.values[column][document if per == "document" else unit]
 
-    def _locate(self, i: int) -> tuple[Part, int]:
+    def _locate(self, i: int) -> tuple[TokenisedDataset, int]:
         """Return the part of document i, and the document's number in the part."""
         number = self._numbers[i]
         part = bisect_right(self._first, number) - 1

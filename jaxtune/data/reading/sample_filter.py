@@ -10,7 +10,7 @@ from jaxtune.data.reading.user_files import load
 from jaxtune.errors import UserError
 
 
-def selected(samples: Samples, entry: Dataset, report: Report) -> Samples:
+def select_samples(samples: Samples, entry: Dataset, report: Report) -> Samples:
     """Yield the samples that the entry selects, with the selected columns, changed by the entry's function.
 
     Raises:

@@ -24,7 +24,7 @@ from jaxtune.config import in_memory
 from jaxtune.config.schema import Dataset
 from jaxtune.data.reading.files import File, Found, find, is_url
 from jaxtune.data.reading.readers import SUFFIXES, Report, Sample, Samples, has_samples, is_binary, is_table, read_file
-from jaxtune.data.reading.sample_filter import selected
+from jaxtune.data.reading.sample_filter import select_samples
 from jaxtune.data.reading.user_files import fingerprint
 from jaxtune.errors import UserError, hide_secrets
 
@@ -37,7 +37,7 @@ DUMMY = "dummy"
 
 
 @dataclass(frozen=True)
-class Source:
+class SampleSource:
     """The source of one entry of data.datasets, located but not read yet.
 
     Attributes:
@@ -57,7 +57,7 @@ def _log(line: str) -> None:
 
 def open_source(
     entry: Dataset, vocabulary: int = 256, streaming: bool = False, say: Callable[[str], object] = _log
-) -> Source:
+) -> SampleSource:
     """Locate the source of an entry: files, folders, URLs, else a dataset on the hub; or random tokens.
 
     Args:
@@ -80,10 +80,10 @@ def open_source(
         source = _find_files(entry, entry.path, streaming, say)
     if entry.function:
         source = dataclasses.replace(source, identity=source.identity + fingerprint(entry.function, "data: function"))
-    return dataclasses.replace(source, read=lambda report: selected(source.read(report), entry, report))
+    return dataclasses.replace(source, read=lambda report: select_samples(source.read(report), entry, report))
 
 
-def _random(entry: Dataset, vocabulary: int) -> Source:
+def _random(entry: Dataset, vocabulary: int) -> SampleSource:
     """Return a source of endless samples of random tokens."""
 
     def read(report: Report) -> Samples:
@@ -91,10 +91,10 @@ def _random(entry: Dataset, vocabulary: int) -> Source:
         for i in itertools.count():
             yield f"{DUMMY} row {i}", {"input_ids": rng.integers(vocabulary, size=entry.dummy_length)}
 
-    return Source(DUMMY, str(vocabulary), read)
+    return SampleSource(DUMMY, str(vocabulary), read)
 
 
-def _from_python(entry: Dataset, name: str, streaming: bool, say: Callable[[str], object]) -> Source:
+def _from_python(entry: Dataset, name: str, streaming: bool, say: Callable[[str], object]) -> SampleSource:
     """Return the source of a dataset passed from Python; it is only read if it is not in the cache."""
     _check_unused(entry, "it is a dataset from Python", "subset", "revision", "split", "glob", "ds_type", "encoding")
 
@@ -102,12 +102,14 @@ def _from_python(entry: Dataset, name: str, streaming: bool, say: Callable[[str]
         samples = ((f"{name} row {i}", row) for i, row in enumerate(in_memory.find(name)))
         yield from _without_nulls(samples, name, set(), say)
 
-    if streaming and (line := in_memory.says(name)):
+    if streaming and (line := in_memory.stream_note(name)):
         say(line)
-    return Source(name, in_memory.identity(name, streaming), read)
+    return SampleSource(name, in_memory.identity(name, streaming), read)
 
 
-def _find_files(entry: Dataset, path: str | tuple[str, ...], streaming: bool, say: Callable[[str], object]) -> Source:
+def _find_files(
+    entry: Dataset, path: str | tuple[str, ...], streaming: bool, say: Callable[[str], object]
+) -> SampleSource:
     """Return the source of files, folders or URLs; of a dataset on the hub, if there is no such file."""
     paths = (path,) if isinstance(path, str) else path
     matches = [find(one, _patterns(entry)) for one in paths]
@@ -125,7 +127,7 @@ def _find_files(entry: Dataset, path: str | tuple[str, ...], streaming: bool, sa
             samples = read_file(file, entry, report)
             yield from _without_nulls(samples, file.name, said, say) if is_table(file, entry) else samples
 
-    return Source(hide_secrets(", ".join(paths)), identity, read)
+    return SampleSource(hide_secrets(", ".join(paths)), identity, read)
 
 
 def _near(path: str) -> str:
@@ -200,7 +202,7 @@ def _check_encoding(name: str):
         raise UserError(f"data: encoding={name!r} does not end a line with one byte; convert the file to UTF-8")
 
 
-def _open_hub(entry: Dataset, hub_id: str, streaming: bool, say: Callable[[str], object]) -> Source:
+def _open_hub(entry: Dataset, hub_id: str, streaming: bool, say: Callable[[str], object]) -> SampleSource:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id) or Path(hub_id).suffix in SUFFIXES:
         raise UserError(f"data: no such file or folder: {hub_id}{_near(hub_id)}")
     _check_unused(entry, f"{hub_id} is a dataset on the hub", "encoding", "ds_type")
@@ -216,11 +218,11 @@ def _open_hub(entry: Dataset, hub_id: str, streaming: bool, say: Callable[[str],
         except Exception as error:  # never skipped: all samples after it are missing too
             raise UserError(f"data: {hub_id} cannot be read to its end: {error}") from error
 
-    return Source(hub_id, json.dumps(identity), read)
+    return SampleSource(hub_id, json.dumps(identity), read)
 
 
 def _hub_rows(entry: Dataset, hub_id: str, streaming: bool) -> tuple[Iterable[Sample], Any]:
-    """Return (the rows of a split, their identity as in `Source`), streamed if `streaming` is set and possible."""
+    """Return (the rows of a split, their identity as in `SampleSource`), streamed if `streaming` and possible."""
     import datasets
 
     files: dict[str, Any] = {"data_files": list(_patterns(entry))} if entry.glob else {}

@@ -17,17 +17,17 @@ from jaxtune.data.rows.packed_rows import Row
 CHUNKS = 8
 
 
-def dealt(row: Row, devices: int) -> Row:
+def deal_row(row: Row, devices: int) -> Row:
     """Return the row with all columns in the order in which devices hold the positions, and with the column `place`.
 
     The positions of a device stay in ascending order, so that the queries that see a block of keys are adjacent for a
     kernel.
     """
-    place = places(row["key_start"], devices)
+    place = deal_positions(row["key_start"], devices)
     return {name: column[place] for name, column in row.items()} | {PLACE.name: place}
 
 
-def places(key_start: Int[np.ndarray, " s"], devices: int) -> Int[np.ndarray, " s"]:
+def deal_positions(key_start: Int[np.ndarray, " s"], devices: int) -> Int[np.ndarray, " s"]:
     """Return the positions of a row in the order of the devices that hold them, beginning with the first device.
 
     Every device gets the same number of chunks of consecutive positions. Chunks are dealt in descending order of work,

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxtune.columns import NEXT_TOKEN, Column
-from jaxtune.config.schema import Config, Data
+from jaxtune.config.schema import Config, DataOptions
 from jaxtune.data.formats.units import Documents
 from jaxtune.data.rows.loader import batches
 from jaxtune.data.rows.packed_rows import Counts, Rows
@@ -47,7 +47,7 @@ class Feed:
     sharding: jax.NamedSharding
     total_steps: int
     chat: bool
-    data: Data = Data()
+    data: DataOptions = DataOptions()
 
     @property
     def counts(self) -> Counts | None:
@@ -98,7 +98,7 @@ def open_feed(
     Raises UserError as `open_documents` and `Rows`, and if data.drop_last leaves no step.
     """
     train, data = config.train, config.data
-    most = config.attention.most_documents
+    most = config.attention.max_documents_per_row
     shape = (train.grad_accum_steps, train.micro_batch_size * data_shards(mesh), data.seq_len)
     rows_per_step = shape[0] * shape[1]
     if data.streaming:
@@ -116,7 +116,7 @@ def open_feed(
             log.info("data: %s", note)
         log.info("data: %s", rows.counts)
         chat = not documents.continuous.all()
-        total_steps = train.max_steps or steps_of(rows.total(train.epochs), rows_per_step, data.drop_last)
+        total_steps = train.max_steps or count_steps(rows.total(train.epochs), rows_per_step, data.drop_last)
     log.info("%d steps of %d rows of %d tokens", total_steps, rows_per_step, data.seq_len)
     eval_rows = rows_to_evaluate(eval_documents, config, columns)
     # With data.validation_split both come from the same sources, and their losses are logged once.
@@ -140,13 +140,13 @@ def rows_to_evaluate(
     """
     packing = config.data.packing if config.eval.packing is None else config.eval.packing
     data = dataclasses.replace(config.data, packing=packing)
-    most = config.attention.most_documents
+    most = config.attention.max_documents_per_row
     return {
         name: Rows(part, data, 1, columns, most, name=f"validation {name}".rstrip()) for name, part in documents.items()
     }
 
 
-def steps_of(rows: int, rows_per_step: int, drop_last: bool) -> int:
+def count_steps(rows: int, rows_per_step: int, drop_last: bool) -> int:
     """Return the number of steps of these rows; with data.drop_last, the number of full steps."""
     if not drop_last:
         return -(-rows // rows_per_step)

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtune.columns import NEXT_TOKEN, PLACE, Column
-from jaxtune.config.schema import Data
-from jaxtune.data.rows.deal import dealt
+from jaxtune.config.schema import DataOptions
+from jaxtune.data.rows.deal import deal_row
 from jaxtune.data.rows.packed_rows import Row, Rows
 from jaxtune.data.rows.streams import OpenStream
 from jaxtune.parallel.layout import RULES, shards
@@ -46,7 +46,7 @@ def batches(
     sharding: NamedSharding,
     start_row: int,
     stop_row: int | None = None,
-    data: Data = Data(),
+    data: DataOptions = DataOptions(),
 ) -> Iterator[tuple[int, dict[str, jax.Array]]]:
     """Yield batches of rows [start_row, stop_row), in order, with the columns of `rows`.
 
@@ -72,7 +72,7 @@ def batches(
 
     def read(first: int) -> dict[tuple[int, int], Row]:
         block = {(i, j): rows[first + i * shape[1] + j] for i, j in needed}
-        return block if devices == 1 else {place: dealt(row, devices) for place, row in block.items()}
+        return block if devices == 1 else {place: deal_row(row, devices) for place, row in block.items()}
 
     # Grain's threads read blocks ahead and keep their order. Its own checkpoints are not used: a row number is enough.
     firsts = grain.MapDataset.range(start_row, sys.maxsize if stop_row is None else stop_row, size)

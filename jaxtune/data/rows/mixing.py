@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int64
 
-from jaxtune.config.schema import Data, Dataset
+from jaxtune.config.schema import DataOptions, Dataset
 from jaxtune.data.formats.units import Documents
 
 
-def mix(documents: Documents, entries: tuple[Dataset, ...], data: Data) -> Documents:
+def mix(documents: Documents, entries: tuple[Dataset, ...], data: DataOptions) -> Documents:
     """Return the documents of several entries in the shares that the entries set, the same documents in each epoch.
 
     - data.mixing='interleave_under': as many units as possible without repeating one. One dataset is used whole, the
@@ -56,7 +56,7 @@ def mix(documents: Documents, entries: tuple[Dataset, ...], data: Data) -> Docum
     return Documents(parts, np.concatenate(drawn)[order])
 
 
-def _shuffle(units: Int64[np.ndarray, "n"], data: Data, part: int) -> Int64[np.ndarray, "n"]:
+def _shuffle(units: Int64[np.ndarray, "n"], data: DataOptions, part: int) -> Int64[np.ndarray, "n"]:
     if not data.shuffle:
         return units
     # As in `splits.hold_out`: the raw stream never changes between versions of numpy.

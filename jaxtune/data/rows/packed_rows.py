@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxtune.columns import ADDED, LABEL, MADE, NEXT_TOKEN, Column
-from jaxtune.config.schema import Data
+from jaxtune.config.schema import DataOptions
 from jaxtune.data.formats.units import Documents
 from jaxtune.data.rows.packing import RowPlan, cut_to_rows, plan
 from jaxtune.errors import UserError
@@ -74,10 +74,10 @@ class Rows:
     def __init__(
         self,
         documents: Documents,
-        data: Data,
+        data: DataOptions,
         epochs: float | None = None,
         columns: tuple[Column, ...] = NEXT_TOKEN,
-        most_documents: int | None = None,
+        max_documents_per_row: int | None = None,
         rows_per_step: int | None = None,
         name: str = "data",
     ):
@@ -88,13 +88,13 @@ class Rows:
             data: its seq_len, packing, packing_method, group_by_length, truncation, shuffle, shuffle_each and seed.
             epochs: number of passes; all rows after them are padding. None: the rows never end.
             columns: the columns of a row.
-            most_documents: the most documents of a row, for an attention kernel that has a bound. None: any number.
+            max_documents_per_row: the most documents of a row, for an attention kernel that has a bound. None: any number.
             rows_per_step: rows of a step, which data.group_by_length makes similar in length. None: it groups no rows.
             name: name of the documents in the error that no document is left.
 
         Raises:
             UserError: no document is left; the documents lack a column; a row of the epochs holds more documents than
-                `most_documents`; as `cut_to_rows`. If the rows never end, later epochs raise it when they begin.
+                `max_documents_per_row`; as `cut_to_rows`. If the rows never end, later epochs raise it when they begin.
         """
         columns = tuple(column for column in columns if column.name not in ADDED)  # `with_column` adds these later
         self._documents, self._data, self._columns = documents, data, columns
@@ -131,7 +131,7 @@ class Rows:
             rows_per_step=rows_per_step if data.group_by_length else None,
             groups=documents.part_of[self._document[opens]] if data.shuffle_each else None,
         )
-        self._planned = lru_cache(_PLANS_KEPT)(lambda epoch: self._check_bound(planned(epoch), most_documents))
+        self._planned = lru_cache(_PLANS_KEPT)(lambda epoch: self._check_bound(planned(epoch), max_documents_per_row))
         self._first_row = [0]
         self._lock = threading.Lock()
         self.stop = None if epochs is None else self.total(epochs)

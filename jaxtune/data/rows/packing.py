@@ -131,7 +131,7 @@ def plan(
         rows_per_step: rows of a step, which get similar lengths; used only without a method. None: no grouping.
         groups: the group of each parcel. Groups come one after the other, each shuffled by itself.
     """
-    order = shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths))
+    order = stable_permutation(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths))
     order = order if groups is None else order[np.argsort(groups[order], kind="stable")]
     if method is None:
         order = order if rows_per_step is None else _group_by_length(order, lengths, seed, epoch, rows_per_step)
@@ -141,14 +141,16 @@ def plan(
     elif method == "first_fit_decreasing":
         order = order[np.argsort(-lengths[order], kind="stable")]
         row = _first_fit(lengths[order].tolist(), seq_len)
-        row = shuffled(row.max() + 1, seed, epoch, 1)[row]  # otherwise the longest documents would be trained first
+        row = stable_permutation(row.max() + 1, seed, epoch, 1)[
+            row
+        ]  # otherwise the longest documents would be trained first
     else:
         row = _next_fit(lengths[order].tolist(), seq_len)
     order = order[np.argsort(row, kind="stable")]
     return RowPlan(order, np.concatenate([[0], np.cumsum(np.bincount(row))]))
 
 
-def shuffled(count: int, seed: int, epoch: int, *purpose: int) -> Int64[np.ndarray, "count"]:
+def stable_permutation(count: int, seed: int, epoch: int, *purpose: int) -> Int64[np.ndarray, "count"]:
     """Return a permutation that is the same in every numpy version.
 
     numpy guarantees only the raw stream of a bit generator, not the distributions that it derives from the stream.
@@ -179,7 +181,7 @@ def _group_by_length(
     pool = (np.arange(count) - begin) // (_STEPS_SORTED * rows_per_step)
     order = order[np.lexsort((lengths[order], pool))]
     steps = order[begin:end].reshape(-1, rows_per_step)
-    return np.concatenate([order[:begin], steps[shuffled(len(steps), seed, epoch, 2)].ravel(), order[end:]])
+    return np.concatenate([order[:begin], steps[stable_permutation(len(steps), seed, epoch, 2)].ravel(), order[end:]])
 
 
 def _best_fit(lengths: list[int], seq_len: int, max_open: int | None) -> Int64[np.ndarray, "parcels"]:

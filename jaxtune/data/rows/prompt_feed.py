@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxtune.config.schema import Config
 from jaxtune.data.formats.prompts import Prompt, read_prompts
-from jaxtune.data.rows.feed import steps_of
-from jaxtune.data.rows.packing import shuffled
+from jaxtune.data.rows.feed import count_steps
+from jaxtune.data.rows.packing import stable_permutation
 from jaxtune.data.rows.splits import validation_seed
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import data_shards
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("jaxtune")
 
 
-class Asked(NamedTuple):
+class PromptBatch(NamedTuple):
     """The prompts of a step.
 
     Attributes:
@@ -72,7 +72,7 @@ class PromptFeed:
         self._data, self._group_size = config.data, config.rollout.group_size
         self._per_step = completions_per_step // self._group_size
         completions = math.ceil(config.train.epochs * len(prompts.prompts)) * self._group_size
-        steps = config.train.max_steps or steps_of(completions, completions_per_step, config.data.drop_last)
+        steps = config.train.max_steps or count_steps(completions, completions_per_step, config.data.drop_last)
         self.total_steps = steps
         self._order = lru_cache(2)(self._make_order)  # a step may have prompts of two epochs
 
@@ -89,12 +89,15 @@ class PromptFeed:
         """Return the number of passes over the prompts up to a position."""
         return position.get("prompt", 0) / len(self.documents.prompts)
 
-    def batches(self, position: dict[str, Any], steps: int) -> Iterator[tuple[dict[str, Any], Asked]]:
+    def batches(self, position: dict[str, Any], steps: int) -> Iterator[tuple[dict[str, Any], PromptBatch]]:
         """Yield (position after a step, its prompts) from a position; a step may span two epochs."""
         first = position.get("prompt", 0)
         for start in range(first, first + steps * self._per_step, self._per_step):
             after = start + self._per_step
-            yield {"prompt": after}, Asked([self._prompt(n) for n in range(start, after)], start * self._group_size)
+            yield (
+                {"prompt": after},
+                PromptBatch([self._prompt(n) for n in range(start, after)], start * self._group_size),
+            )
 
     def _prompt(self, number: int) -> Prompt:
         epoch, place = divmod(number, len(self.documents.prompts))
@@ -102,7 +105,7 @@ class PromptFeed:
 
     def _make_order(self, epoch: int) -> np.ndarray:
         count = len(self.documents.prompts)
-        return shuffled(count, self._data.seed, epoch) if self._data.shuffle else np.arange(count)
+        return stable_permutation(count, self._data.seed, epoch) if self._data.shuffle else np.arange(count)
 
 
 def open_prompts(config: Config, tokenizer: "PreTrainedTokenizerFast", mesh: jax.sharding.Mesh) -> PromptFeed:
@@ -141,6 +144,6 @@ def open_prompt_sets(config: Config, tokenizer: "PreTrainedTokenizerFast") -> tu
     if count >= len(prompts):
         raise UserError(f"data.validation_split = {data.validation_split:g}, but there are only {len(prompts)} prompts")
     # Purpose 3, so that this order differs from the orders of rows and steps with the same seed.
-    order = shuffled(len(prompts), validation_seed(data), 0, 3)
+    order = stable_permutation(len(prompts), validation_seed(data), 0, 3)
     held, kept = np.sort(order[:count]), np.sort(order[count:])
     return [prompts[number] for number in kept], [prompts[number] for number in held]

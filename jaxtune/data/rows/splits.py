@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxtune.columns import DESIRABLE
-from jaxtune.config.schema import Config, Data, Dataset
+from jaxtune.config.schema import Config, DataOptions, Dataset
 from jaxtune.data.cache.documents import Shard, prepare_shard, tokenize
-from jaxtune.data.formats.preferences import of_one_kind
+from jaxtune.data.formats.preferences import one_kind_note
 from jaxtune.data.formats.units import Documents
 from jaxtune.data.rows.mixing import mix
 from jaxtune.errors import UserError
@@ -37,7 +37,7 @@ def open_documents(
     train = _documents(config, data.datasets, tokenizer, vocabulary)
     if config.preference.loss == "kto":
         wanted = np.concatenate([part.values[DESIRABLE.name] for part in train.parts])
-        train = _with_note(train, of_one_kind(wanted))
+        train = _with_note(train, one_kind_note(wanted))
     if data.validation_split and not data.eval_datasets:  # before mixing, which may repeat documents
         train, held_out = hold_out(train, data.validation_split, validation_seed(data))
         validation = {"": held_out}
@@ -73,7 +73,7 @@ def _with_note(documents: Documents, line: str | None) -> Documents:
     return dataclasses.replace(documents, parts=(noted, *others))
 
 
-def validation_seed(data: Data) -> int:
+def validation_seed(data: DataOptions) -> int:
     """Return the seed that chooses the documents to hold out."""
     return data.seed if data.validation_seed is None else data.validation_seed
 
@@ -83,7 +83,7 @@ def _documents(
 ) -> Documents:
     data = config.data
     options = data.on_bad_row, config.model.id2label, config.chat, data.num_proc, data.cache_only
-    documents = tokenize(of_task(config, entries), tokenizer, cache_folder(config), *options)
+    documents = tokenize(with_task_type(config, entries), tokenizer, cache_folder(config), *options)
     refuse_unknown_tokens(documents, tokenizer, vocabulary)
     return documents
 
@@ -109,11 +109,11 @@ def prepare_documents(config: Config, tokenizer: "PreTrainedTokenizerFast", shar
     if data.streaming:
         raise UserError("data.streaming=True tokenises during training, so there are no shards to prepare")
     options = data.on_bad_row, config.model.id2label, config.chat, data.num_proc
-    entries = of_task(config, data.datasets + data.eval_datasets)
+    entries = with_task_type(config, data.datasets + data.eval_datasets)
     return prepare_shard(entries, tokenizer, cache_folder(config), shard, *options)
 
 
-def of_task(config: Config, entries: tuple[Dataset, ...]) -> tuple[Dataset, ...]:
+def with_task_type(config: Config, entries: tuple[Dataset, ...]) -> tuple[Dataset, ...]:
     """Return the entries with the type that the task requires, if it requires one."""
     if config.sample_type is None:
         return entries

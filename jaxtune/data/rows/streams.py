@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from jaxtune.columns import NEXT_TOKEN, Column
 from jaxtune.config.schema import Config
 from jaxtune.data.cache import token_cache
-from jaxtune.data.cache.documents import folder_name, shaping_of, unused_columns
+from jaxtune.data.cache.documents import folder_name, hash_shaping, unused_columns
 from jaxtune.data.cache.tokenising import Items, Tokeniser, say_across
-from jaxtune.data.formats.preferences import with_other_answers
+from jaxtune.data.formats.preferences import add_mismatched_answers
 from jaxtune.data.formats.units import Documents, Unit
 from jaxtune.data.reading import sources
 from jaxtune.data.rows.packed_rows import Row, Rows
-from jaxtune.data.rows.splits import of_task, refuse_unknown_tokens
+from jaxtune.data.rows.splits import refuse_unknown_tokens, with_task_type
 from jaxtune.errors import UserError
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ class Stream:
         self._config, self._tokenizer, self._vocabulary, self._columns = config, tokenizer, vocabulary, columns
         self._rows_per_step = rows_per_step
         data, labels = config.data, config.model.id2label
-        entries = of_task(config, data.datasets)
+        entries = with_task_type(config, data.datasets)
         self._sources = [sources.open_source(entry, len(tokenizer), streaming=True) for entry in entries]
-        shaping = shaping_of(tokenizer, data.on_bad_row, labels, config.chat)
+        shaping = hash_shaping(tokenizer, data.on_bad_row, labels, config.chat)
         names = [folder_name(source, entry, shaping) for source, entry in zip(self._sources, entries)]
         self.key = hashlib.sha256(" ".join(names).encode()).hexdigest()
         self._tokenisers = [Tokeniser(entry, tokenizer, labels, config.chat) for entry in entries]
@@ -113,7 +113,7 @@ class Stream:
 
     def windows(self, place: Place | None = None) -> Iterator[Window]:
         """Yield the windows that begin at a place, without end."""
-        data, most = self._config.data, self._config.attention.most_documents
+        data, most = self._config.data, self._config.attention.max_documents_per_row
         count = len(data.datasets)
         place = place or dict(
             window=0, row=0, read=[0] * count, drawn=[0] * count, passes=[0] * count, dataset=0, skipped=0
@@ -125,8 +125,8 @@ class Stream:
         while True:
             units, skipped = self._next_units(reader, reported)
             if self._tokenisers[0].entry.type == "unpaired_preference":
-                units = list(with_other_answers(units, name))
-            part = token_cache.gathered(units, name, self._tokenisers[0].columns)
+                units = list(add_mismatched_answers(units, name))
+            part = token_cache.gather_units(units, name, self._tokenisers[0].columns)
             documents = Documents.joined([part])
             refuse_unknown_tokens(documents, self._tokenizer, self._vocabulary)
             # Each window has its own order. It is one epoch of `Rows`, so the seed distinguishes windows.
@@ -222,7 +222,7 @@ class OpenStream:
 class _Reader:
     """Draws samples from the datasets, one after the other or in their shares."""
 
-    def __init__(self, opened: list[sources.Source], config: Config, place: Place):
+    def __init__(self, opened: list[sources.SampleSource], config: Config, place: Place):
         self._sources, self._mixing = opened, config.data.mixing
         self._weights = [entry.weight or 1.0 for entry in config.data.datasets]
         self._dataset: int = place["dataset"]
@@ -265,7 +265,7 @@ class _Reader:
         return itertools.islice(_items(self._sources[dataset]), self._read[dataset], None)
 
 
-def _items(source: sources.Source) -> Iterator[Any]:
+def _items(source: sources.SampleSource) -> Iterator[Any]:
     """Yield samples with their places, and the errors of samples that could not be read, in order."""
     errors: Items = []
     for item in source.read(errors.append):

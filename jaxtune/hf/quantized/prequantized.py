@@ -16,11 +16,11 @@ import jax
 import numpy as np
 from jaxtyping import Float, Shaped, UInt8
 
-from jaxtune.config.schema import Quant
+from jaxtune.config.schema import QuantOptions
 from jaxtune.errors import UserError
 from jaxtune.hf.model_folder import read_config
-from jaxtune.hf.tensor_sources import Source, check_content, open_weights
-from jaxtune.hf.weights import Target, bytes_of_chunks, fill
+from jaxtune.hf.tensor_sources import TensorSource, check_content, open_weights
+from jaxtune.hf.weights import Target, choose_chunk_bytes, fill
 from jaxtune.models.places import Place
 from jaxtune.quant import QuantizedArray, format_of
 from jaxtune.quant.array import SCALES_PER_OUTER
@@ -56,7 +56,7 @@ class Scheme:
         modules: Hugging Face names ("model.layers.3.mlp.down_proj") of the modules that are quantized in the files.
     """
 
-    options: Quant
+    options: QuantOptions
     modules: frozenset[str]
 
     def weight_of(self, name: str) -> str:
@@ -100,7 +100,7 @@ def read_scheme(folder: Path, described: Mapping[str, Any] | None = None) -> Sch
                 raise UserError(f"{folder}: config.json says bitsandbytes, but no tensor has {_STATE}; {_WAY_OUT}")
             options = _read_state(name, sources)[0]
         case "fp8":
-            options = Quant(format="fp8", block_size=int(config["weight_block_size"][0]))
+            options = QuantOptions(format="fp8", block_size=int(config["weight_block_size"][0]))
         case _:
             options = _compressed_tensors(config)
             assert options is not None, "_check_config has passed"
@@ -159,7 +159,7 @@ def read_quantized(
         scheme.options.format,
     )
     check_content(sources.values())
-    chunk_bytes = bytes_of_chunks(target for target, _ in leaves.values())
+    chunk_bytes = choose_chunk_bytes(target for target, _ in leaves.values())
     read = {name: {} for name in targets}
     for (name, field), (target, parts) in leaves.items():
         read[name][field] = fill(target, parts, chunk_bytes)
@@ -190,10 +190,10 @@ def _check_config(file: Path, config: Any) -> None:
         )
 
 
-def _compressed_tensors(config: Mapping[str, Any]) -> Quant | None:
+def _compressed_tensors(config: Mapping[str, Any]) -> QuantOptions | None:
     """Return the options for a compressed-tensors format; None: the format is not supported."""
     if config.get("format") == "nvfp4-pack-quantized":
-        return Quant(format="nvfp4", block_size=16)
+        return QuantOptions(format="nvfp4", block_size=16)
     groups = config.get("config_groups")
     if config.get("format") != "pack-quantized" or not isinstance(groups, dict) or len(groups) != 1:
         return None
@@ -207,16 +207,16 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quant | None:
     size = weights.get("group_size")
     match weights.get("strategy"):
         case "channel":
-            return Quant(format="int4", block_size="channel")
+            return QuantOptions(format="int4", block_size="channel")
         case "group" if isinstance(size, int) and size > 1:
-            return Quant(format="int4", block_size=size)
+            return QuantOptions(format="int4", block_size=size)
     return None
 
 
 # Decoders from the file's values to a QuantizedArray's. They raise ValueError with a description of a bad value.
 
 
-def swapped(codes: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
+def swap_codes(codes: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
     """Swap the two 4-bit codes in each byte.
 
     compressed-tensors packs the first code into the low bits, QuantizedArray into the high bits.
@@ -224,13 +224,13 @@ def swapped(codes: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
     return (codes << 4) | (codes >> 4)
 
 
-def twos_complement(codes: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
+def convert_int4_codes(codes: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
     """Convert between compressed-tensors' and QuantizedArray's packing of two signed 4-bit integers in a byte.
 
     compressed-tensors stores value + 8, the first in the low bits; QuantizedArray two's complement, the first in the
     high bits. The function is its own inverse.
     """
-    return swapped(codes) ^ 0x88
+    return swap_codes(codes) ^ 0x88
 
 
 def _e4m3(bits: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
@@ -285,14 +285,14 @@ _FP8 = {
 # compressed-tensors' nvfp4-pack-quantized. W = e2m1(code) * weight_scale / weight_global_scale. weight_packed is
 # (out, in / 2), two codes a byte, the first in the low bits; weight_scale (out, in / 16); weight_global_scale (1,).
 _NVFP4 = {
-    "weight_packed": _Tensor(("U8",), "codes", swapped),
+    "weight_packed": _Tensor(("U8",), "codes", swap_codes),
     "weight_scale": _Tensor(("F8_E4M3",), "scales", _e4m3),
     "weight_global_scale": _Tensor(("F32",), "outer_scales", _reciprocal),
 }
 # compressed-tensors' pack-quantized of symmetric 4-bit integers. W = (code - 8) * weight_scale. weight_packed is
 # (out, in / 8), eight codes an int32, the first in the lowest bits; weight_scale (out, in / group), or (out, 1).
 _INT4 = {
-    "weight_packed": _Tensor(("I32",), "codes", twos_complement, words=True),
+    "weight_packed": _Tensor(("I32",), "codes", convert_int4_codes, words=True),
     "weight_scale": _Tensor(("F32", "BF16", "F16"), "scales", _positive),
     "weight_shape": _Tensor(("I64", "I32")),
 }
@@ -313,7 +313,7 @@ _DOUBLE_QUANT = {
 }
 
 
-def _tensors(options: Quant) -> dict[str, _Tensor]:
+def _tensors(options: QuantOptions) -> dict[str, _Tensor]:
     """The tensors of a quantized module in the files, by the endings of their names; the codes come first."""
     if options.format in ("nf4", "fp4"):
         nested = _DOUBLE_QUANT if options.double_quant else {}
@@ -321,7 +321,7 @@ def _tensors(options: Quant) -> dict[str, _Tensor]:
     return {"fp8": _FP8, "nvfp4": _NVFP4, "int4": _INT4}[str(options.format)]
 
 
-def _check_header(folder: Path, options: Quant, module: str, sources: Mapping[str, Source]) -> None:
+def _check_header(folder: Path, options: QuantOptions, module: str, sources: Mapping[str, TensorSource]) -> None:
     """Raise UserError unless a module has every tensor that it needs, and its blocks divide its shape."""
     for ending, tensor in _tensors(options).items():
         name = f"{module}.{ending}"
@@ -353,7 +353,7 @@ class _Part:
     """A tensor in a file, reshaped on reading to its shape in a QuantizedArray."""
 
     name: str
-    source: Source
+    source: TensorSource
     shape: tuple[int, ...]
     decode: Decode
 
@@ -373,7 +373,7 @@ class _Part:
             raise UserError(f"{self.source.file}: {self.name} holds {error}; {_WAY_OUT}") from error
 
 
-def _part(name: str, tensor: _Tensor, shape: tuple[int, ...], sources: Mapping[str, Source]) -> _Part:
+def _part(name: str, tensor: _Tensor, shape: tuple[int, ...], sources: Mapping[str, TensorSource]) -> _Part:
     source, size = sources[name], math.prod(shape)
     if tensor.words:
         source = replace(source, shape=(*source.shape[:-1], 4 * source.shape[-1]), dtype="U8")
@@ -383,7 +383,7 @@ def _part(name: str, tensor: _Tensor, shape: tuple[int, ...], sources: Mapping[s
     return _Part(name, source, shape, tensor.decode)
 
 
-def _read_state(name: str, sources: Mapping[str, Source]) -> tuple[Quant, tuple[int, int], float | None]:
+def _read_state(name: str, sources: Mapping[str, TensorSource]) -> tuple[QuantOptions, tuple[int, int], float | None]:
     """Read bitsandbytes' JSON about a weight, stored as a tensor: (options, shape of the weight, offset of scales)."""
     source = sources[name]
     if source.dtype != "U8" or len(source.shape) != 1 or source.shape[0] > _LARGEST_STATE:
@@ -405,10 +405,12 @@ def _read_state(name: str, sources: Mapping[str, Source]) -> tuple[Quant, tuple[
             f"nested_blocksize={state.get('nested_blocksize')!r}; supported are nf4 and fp4 in blocks of "
             f"{_BITSANDBYTES_BLOCKS}, and scales quantized by {SCALES_PER_OUTER} with a finite offset; {_WAY_OUT}"
         )
-    return Quant(format=kind, block_size=int(block_size), double_quant=offset is not None), shape, offset
+    return QuantOptions(format=kind, block_size=int(block_size), double_quant=offset is not None), shape, offset
 
 
-def _checked_offset(options: Quant, module: str, array: QuantizedArray, sources: Mapping[str, Source]) -> float | None:
+def _checked_offset(
+    options: QuantOptions, module: str, array: QuantizedArray, sources: Mapping[str, TensorSource]
+) -> float | None:
     """Return the offset of a weight's scales. Raises UserError if its shape is wrong or one of its tables unknown."""
     name = f"{module}.{_STATE}{options.format}"
     _, shape, offset = _read_state(name, sources)

@@ -1,6 +1,6 @@
 """Quantize weights on export, in the file layouts of bitsandbytes, transformers' FP8 and compressed-tensors.
 
-`hf.quantized.written.prequantized`, which reads the layouts, describes them. jaxtune.quant computes the codes and scales.
+`hf.quantized.prequantized` reads and describes the layouts. jaxtune.quant computes the codes and scales.
 """
 
 import json
@@ -17,16 +17,16 @@ from jaxtyping import Shaped
 
 from jaxtune.config.schemes import SCHEMES
 from jaxtune.errors import UserError
-from jaxtune.hf.quantized.prequantized import swapped, twos_complement
-from jaxtune.hf.weights import Tensor
+from jaxtune.hf.quantized.prequantized import convert_int4_codes, swap_codes
+from jaxtune.hf.weights import OutputTensor
 from jaxtune.quant import Format, QuantizedArray, format_of
 from pallas_kernels.quant_matmul import ELEMENTS
 
 # Formats in which experts can be quantized. transformers 5 fuses separate experts into one tensor when it reads them;
 # it then refuses experts in bitsandbytes' format, and drops the weight_global_scale of NVFP4.
-OF_EXPERTS = ("fp8", "int4")
+EXPERT_FORMATS = ("fp8", "int4")
 # Formats of compressed-tensors. In such a file transformers refuses experts that are not quantized.
-WITH_EXPERTS = ("nvfp4", "int4")
+ALL_EXPERTS_FORMATS = ("nvfp4", "int4")
 # Layers that servers (vLLM, SGLang) fuse into one matrix. For NVFP4 they use the largest weight_global_scale of the
 # group for all its layers, so the layers must share one scale.
 _TOGETHER = (
@@ -42,7 +42,7 @@ _WEIGHTS = {  # in the notation of compressed-tensors' config
 _COMPRESSED_TENSORS = {"nvfp4": "nvfp4-pack-quantized", "int4": "pack-quantized"}
 
 
-def together(name: str) -> str:
+def fusion_group(name: str) -> str:
     """Return a key shared by the weights that must be quantized together or not at all; for others, the name itself.
 
     These are the layers that servers fuse into one matrix, and the experts of a layer ("model.layers.3.mlp.experts").
@@ -54,7 +54,7 @@ def together(name: str) -> str:
     return next((f"{module}.{'+'.join(names)}" for names in _TOGETHER if last in names), name)
 
 
-def quantize(tensors: Iterable[Tensor], kind: str, chosen: Collection[str]) -> Iterator[Tensor]:
+def quantize(tensors: Iterable[OutputTensor], kind: str, chosen: Collection[str]) -> Iterator[OutputTensor]:
     """Replace the chosen weights by tensors of codes and scales.
 
     A weight is quantized twice, once when its scales are written and once when its codes are, because these are not
@@ -68,10 +68,10 @@ def quantize(tensors: Iterable[Tensor], kind: str, chosen: Collection[str]) -> I
     format, groups = format_of(SCHEMES[kind], ""), {}
     last: dict[str, QuantizedArray] = {}
     for tensor in tensors:
-        shared = together(tensor.name) if kind == "nvfp4" and tensor.name in chosen else tensor.name
+        shared = fusion_group(tensor.name) if kind == "nvfp4" and tensor.name in chosen else tensor.name
         groups.setdefault(shared, []).append(tensor)
 
-    def value(group: Sequence[Tensor], name: str, ending: str) -> np.ndarray:
+    def value(group: Sequence[OutputTensor], name: str, ending: str) -> np.ndarray:
         if name not in last:
             last.clear()
             last.update(_quantize_group(group, format))
@@ -86,16 +86,16 @@ def quantize(tensors: Iterable[Tensor], kind: str, chosen: Collection[str]) -> I
             arrays = jax.eval_shape(lambda weight: _arrays(kind, format.quantize(weight)), _abstract(tensor))
             for ending, array in arrays.items():
                 get = partial(value, group, tensor.name, ending)
-                yield Tensor(f"{module}.{ending}", array.shape, array.dtype, get)
+                yield OutputTensor(f"{module}.{ending}", array.shape, array.dtype, get)
             for ending, constant in _constants(kind, tensor).items():
-                yield Tensor(f"{module}.{ending}", constant.shape, constant.dtype, partial(np.asarray, constant))
+                yield OutputTensor(f"{module}.{ending}", constant.shape, constant.dtype, partial(np.asarray, constant))
 
 
-def _abstract(tensor: Tensor) -> jax.ShapeDtypeStruct:
+def _abstract(tensor: OutputTensor) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
 
 
-def _quantize_group(group: Sequence[Tensor], format: Format) -> dict[str, QuantizedArray]:
+def _quantize_group(group: Sequence[OutputTensor], format: Format) -> dict[str, QuantizedArray]:
     """Quantize weights, and return them by name, on the host. They share the scale of the whole matrix, if any."""
     weights = [tensor.get() for tensor in group]
     for tensor, weight in zip(group, weights):
@@ -124,16 +124,16 @@ def _arrays(kind: str, array: QuantizedArray) -> dict[str, Any]:
             return {"weight": codes.view(jnp.float8_e4m3fn), "weight_scale_inv": scales}
         case "nvfp4":
             assert array.outer_scales is not None
-            packed, block_scales = swapped(codes), scales.view(jnp.float8_e4m3fn)
+            packed, block_scales = swap_codes(codes), scales.view(jnp.float8_e4m3fn)
             return {
                 "weight_packed": packed,
                 "weight_scale": block_scales,
                 "weight_global_scale": 1 / array.outer_scales,  # compressed-tensors stores a divisor
             }
-    return {"weight_packed": twos_complement(codes).view(jnp.int32), "weight_scale": scales}
+    return {"weight_packed": convert_int4_codes(codes).view(jnp.int32), "weight_scale": scales}
 
 
-def _constants(kind: str, tensor: Tensor) -> dict[str, Shaped[np.ndarray, "..."]]:
+def _constants(kind: str, tensor: OutputTensor) -> dict[str, Shaped[np.ndarray, "..."]]:
     """The tensors of a quantized module that depend only on its weight's shape and dtype."""
     shape = list(tensor.shape)
     if kind == "int4":

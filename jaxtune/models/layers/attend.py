@@ -10,17 +10,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxtune.errors import UserError
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.attention import Attend
 from jaxtune.models.layers.attention_dropout import attend_dropping, bits_of
 from jaxtune.models.spec import Heads
 from jaxtune.parallel.layout import RULES, P, by_head
-from jaxtune.parallel.sequence import from_heads, gathered, to_heads
+from jaxtune.parallel.sequence import from_heads, gather_positions, to_heads
 from pallas_kernels.flash_attention import MaskSpec, flash_attention
 from pallas_kernels.registry import CannotRun
 
 
-def attend_packed(key_start: Int[Array, "b s"], call: Call, place: Int[Array, "b s"] | None = None) -> Attend:
+def attend_packed(key_start: Int[Array, "b s"], call: ForwardOptions, place: Int[Array, "b s"] | None = None) -> Attend:
     """Make causal attention within the documents of packed rows, with the backend that the call names.
 
     Dropout of probabilities uses plain XLA, because no kernel has it.
@@ -38,12 +38,12 @@ def attend_packed(key_start: Int[Array, "b s"], call: Call, place: Int[Array, "b
     )
 
     def attend(
-        q: Array, k: Array, v: Array, mixer: Heads, sinks: Array | None, cache: Any, of_layer: Call
+        q: Array, k: Array, v: Array, mixer: Heads, sinks: Array | None, cache: Any, of_layer: ForwardOptions
     ) -> tuple[Array, Any]:
         def kernel(q, k, v, key_start, sinks, local_place, place, bits):
             offset = 0
             if place is not None:
-                k, v = gathered(k, place, kept), gathered(v, place, kept)
+                k, v = gather_positions(k, place, kept), gather_positions(v, place, kept)
                 offset = local_place - jnp.arange(local_place.shape[1])
             mask = MaskSpec(window=mixer.window, key_start=key_start, query_offset=offset, documents=call.documents)
             if bits is not None:
@@ -76,7 +76,7 @@ def attend_cached(index: Int[Array, ""], key_start: Int[Array, "b s"]) -> Attend
     """
 
     def attend(
-        q: Array, k: Array, v: Array, mixer: Heads, sinks: Array | None, cache: Any, call: Call
+        q: Array, k: Array, v: Array, mixer: Heads, sinks: Array | None, cache: Any, call: ForwardOptions
     ) -> tuple[Array, Any]:
         def kernel(q, k, v, keys, values, key_start, sinks, index):
             keys = jax.lax.dynamic_update_slice_in_dim(keys, k.astype(keys.dtype), index, axis=1)

@@ -12,17 +12,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxtune.models.declared import declared
-from jaxtune.models.forward_options import Call
-from jaxtune.models.layers.linear import Linear, jointly
-from jaxtune.models.layers.norm import Norm
+from jaxtune.models.declared import declare_parameter
+from jaxtune.models.forward_options import ForwardOptions
+from jaxtune.models.layers.linear import Linear, run_linears
+from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.layers.rope import Rotation, rotate
 from jaxtune.models.spec import Heads, Layer, ModelSpec, Rope
 from jaxtune.parallel.layout import by_token
 
 # (queries, keys, values, the layer's heads, sinks, this layer's cache, its call) -> (attended values, updated cache).
 # Training attends within packed rows and has no cache; generation attends to its cache. Neither knows the projections.
-Attend = Callable[[Array, Array, Array, Heads, Array | None, Any, Call], tuple[Array, Any]]
+Attend = Callable[[Array, Array, Array, Heads, Array | None, Any, ForwardOptions], tuple[Array, Any]]
 
 
 class Inputs(NamedTuple):
@@ -61,23 +61,27 @@ class Attention(nnx.Module):
         self.v = linear("v", (keys, spec.hidden), (self.kv_axis, "embed"))
         self.o = linear("o", (spec.hidden, queries), ("embed", "heads"))
 
-        def norm(size: int, axis: str | None) -> Norm | None:
+        def norm(size: int, axis: str | None) -> NormLayer | None:
             if mixer.qk_norm is None:
                 return None
-            return Norm(size, spec.norm, axis) if mixer.qk_norm == "whole" else Norm(mixer.head_dim, spec.norm)
+            return (
+                NormLayer(size, spec.norm, axis) if mixer.qk_norm == "whole" else NormLayer(mixer.head_dim, spec.norm)
+            )
 
         self.q_norm, self.k_norm = norm(queries, "heads"), norm(keys, self.kv_axis)
-        self.sinks = declared((mixer.heads,), ("heads",), nnx.initializers.zeros, "vector") if mixer.sinks else None
+        self.sinks = (
+            declare_parameter((mixer.heads,), ("heads",), nnx.initializers.zeros, "vector") if mixer.sinks else None
+        )
 
     def __call__(
-        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
+        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: ForwardOptions
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return the layer's output and its updated cache."""
-        q, k, v = jointly([self.q, self.k, self.v], x, call)
+        q, k, v = run_linears([self.q, self.k, self.v], x, call)
         gate = None
         if self.mixer.gated:
             both = jnp.reshape(q, (*x.shape[:2], -1, 2 * self.mixer.head_dim), out_sharding=by_token("heads", None))
-            q, gate = map(merged, jnp.split(both, 2, axis=-1))
+            q, gate = map(merge_heads, jnp.split(both, 2, axis=-1))
         q = self._by_head(q, "heads", self.q_norm)
         k, v = self._by_head(k, self.kv_axis, self.k_norm), self._by_head(v, self.kv_axis)
         if (rope := self.mixer.rope) is not None:
@@ -88,11 +92,11 @@ class Attention(nnx.Module):
                 q *= rotation.query_scale.astype(q.dtype)
         sinks = None if self.sinks is None else self.sinks.get_value()
         attended, cache = inputs.attend(q, k, v, self.mixer, sinks, cache, call)
-        y = merged(attended)
+        y = merge_heads(attended)
         return self.o(y if gate is None else y * jax.nn.sigmoid(gate), call), cache
 
     def _by_head(
-        self, x: Float[Array, "b s hd"], axis: str | None, norm: Norm | None = None
+        self, x: Float[Array, "b s hd"], axis: str | None, norm: NormLayer | None = None
     ) -> Float[Array, "b s h d"]:
         if norm is not None and self.mixer.qk_norm == "whole":
             x, norm = norm(x), None
@@ -100,6 +104,6 @@ class Attention(nnx.Module):
         return heads if norm is None else norm(heads)
 
 
-def merged(by_head: Float[Array, "b s h d"]) -> Float[Array, "b s hd"]:
+def merge_heads(by_head: Float[Array, "b s h d"]) -> Float[Array, "b s hd"]:
     """Merge heads and their features into one axis, one head after another."""
     return jnp.reshape(by_head, (*by_head.shape[:2], -1), out_sharding=by_token("heads"))

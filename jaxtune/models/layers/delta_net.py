@@ -13,22 +13,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxtune.models.declared import Kind, declared
-from jaxtune.models.forward_options import Call
-from jaxtune.models.layers.attention import Inputs, merged
-from jaxtune.models.layers.linear import Linear, jointly
-from jaxtune.models.layers.norm import Norm
+from jaxtune.models.declared import Kind, declare_parameter
+from jaxtune.models.forward_options import ForwardOptions
+from jaxtune.models.layers.attention import Inputs, merge_heads
+from jaxtune.models.layers.linear import Linear, run_linears
+from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.spec import DeltaNet, Layer, ModelSpec
 from jaxtune.models.spec import Norm as NormSpec
 from jaxtune.parallel.layout import P, by_head, by_token
-from jaxtune.parallel.sequence import dealt, from_heads, gathered, to_heads
+from jaxtune.parallel.sequence import deal_positions, from_heads, gather_positions, to_heads
 from pallas_kernels.gated_delta_rule import gated_delta_rule
 
 # Added to the squared norm of queries and keys, as in transformers and flash-linear-attention.
 LEAST_NORM = 1e-6
 
 
-class Memory(NamedTuple):
+class DeltaNetCache(NamedTuple):
     """A layer's cache in decoding.
 
     Attributes:
@@ -40,12 +40,12 @@ class Memory(NamedTuple):
     state: Any  # (b, hv, dk, dv)
 
 
-def memory(net: DeltaNet, batch: int, dtype: jnp.dtype) -> Memory:
+def memory(net: DeltaNet, batch: int, dtype: jnp.dtype) -> DeltaNetCache:
     """Return shapes and dtypes of a layer's cache, which is zero before the first token."""
     widths = net.key_heads * net.key_dim, net.key_heads * net.key_dim, net.value_heads * net.value_dim
     tails = (jax.ShapeDtypeStruct((batch, net.kernel - 1, width), dtype) for width in widths)
     state = jax.ShapeDtypeStruct((batch, net.value_heads, net.key_dim, net.value_dim), jnp.float32)
-    return Memory(tuple(tails), state)
+    return DeltaNetCache(tuple(tails), state)
 
 
 class GatedDeltaNet(nnx.Module):
@@ -63,7 +63,7 @@ class GatedDeltaNet(nnx.Module):
             return Linear(spec, layer, f"delta_net.{name}", (out, spec.hidden), ("heads", "embed"), kind=kind)
 
         def convolution(width: int) -> Any:
-            return declared((width, 1, net.kernel), ("heads", None, None), init, "convolution")
+            return declare_parameter((width, 1, net.kernel), ("heads", None, None), init, "convolution")
 
         if net.fused:
             self.qkvz = linear("qkvz", 2 * keys + 2 * values)
@@ -73,14 +73,14 @@ class GatedDeltaNet(nnx.Module):
             self.z = linear("z", values)
             self.b, self.a = linear("b", net.value_heads, "gate"), linear("a", net.value_heads, "gate")
         self.q_conv, self.k_conv, self.v_conv = convolution(keys), convolution(keys), convolution(values)
-        self.log_rate = declared((net.value_heads,), ("heads",), _log_rates, "vector")
-        self.step_bias = declared((net.value_heads,), ("heads",), ones, "vector")
-        self.norm = Norm(net.value_dim, NormSpec(spec.norm.epsilon))
+        self.log_rate = declare_parameter((net.value_heads,), ("heads",), _log_rates, "vector")
+        self.step_bias = declare_parameter((net.value_heads,), ("heads",), ones, "vector")
+        self.norm = NormLayer(net.value_dim, NormSpec(spec.norm.epsilon))
         self.o = Linear(spec, layer, "delta_net.o", (spec.hidden, values), ("embed", "heads"))
 
     def __call__(
-        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Memory | None, call: Call
-    ) -> tuple[Float[Array, "b s d"], Memory | None]:
+        self, x: Float[Array, "b s d"], inputs: Inputs, cache: DeltaNetCache | None, call: ForwardOptions
+    ) -> tuple[Float[Array, "b s d"], DeltaNetCache | None]:
         """Return the layer's output and its updated cache."""
         qkv, z, b, a = self._project(x, call)
         kernels = tuple(conv.get_value() for conv in (self.q_conv, self.k_conv, self.v_conv))
@@ -103,7 +103,7 @@ class GatedDeltaNet(nnx.Module):
         gated = self.norm(read).astype(jnp.float32) * jax.nn.silu(
             _by_group(z, self.net.value_heads).astype(jnp.float32)
         )
-        return self.o(merged(gated.astype(x.dtype)), call), cache
+        return self.o(merge_heads(gated.astype(x.dtype)), call), cache
 
     def _to_heads(self, qkv: Any, b: Array, a: Array, kernels: Any, rates: Any, *of_rows: Array | None) -> tuple:
         """Reshard the arguments of `_on_device`, so that each device has whole rows of some heads."""
@@ -114,18 +114,18 @@ class GatedDeltaNet(nnx.Module):
         of_rows = jax.tree.map(lambda array: jax.reshard(array, P(*by_head()[:2])), of_rows)
         return (qkv, to_heads(b, values), to_heads(a, values), kernels, rates, *of_rows)
 
-    def _project(self, x: Array, call: Call) -> tuple[tuple[Array, Array, Array], Array, Array, Array]:
+    def _project(self, x: Array, call: ForwardOptions) -> tuple[tuple[Array, Array, Array], Array, Array, Array]:
         """Return (q, k, v) before the convolution, z (output gate), b (write strength beta) and a (decay)."""
         net = self.net
         if not net.fused:
-            q, k, v, z, b, a = jointly([self.q, self.k, self.v, self.z, self.b, self.a], x, call)
+            q, k, v, z, b, a = run_linears([self.q, self.k, self.v, self.z, self.b, self.a], x, call)
             return (q, k, v), z, b, a
         # Rows of the fused matrices are grouped by key head: for each its q and k, then v and z of its value heads.
-        qkvz, ba = (_by_group(y, net.key_heads) for y in jointly([self.qkvz, self.ba], x, call))
+        qkvz, ba = (_by_group(y, net.key_heads) for y in run_linears([self.qkvz, self.ba], x, call))
         values = net.value_heads // net.key_heads * net.value_dim
         q, k, v, z = jnp.split(qkvz, [net.key_dim, 2 * net.key_dim, 2 * net.key_dim + values], axis=-1)
         b, a = jnp.split(ba, 2, axis=-1)
-        return (merged(q), merged(k), merged(v)), merged(z), merged(b), merged(a)
+        return (merge_heads(q), merge_heads(k), merge_heads(v)), merge_heads(z), merge_heads(b), merge_heads(a)
 
 
 def _on_device(
@@ -138,11 +138,11 @@ def _on_device(
     positions: Int[Array, "b s"],
     valid: Bool[Array, "b s"],
     place: Int[Array, "b s"] | None,
-    before: Memory | None,
-) -> tuple[Float[Array, "b s hv dv"], Memory | None]:
+    before: DeltaNetCache | None,
+) -> tuple[Float[Array, "b s hv dv"], DeltaNetCache | None]:
     """Inside a shard_map: return the outputs of a device's heads, and the updated cache if there is one."""
     if place is not None:  # the recurrence runs over positions in row order
-        in_rows = partial(gathered, place=place, axes=())
+        in_rows = partial(gather_positions, place=place, axes=())
         qkv, b, a, positions, valid = jax.tree.map(in_rows, (qkv, b, a, positions, valid))
     tails = [jnp.zeros((len(x), net.kernel - 1, x.shape[-1]), x.dtype) for x in qkv] if before is None else before.tails
     with_tails = [jnp.concatenate([tail.astype(x.dtype), x], axis=1) for tail, x in zip(tails, qkv)]
@@ -159,9 +159,9 @@ def _on_device(
     state = None if before is None else before.state
     out, state = gated_delta_rule(q, k, v, log_decay, beta, positions == 0, state)
     if before is None:
-        return out if place is None else dealt(out, place), None
+        return out if place is None else deal_positions(out, place), None
     # Rows that are decoded together are padded on the left, so the last inputs of the convolution are never padding.
-    return out, Memory(tuple(x[:, x.shape[1] - (net.kernel - 1) :] for x in with_tails), state)
+    return out, DeltaNetCache(tuple(x[:, x.shape[1] - (net.kernel - 1) :] for x in with_tails), state)
 
 
 def convolution(

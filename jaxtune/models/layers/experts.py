@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxtune.errors import UserError
 from jaxtune.models import spec as specs
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.expert_all_to_all import through_experts
 from jaxtune.models.layers.expert_sort import from_rows, to_rows
 from jaxtune.models.layers.linear import Linear
@@ -28,7 +28,7 @@ from jaxtune.quant.array import QuantizedArray
 from pallas_kernels import registry
 from pallas_kernels.gpus import Device, current_device
 from pallas_kernels.grouped_matmul import Arrangement, Groups, arrange, block_of, triton
-from pallas_kernels.registry import ANY_CARD, Backend, CannotRun
+from pallas_kernels.registry import ANY_GPU, Backend, CannotRun
 
 # Layout rules inside a shard_map: nothing is sharded, and no weight is gathered.
 ON_DEVICE = Rules(
@@ -36,7 +36,7 @@ ON_DEVICE = Rules(
 )
 
 
-class Experts(nnx.Module):
+class ExpertsLayer(nnx.Module):
     """The weighted sum of the chosen experts' outputs, plus the shared expert's output if there is one.
 
     Each parameter of the experts has a leading axis of experts.
@@ -54,7 +54,7 @@ class Experts(nnx.Module):
         self.options = options
 
     def __call__(
-        self, x: Float[Array, "b s d"], call: Call, valid: Bool[Array, "b s"]
+        self, x: Float[Array, "b s d"], call: ForwardOptions, valid: Bool[Array, "b s"]
     ) -> tuple[Float[Array, "b s d"], dict[str, Float[Array, "..."]]]:
         """Return the output, and sums over the `valid` tokens of each row, for `objectives.balanced`.
 
@@ -82,12 +82,12 @@ class Experts(nnx.Module):
         }
         return (y if self.shared is None else y + self._run_shared(self.shared, x, call)), sums
 
-    def _run_shared(self, shared: MLP, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
+    def _run_shared(self, shared: MLP, x: Float[Array, "b s d"], call: ForwardOptions) -> Float[Array, "b s d"]:
         y = shared(x, call)
         return y if self.shared_gate is None else y * jax.nn.sigmoid(self.shared_gate(x, call))
 
 
-def dense(experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: Call) -> Float[Array, "b s d"]:
+def dense(experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: ForwardOptions) -> Float[Array, "b s d"]:
     """Run every token through every expert, one expert after another; most results are multiplied by zero."""
     graph, values = nnx.split(experts)
     count = routing.probability.shape[-1]
@@ -106,7 +106,7 @@ def dense(experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: Call) 
 
 
 def grouped(
-    backend: str, experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: Call
+    backend: str, experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: ForwardOptions
 ) -> Float[Array, "b s d"]:
     """Run each token through its chosen experts: each device sorts its own tokens by expert.
 
@@ -223,7 +223,7 @@ def _weights(experts: MLP) -> list[Any]:
 
 # In order of preference.
 BACKENDS = (
-    Backend("kernel", partial(grouped, "triton"), refuses_kernel, {ANY_CARD: "interpreted tests"}),
-    Backend("loop", partial(grouped, "xla"), refuses_grouped, {ANY_CARD: "tests"}),
-    Backend("dense", dense, refuses_dense, {ANY_CARD: "tests"}),
+    Backend("kernel", partial(grouped, "triton"), refuses_kernel, {ANY_GPU: "interpreted tests"}),
+    Backend("loop", partial(grouped, "xla"), refuses_grouped, {ANY_GPU: "tests"}),
+    Backend("dense", dense, refuses_dense, {ANY_GPU: "tests"}),
 )

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.attention import Inputs
-from jaxtune.models.layers.linear import Linear, jointly
-from jaxtune.models.layers.norm import Norm
+from jaxtune.models.layers.linear import Linear, run_linears
+from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.layers.rope import rotate
 from jaxtune.models.spec import Heads, Latent, Layer, ModelSpec
 from jaxtune.models.spec import Norm as NormSpec
@@ -40,23 +40,23 @@ class LatentAttention(nnx.Module):
             self.q = linear("q", queries, spec.hidden, "heads", "embed")
         else:
             self.q_down = linear("q_down", latent.query_rank, spec.hidden, None, "embed")
-            self.q_norm = Norm(latent.query_rank, LATENT_NORM)
+            self.q_norm = NormLayer(latent.query_rank, LATENT_NORM)
             self.q_up = linear("q_up", queries, latent.query_rank, "heads", None)
         self.kv_down = linear("kv_down", latent.rank + latent.rotated, spec.hidden, None, "embed")
-        self.kv_norm = Norm(latent.rank, LATENT_NORM)
+        self.kv_norm = NormLayer(latent.rank, LATENT_NORM)
         expanded = heads.heads * (heads.head_dim - latent.rotated + latent.value_dim)
         self.kv_up = linear("kv_up", expanded, latent.rank, "heads", None)
         self.o = linear("o", spec.hidden, heads.heads * latent.value_dim, "embed", "heads")
 
     def __call__(
-        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: Call
+        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: ForwardOptions
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return the layer's output and its updated cache."""
         latent, head_dim = self.latent, self.heads.head_dim
         if latent.query_rank is None:
-            q, kv = jointly([self.q, self.kv_down], x, call)
+            q, kv = run_linears([self.q, self.kv_down], x, call)
         else:
-            q, kv = jointly([self.q_down, self.kv_down], x, call)
+            q, kv = run_linears([self.q_down, self.kv_down], x, call)
             q = self.q_up(self.q_norm(q), call)
         kv, key = jnp.split(kv, [latent.rank], axis=-1)
         kv = self.kv_up(self.kv_norm(kv), call)

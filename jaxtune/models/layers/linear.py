@@ -12,8 +12,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxtune.models.declared import Kind, declared
-from jaxtune.models.forward_options import Call
+from jaxtune.models.declared import Kind, declare_parameter
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.spec import Layer, ModelSpec
 from jaxtune.parallel.layout import RULES, P, by_token, gather, shards, used
 from jaxtune.parallel.random import Noise
@@ -66,7 +66,7 @@ class Adapter(Protocol):
 
     @staticmethod
     def outputs(
-        linears: "Sequence[Linear]", x: Float[Array, "b s i"], ys: Sequence[Float[Array, "b s o"]], call: Call
+        linears: "Sequence[Linear]", x: Float[Array, "b s i"], ys: Sequence[Float[Array, "b s o"]], call: ForwardOptions
     ) -> list[Float[Array, "b s o"]]:
         """Return the outputs of layers of the same input with their adapters; `ys`: base outputs, with biases.
 
@@ -135,20 +135,20 @@ class Linear(nnx.Module):
         treatment = layer.treatment(f"{name}.weight")
         self.name, self.out = name, axes[0]
         self.float32, self.adapter = treatment.float32, treatment.adapter
-        self.weight = declared(shape, axes, nnx.initializers.normal(spec.initializer_range), kind)
-        self.bias = declared(shape[:1], axes[:1], nnx.initializers.zeros, "vector") if bias else None
+        self.weight = declare_parameter(shape, axes, nnx.initializers.normal(spec.initializer_range), kind)
+        self.bias = declare_parameter(shape[:1], axes[:1], nnx.initializers.zeros, "vector") if bias else None
         for part, variable in self.adapter.declare(shape, axes).items() if self.adapter else ():
             setattr(self, part, variable)
 
-    def __call__(self, x: Float[Array, "b s i"], call: Call) -> Float[Array, "b s o"]:
+    def __call__(self, x: Float[Array, "b s i"], call: ForwardOptions) -> Float[Array, "b s o"]:
         """Return y in the dtype of x."""
-        return jointly([self], x, call)[0]
+        return run_linears([self], x, call)[0]
 
     def part(self, name: str) -> Array:
         """Return the value of a parameter of the adapter."""
         return getattr(self, name).get_value()
 
-    def base(self, x: Float[Array, "b s i"], call: Call) -> Float[Array, "b s o"]:
+    def base(self, x: Float[Array, "b s i"], call: ForwardOptions) -> Float[Array, "b s o"]:
         """Return y without the adapter."""
         noise = call.noise and call.noise.site(f"{self.name} rounding")
         y = matmul(x, self.weight.get_value(), self.out, noise, call.groups)
@@ -162,7 +162,9 @@ class Linear(nnx.Module):
         return (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
 
 
-def jointly(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> list[Float[Array, "b s o"]]:
+def run_linears(
+    linears: Sequence[Linear], x: Float[Array, "b s i"], call: ForwardOptions
+) -> list[Float[Array, "b s o"]]:
     """Return the outputs of layers of the same input, in the dtype of x; their adapters are computed together.
 
     `linears` has all parts of a fused Hugging Face module, the first part first: it holds the shared parameters of
@@ -177,14 +179,14 @@ def jointly(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> 
     return [named(y.astype(x.dtype), call, linear) for y, linear in zip(ys, linears)]
 
 
-def named(y: Float[Array, "..."], call: Call, linear: Linear | None = None) -> Float[Array, "..."]:
+def named(y: Float[Array, "..."], call: ForwardOptions, linear: Linear | None = None) -> Float[Array, "..."]:
     """Return a linear layer's output, or a product of an adapter, named for the policies of jax.checkpoint."""
     part, _, of_part = ("", "", "") if linear is None else linear.name.partition(".")
     name = FFN_PRODUCT if part == "mlp" else PRODUCT if of_part in ("", "o") else QKV_PRODUCT
     return checkpoint_name(y, name if call.groups is None else EXPERT_PRODUCT)
 
 
-def _outputs(linears: Sequence[Linear], x: Float[Array, "b s i"], call: Call) -> list[Float[Array, "b s o"]]:
+def _outputs(linears: Sequence[Linear], x: Float[Array, "b s i"], call: ForwardOptions) -> list[Float[Array, "b s o"]]:
     ys = [linear.base(x, call) for linear in linears]
     adapted = [place for place, linear in enumerate(linears) if linear.adapter]
     if not adapted or not call.adapters:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxtune.models.forward_options import Call
-from jaxtune.models.layers.linear import Linear, jointly
+from jaxtune.models.forward_options import ForwardOptions
+from jaxtune.models.layers.linear import Linear, run_linears
 from jaxtune.models.spec import Activation, ClampedSilu, FeedForward, Layer, ModelSpec
 from jaxtune.parallel.layout import P, axes_in, by_token, shards
 from jaxtune.precision.matmul import LowPrecision
@@ -45,7 +45,7 @@ class MLP(nnx.Module):
         self.down = linear(f"{name}.down", *out)
         self.activation: Activation = options.activation
 
-    def __call__(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
+    def __call__(self, x: Float[Array, "b s d"], call: ForwardOptions) -> Float[Array, "b s d"]:
         """Return the feed-forward layer's output for every token."""
         # No tiles with delayed scaling: the amax of all tokens is returned as a gradient, and gradients of tiles are
         # added, where a maximum is needed.
@@ -61,10 +61,10 @@ class MLP(nnx.Module):
         """The linear layers."""
         return [linear for linear in (self.gate, self.up, self.down) if linear is not None]
 
-    def _of(self, x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
+    def _of(self, x: Float[Array, "b s d"], call: ForwardOptions) -> Float[Array, "b s d"]:
         if self.gate is None:
             return self.down(ACTIVATIONS[self.activation](self.up(x, call)), call)
-        gate, up = jointly([self.gate, self.up], x, call)
+        gate, up = run_linears([self.gate, self.up], x, call)
         return self.down(gate_by(self.activation, gate, up), call)
 
 
@@ -73,7 +73,9 @@ def _scale_is_delayed(linear: Linear) -> bool:
     return isinstance(weight, LowPrecision) and weight.scales is not None
 
 
-def by_tiles(function: Callable[[Array, Call], Array], x: Float[Array, "b s d"], call: Call) -> Float[Array, "b s d"]:
+def by_tiles(
+    function: Callable[[Array, ForwardOptions], Array], x: Float[Array, "b s d"], call: ForwardOptions
+) -> Float[Array, "b s d"]:
     """Apply a function of single tokens to one tile of positions after another, and recompute tiles in backward.
 
     Tiles are equal parts of a device's positions, the largest with at most TILE tokens. Each has its own noise.

@@ -6,11 +6,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxtune.models import spec as specs
-from jaxtune.models.declared import declared
+from jaxtune.models.declared import declare_parameter
 from jaxtune.parallel.layout import P
 
 
-class Norm(nnx.Module):
+class NormLayer(nnx.Module):
     """x / rms(x) * weight over the last dimension, or the variant in `options`; computed in float32.
 
     `axis` is the logical name of that dimension.
@@ -18,8 +18,8 @@ class Norm(nnx.Module):
 
     def __init__(self, size: int, options: specs.Norm, axis: str | None = None):
         start = nnx.initializers.zeros if options.offset else nnx.initializers.ones
-        self.weight = declared((size,), (axis,), start, "vector")
-        self.bias = declared((size,), (axis,), nnx.initializers.zeros, "vector") if options.bias else None
+        self.weight = declare_parameter((size,), (axis,), start, "vector")
+        self.bias = declare_parameter((size,), (axis,), nnx.initializers.zeros, "vector") if options.bias else None
         self.options = options
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxtune.models import spec as specs
-from jaxtune.models.declared import declared
+from jaxtune.models.declared import declare_parameter
 from jaxtune.parallel.layout import P, gather
 
 TINY = 1e-20  # added to a sum that divides scores, as in transformers
@@ -39,10 +39,12 @@ class Router(nnx.Module):
 
     def __init__(self, spec: specs.ModelSpec, options: specs.Experts):
         init = nnx.initializers.normal(spec.initializer_range)
-        self.weight = declared((options.count, spec.hidden), (None, "embed"), init, "router", float32=options.float32)
+        self.weight = declare_parameter(
+            (options.count, spec.hidden), (None, "embed"), init, "router", float32=options.float32
+        )
         zeros = nnx.initializers.zeros
-        self.bias = declared((options.count,), (None,), zeros, "vector") if options.router_bias else None
-        correction = declared((options.count,), (None,), zeros, "correction", float32=True)
+        self.bias = declare_parameter((options.count,), (None,), zeros, "vector") if options.router_bias else None
+        correction = declare_parameter((options.count,), (None,), zeros, "correction", float32=True)
         self.correction = correction if options.corrected else None
         self.options = options
 

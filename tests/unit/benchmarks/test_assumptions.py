@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from gpu import assumptions, predicted, workers  # noqa: E402
 
 from jaxtune.plan.calibration import PLAUSIBLE  # noqa: E402
-from jaxtune.plan.launches import Launch, Program  # noqa: E402
+from jaxtune.plan.launches import Launch, LaunchedProgram  # noqa: E402
 from jaxtune.plan.rates import KERNELS, SCENARIOS  # noqa: E402
 
 BANDWIDTH, PEAK = 3352.32e9, 989.4e12  # of an H100
@@ -20,7 +20,7 @@ CENTRAL = SCENARIOS["central"]
 
 
 def read(*launches: Launch, **executed: int) -> predicted.Read:
-    return predicted.Read("h100", Program(list(launches)), {"graphs": 0, "outside": 0} | executed)
+    return predicted.Read("h100", LaunchedProgram(list(launches)), {"graphs": 0, "outside": 0} | executed)
 
 
 def product(m, n, k):

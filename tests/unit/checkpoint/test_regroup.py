@@ -13,7 +13,7 @@ from runs import call, metrics, recipe
 from jaxtune.checkpoint import CheckpointManager, manifest
 from jaxtune.checkpoint.manager import FORMAT
 from jaxtune.checkpoint.regroup import pieces
-from jaxtune.config.schema import Mesh, Optim
+from jaxtune.config.schema import MeshOptions, OptimOptions
 from jaxtune.errors import UserError
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.models.spec import StackSpec
@@ -59,7 +59,7 @@ def abstract(grouping, mesh, optimizers=OPTIMIZERS):
         name: Trained(tuple(map(str, layers)) or (name,), (len(layers),) if layers else (), local == "mlp.up.weight")
         for name, (local, layers) in grouping.items()
     }
-    rules = {name: jax.eval_shape(build(Optim(name=name), about, LAYERS).init, trained) for name in optimizers}
+    rules = {name: jax.eval_shape(build(OptimOptions(name=name), about, LAYERS).init, trained) for name in optimizers}
     amax = {
         name: jax.ShapeDtypeStruct((len(layers), 2, 4), jnp.float32) for name, (_, layers) in grouping.items() if layers
     }
@@ -100,7 +100,7 @@ def assert_same(actual, expected):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_any_grouping_restores_as_any_other(tmp_path, seed):
-    mesh = make_mesh(Mesh(fsdp=2), jax.devices()[:2])
+    mesh = make_mesh(MeshOptions(fsdp=2), jax.devices()[:2])
     before, after = at_random(seed), at_random(seed + 100)
     manager = CheckpointManager(tmp_path)
     manager.save(1, fill(abstract(before, mesh), before), {"row": 7}, before)
@@ -115,7 +115,7 @@ def test_any_grouping_restores_as_any_other(tmp_path, seed):
 
 def test_layers_may_be_spread_over_devices(tmp_path):
     """As for pipeline stages; also in host memory."""
-    mesh = make_mesh(Mesh(data=2, fsdp=2), jax.devices()[:4])
+    mesh = make_mesh(MeshOptions(data=2, fsdp=2), jax.devices()[:4])
     values = np.arange(4 * 8 * 8, dtype=np.float32).reshape(4, 8, 8)
     manager = CheckpointManager(tmp_path)
     manager.save(1, {"one": jnp.asarray(values)}, {}, {"one": ("local", (0, 1, 2, 3))})
@@ -204,7 +204,7 @@ def test_a_run_goes_on_and_is_opened_in_other_stacks(tmp_path, monkeypatch):
     shutil.rmtree(folder.checkpoints / "4")
 
     def opened():
-        run = open_run(folder, make_mesh(Mesh(), jax.devices()[:1]), None)
+        run = open_run(folder, make_mesh(MeshOptions(), jax.devices()[:1]), None)
         values = {name: np.asarray(run.trained[name]) for name in run.model.trained}
         return {
             (local, layer): values[name][index] if layers else values[name]

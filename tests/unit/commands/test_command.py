@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 from runs import call
 
-from jaxtune.command import guarded
+from jaxtune.command import run_guarded
 from jaxtune.config import new_config
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
@@ -27,25 +27,25 @@ def raising(error: BaseException):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_or_quota_is_a_line_that_says_what_is_safe(capsys, number):
     full = OSError(number, os.strerror(number))
-    assert guarded(raising(full)) == 2
+    assert run_guarded(raising(full)) == 2
     printed = capsys.readouterr().err
     assert printed.startswith(f"jaxtune: error: writing: {os.strerror(number)}. Finished checkpoints are intact")
     assert printed.count("\n") == 1
 
 
 def test_a_file_that_cannot_be_used_is_named(capsys):
-    assert guarded(raising(PermissionError(errno.EACCES, "Permission denied", "runs/a"))) == 2
+    assert run_guarded(raising(PermissionError(errno.EACCES, "Permission denied", "runs/a"))) == 2
     assert capsys.readouterr().err == "jaxtune: error: runs/a: Permission denied\n"
 
 
 def test_what_an_error_quotes_does_not_steer_the_terminal(capsys):
-    assert guarded(raising(UserError("a\x1b[2J\x9bé\n  b"))) == 2
+    assert run_guarded(raising(UserError("a\x1b[2J\x9bé\n  b"))) == 2
     assert capsys.readouterr().err == "jaxtune: error: a\\x1b[2J\\x9bé\n  b\n"
 
 
 def test_an_error_of_the_program_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):
-        guarded(raising(ZeroDivisionError()))
+        run_guarded(raising(ZeroDivisionError()))
 
 
 def test_warnings_of_every_command_look_like_those_of_a_run(monkeypatch, capsys):
@@ -56,7 +56,7 @@ def test_warnings_of_every_command_look_like_those_of_a_run(monkeypatch, capsys)
         (logger, "propagate", True),
     ):
         monkeypatch.setattr(one, attribute, value)
-    assert guarded(lambda: logger.warning("%s is slow", "https://me:secret@host/a")) == 0
+    assert run_guarded(lambda: logger.warning("%s is slow", "https://me:secret@host/a")) == 0
     assert capsys.readouterr() == ("", "warning: https://me:HIDDEN@host/a is slow\n")
 
 

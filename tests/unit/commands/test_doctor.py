@@ -5,18 +5,18 @@ import subprocess
 import pytest
 
 from jaxtune import doctor
-from jaxtune.doctor import Finding, Gpu, Outcome
+from jaxtune.doctor import Finding, GpuInfo, SelfTestResult
 
-H100 = Gpu("NVIDIA H100 80GB HBM3", "575.51.03", 81559, 4, 9.0)
-NEWER, OLD = Gpu("NVIDIA B200", "580.65.06", 183359, 0, 10.0), Gpu("Tesla V100", "470.1", 16384, 0, 7.0)
-TITAN = Gpu("Tesla T4", "575.51.03", 15360, 0, 7.5)
+H100 = GpuInfo("NVIDIA H100 80GB HBM3", "575.51.03", 81559, 4, 9.0)
+NEWER, OLD = GpuInfo("NVIDIA B200", "580.65.06", 183359, 0, 10.0), GpuInfo("Tesla V100", "470.1", 16384, 0, 7.0)
+TITAN = GpuInfo("Tesla T4", "575.51.03", 15360, 0, 7.5)
 CUDA12 = {"jax": "0.12.0", "jaxlib": "0.12.0", "jax-cuda12-plugin": "0.12.0"}
 
 
 def outcome(platform="gpu", devices=1, **more):
     answer = {"platform": platform, "devices": ["NVIDIA H100"] * devices, "losses": [5.6, 5.2, 5.0]}
     answer |= {"norms": [1.7, 1.8, 1.6], "sum": float(sum(range(devices))), "seconds": 9.0}
-    return Outcome(answer | more)
+    return SelfTestResult(answer | more)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def outcome(platform="gpu", devices=1, **more):
         (doctor.check_driver([OLD], 1), "broken", "jax needs 525 or newer", "nvidia.com/drivers"),
         (doctor.check_driver([TITAN], 1), "note", "compute capability 8.0 and newer", None),
         (
-            doctor.check_driver([H100, Gpu(H100.name, H100.driver, 81559, 40000, 9.0)], 2),
+            doctor.check_driver([H100, GpuInfo(H100.name, H100.driver, 81559, 40000, 9.0)], 2),
             *("note", "other processes use memory of GPU 1", "nvidia-smi"),
         ),
         (doctor.check_plugin({}, None, None), "ok", "not needed", None),
@@ -64,7 +64,7 @@ def outcome(platform="gpu", devices=1, **more):
         (doctor.check_step(outcome(losses=[5.6, 5.2, 5.002]), outcome("cpu"), 1), "ok", "as on the CPU", None),
         (doctor.check_step(outcome("cpu"), None, 0), "ok", "trains on the CPU", None),
         (doctor.check_step(outcome("cpu"), None, 1), "broken", "does not see the GPUs", "JAX_PLATFORMS=cuda"),
-        (doctor.check_step(Outcome(None, "exit code -11: "), None, 1), "broken", "exit code -11", "selftest"),
+        (doctor.check_step(SelfTestResult(None, "exit code -11: "), None, 1), "broken", "exit code -11", "selftest"),
         (doctor.check_step(outcome(losses=[5.6, 5.2, 5.7]), None, 1), "broken", "does not fall", "selftest"),
         (doctor.check_step(outcome(norms=[1, float("nan"), 1]), None, 1), "broken", "does not fall", "selftest"),
         (doctor.check_step(outcome(devices=4, sum=0.0), outcome("cpu"), 4), "broken", "0.0, not 6", "NCCL_DEBUG=INFO"),
@@ -123,7 +123,7 @@ def test_the_table_of_the_driver_is_read():
 def test_a_process_that_dies_or_hangs_is_an_outcome(monkeypatch):
     dead = subprocess.CompletedProcess([], -11, "", "Traceback\nRuntimeError: no device\n\n")
     monkeypatch.setattr(doctor.subprocess, "run", lambda *arguments, **options: dead)
-    assert doctor.run_step() == Outcome(None, "exit code -11: RuntimeError: no device")
+    assert doctor.run_step() == SelfTestResult(None, "exit code -11: RuntimeError: no device")
 
     def hangs(*arguments, **options):
         raise subprocess.TimeoutExpired("selftest", 300)

@@ -9,8 +9,8 @@ import pytest
 import jaxtune
 from jaxtune.config import keys, new_config, to_json
 from jaxtune.config.schema import Config
-from jaxtune.inference.sampling import Manner
-from jaxtune.python import mesh_put_back
+from jaxtune.inference.sampling import SamplingOptions
+from jaxtune.python import restore_mesh
 
 
 def test_importing_jaxtune_is_quick_and_train_is_one_thing_however_it_is_imported():
@@ -115,9 +115,9 @@ def test_what_is_no_recipe_is_refused_before_anything_begins():
 )
 def test_how_answers_are_made_is_checked_as_flags_are(manner, said):
     with pytest.raises(jaxtune.UserError) as error:
-        Manner(**manner)
+        SamplingOptions(**manner)
     assert str(error.value).startswith(said)
-    assert Manner(temperature=0, top_k=None, stop=["a"]).seed == 0
+    assert SamplingOptions(temperature=0, top_k=None, stop=["a"]).seed == 0
 
 
 def test_python_completes_what_is_public():
@@ -141,7 +141,7 @@ def test_python_completes_what_is_public():
     ],
 )
 def test_options_in_errors_are_what_python_takes(setting, argument):
-    with pytest.raises(jaxtune.UserError) as error, mesh_put_back():
+    with pytest.raises(jaxtune.UserError) as error, restore_mesh():
         raise jaxtune.UserError(f"choose {setting}, or leave {setting}")
     assert str(error.value) == f"choose {argument}, or leave {argument}"
 

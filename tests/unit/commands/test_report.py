@@ -10,7 +10,7 @@ from browser import in_browser
 
 from jaxtune import report
 from jaxtune.config import to_json
-from jaxtune.config.schema import Config, Dataset, Log
+from jaxtune.config.schema import Config, Dataset, LogOptions
 from jaxtune.data import Counts
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.monitor.metrics import MetricsLog
@@ -27,7 +27,7 @@ def run(path, steps=30, datasets=1, learning_rate=1e-4):
     folder = RunFolder(path)
     counts = Counts(**{field.name: 7 for field in dataclasses.fields(Counts)})
     folder.write_records(dataclasses.replace(config, data=data, optim=optim), counts)
-    log = MetricsLog(path, Log(), path.name, {}, 0, is_main=True)
+    log = MetricsLog(path, LogOptions(), path.name, {}, 0, is_main=True)
     for step in range(1, steps + 1):
         values = {"loss": 9.0 if step == 20 else 3 / step, "rewards/margins": 0.0, "learning_rate": learning_rate}
         log.write(step, values | {"tokens": 64 * step, "step_seconds": 0.5})
@@ -106,7 +106,7 @@ def test_errors_say_what_is_wrong(tmp_path, capsys, arguments, part):
     ("rows", "part"), [(None, "no step has ended yet"), ("", "no step has ended yet"), ("off", "log.jsonl is off")]
 )
 def test_a_run_without_metrics_says_why(tmp_path, capsys, rows, part):
-    log = Log(jsonl=rows != "off")
+    log = LogOptions(jsonl=rows != "off")
     (tmp_path / "config.json").write_text(to_json(dataclasses.replace(Config(), log=log)))
     if rows == "":
         (tmp_path / "metrics.jsonl").write_text("")

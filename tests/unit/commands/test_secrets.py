@@ -8,12 +8,12 @@ import pytest
 
 from jaxtune import report
 from jaxtune.checkpoint.storage import RemoteFolder, open_folder
-from jaxtune.command import guarded
+from jaxtune.command import run_guarded
 from jaxtune.config import from_json, to_json
-from jaxtune.config.schema import Ckpt, Config, Data, Dataset
+from jaxtune.config.schema import CkptOptions, Config, DataOptions, Dataset
 from jaxtune.data.cache.documents import folder_name
 from jaxtune.data.reading import files
-from jaxtune.data.reading.sources import Source
+from jaxtune.data.reading.sources import SampleSource
 from jaxtune.errors import UserError, hide_secrets
 from jaxtune.host import process
 from jaxtune.host.run_folder import RunFolder
@@ -50,7 +50,7 @@ def test_what_is_hidden_of_a_url(text, shown):
 
 
 def config_of(url: str) -> Config:
-    return Config(data=Data(datasets=(Dataset(path=url),)), ckpt=Ckpt(mirror=url))
+    return Config(data=DataOptions(datasets=(Dataset(path=url),)), ckpt=CkptOptions(mirror=url))
 
 
 def test_it_is_in_no_file_log_message_or_report_of_a_run(tmp_path, monkeypatch, capsys):
@@ -64,7 +64,7 @@ def test_it_is_in_no_file_log_message_or_report_of_a_run(tmp_path, monkeypatch, 
     with process.log_to_file(config, tmp_path):
         logging.getLogger("jaxtune").warning("mirror: %s", URL)
     assert report.main([str(tmp_path)]) == 0
-    shown = f"{config} {dataclasses.replace(config, notes=(URL,)).opening_lines} {capsys.readouterr()}"
+    shown = f"{config} {dataclasses.replace(config, notes=(URL,)).startup_notes} {capsys.readouterr()}"
     written = [file.read_text() for file in tmp_path.iterdir() if file.is_file()]
     assert len(written) == 4 and not any(SECRET in text for text in (shown, *written))
     assert "token=HIDDEN" in folder.config.read_text() and "token=HIDDEN" in (tmp_path / "run.log").read_text()
@@ -72,7 +72,7 @@ def test_it_is_in_no_file_log_message_or_report_of_a_run(tmp_path, monkeypatch, 
     def failing():
         raise FileNotFoundError(2, "No such file", URL)
 
-    assert guarded(failing) == 2 and "token=HIDDEN: No such file" in capsys.readouterr().err
+    assert run_guarded(failing) == 2 and "token=HIDDEN: No such file" in capsys.readouterr().err
 
 
 def test_another_token_is_the_same_run_and_the_same_data(tmp_path):
@@ -81,7 +81,7 @@ def test_another_token_is_the_same_run_and_the_same_data(tmp_path):
         resume.check_unchanged(json.loads(saved), now, RunFolder(tmp_path))
     with pytest.raises(UserError, match="data.datasets"):
         resume.check_unchanged(json.loads(to_json(before)), config_of("https://host/b.jsonl"), RunFolder(tmp_path))
-    source = Source("a", "1", lambda report: iter(()))
+    source = SampleSource("a", "1", lambda report: iter(()))
     names = {folder_name(source, config.data.datasets[0], "") for config in (before, now)}
     assert len(names) == 1
 

@@ -415,7 +415,7 @@ def test_a_line_says_what_a_user_would_look_for_elsewhere():
 def test_what_is_not_there_yet_at_its_default_is_a_note_and_so_is_a_reason():
     (note,) = [note for note in resolve_text(TRL + "eval_delay: 0\n").notes if "eval_delay" in note]
     assert note == "  eval_delay = 0 -> not supported yet, and not used by this value"
-    notes = resolve_text(SUROGATE + "padding_side: left\nnormuon_beta2: 0.9\n").opening_lines
+    notes = resolve_text(SUROGATE + "padding_side: left\nnormuon_beta2: 0.9\n").startup_notes
     assert notes[0] == "its.yaml: a config of Surogate, translated as follows:"
     assert any(
         note.startswith("  padding_side = 'left' -> padding is neither attended to nor trained") for note in notes
@@ -431,7 +431,7 @@ def test_the_dialect_can_be_said_and_our_own_options_come_on_top():
     pathlib.Path("top.yaml").write_text("base: its.yaml\noptim: {beta2: 0.95}\n")
     config = read_recipe("top.yaml").resolve()
     assert (config.optim.beta2, config.optim.learning_rate) == (0.95, 1e-4)
-    assert config.opening_lines[0] == "its.yaml: a config of ERNIEKit, translated as follows:"
+    assert config.startup_notes[0] == "its.yaml: a config of ERNIEKit, translated as follows:"
 
 
 def test_options_from_shows_what_becomes_of_a_config_without_training(capsys):

@@ -432,7 +432,7 @@ def test_nearest_key_finds_the_meant_one_after_a_typo():
             if wrong in keys.options():
                 continue
             tried += 1
-            nearest = keys.nearest(wrong)
+            nearest = keys.nearest_option(wrong)
             if nearest is None or nearest.key != key:
                 misses.append((key, wrong))
     assert tried > 400 and len(misses) <= 0.05 * tried, misses
@@ -468,7 +468,7 @@ def test_what_a_name_without_its_section_means_is_an_option():
 
 
 def test_no_nearest_key_for_something_unlike_any():
-    assert keys.nearest("zzzz") is None
+    assert keys.nearest_option("zzzz") is None
     assert "python -m jaxtune.options" in keys.no_such_option("zzzz")
 
 
@@ -487,12 +487,12 @@ def test_the_config_remembers_who_said_a_value(base):
 def test_rules_of_an_option_are_about_numbers_and_options(option):
     prefix = f"{option.key.rpartition('.')[0]}." if "[i]" in option.key else ""
     for condition in option.when:
-        assert all(prefix + name in keys.options() for name in keys.names(condition)), condition
+        assert all(prefix + name in keys.options() for name in keys.names_in_expression(condition)), condition
     numbers = (int, float)
     assert (
         not option.within
         or not isinstance(option.default, numbers)
-        or option_rules.inside(option.default, option.within)
+        or option_rules.in_interval(option.default, option.within)
     )
 
 
@@ -554,6 +554,6 @@ def test_names_of_other_systems_are_answered_with_ours():
     for key, aliases in keys.ALIASES.items():
         assert key in keys.options()
         for alias in aliases.split():
-            assert (option := keys.nearest(f"train.{alias}")) and option.key == key
+            assert (option := keys.nearest_option(f"train.{alias}")) and option.key == key
             assert not any(other.rpartition(".")[2] == alias for other in keys.options()), alias
     assert sum(len(aliases.split()) for aliases in keys.ALIASES.values()) >= 40

@@ -81,9 +81,9 @@ def test_what_a_recipe_inherits_gives_way_to_what_it_says(base, line, values, le
         for entry in actual.get("data.datasets", ()):
             actual["data.datasets"] = (entry.path, entry.type, entry.subset)
         assert actual == values
-        assert len(config.opening_lines) == bool(left_out), "one line for all options of a dataset"
+        assert len(config.startup_notes) == bool(left_out), "one line for all options of a dataset"
         assert [
-            name for text in config.opening_lines for name in re.findall(r"(\w+) = ", text.split(": ")[2])
+            name for text in config.startup_notes for name in re.findall(r"(\w+) = ", text.split(": ")[2])
         ] == left_out
 
 
@@ -102,7 +102,7 @@ def test_columns_of_a_recipe_s_own_dataset_give_way_to_another_path():
             Dataset(path="other.jsonl", output_field="a", prompt_format="{q}: ", samples=2),
         )
         gone = ("encoding", "select_columns", "instruction_field", "tools_field", "message_property_mappings")
-        (line,) = config.opening_lines
+        (line,) = config.startup_notes
         assert line.startswith(f"left out: recipe: {entry}.encoding = 'cp1252', {entry}.select_columns = ('q', 'a'), ")
         assert re.findall(r"\](\.\w+) = ", line) == [f".{name}" for name in gone]
         assert line.endswith(": describes the dataset that was replaced")
@@ -132,7 +132,7 @@ def test_what_is_inherited_gives_way_at_every_step():
     pathlib.Path("middle.yaml").write_text("base: mine.py\nlora: {rank: 4}\n")
     pathlib.Path("top.yaml").write_text("base: middle.yaml\nlora: {enabled: false}\n")
     config = read_recipe("top.yaml").resolve()
-    assert [line.split(" = ")[0] for line in config.opening_lines] == [
+    assert [line.split(" = ")[0] for line in config.startup_notes] == [
         "left out: recipe: lora.rank",
         "left out: recipe: eval.steps",
     ]
@@ -149,7 +149,7 @@ def test_a_classifier_keeps_the_type_of_its_data():
     type_ = "config.data.datasets[0].type = 'classification'"
     path = started_from("qwen_full", "config.model.head = 'classification'", type_)
     config = read_recipe(path).resolve([("data.datasets[0].path", "mine.csv")])
-    assert config.data.datasets[0].type == "classification" and not config.opening_lines
+    assert config.data.datasets[0].type == "classification" and not config.startup_notes
 
 
 def test_the_config_of_a_run_is_a_recipe():

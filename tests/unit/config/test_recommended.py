@@ -1,7 +1,7 @@
 """`train.recommend` has a rule of thumb for each mode; set options stay, and each value is printed with its source."""
 
 import pytest
-from tiny import model_folder
+from tiny import write_model_folder
 
 from jaxtune.config import load_recipe, read_recipe, resolve, to_json
 from jaxtune.weights.architecture import count_parameters
@@ -37,7 +37,7 @@ MODES = [
 def test_a_mode_and_size_have_their_learning_rate_and_warmup(base, settings, billions, rate, told):
     config = recommend(base, count=lambda model: billions * 1e9, **settings)
     assert (config.optim.learning_rate, config.optim.warmup_ratio) == (rate, 0.03)
-    first, second = config.opening_lines
+    first, second = config.startup_notes
     assert first.startswith(told) and second.startswith(
         "recommended: optim.warmup_ratio = 0.03 (1% to 10% of steps: ERNIE"
     )
@@ -45,14 +45,14 @@ def test_a_mode_and_size_have_their_learning_rate_and_warmup(base, settings, bil
 
 def test_without_the_option_nothing_is_recommended(base):
     config = resolve(base, "recipe", LORA.items())
-    assert (config.optim.learning_rate, config.optim.warmup_ratio, config.opening_lines) == (2e-4, 0.0, ())
+    assert (config.optim.learning_rate, config.optim.warmup_ratio, config.startup_notes) == (2e-4, 0.0, ())
 
 
 def test_what_the_recipe_or_the_command_line_sets_stays(base):
     base.optim.learning_rate = 1e-3
     config = recommend(base, **LORA, **{"optim.warmup_steps": "5"})
     assert (config.optim.learning_rate, config.optim.warmup_steps, config.optim.warmup_ratio) == (1e-3, 5, 0.0)
-    rate, warmup = config.opening_lines
+    rate, warmup = config.startup_notes
     assert rate.endswith("but optim.learning_rate is set and stays")
     assert warmup.endswith("but optim.warmup_steps is set and stays")
 
@@ -66,20 +66,20 @@ def test_reward_models_have_no_rule_of_thumb(base):
     config = recommend(base, **rewards)
     assert config.optim.learning_rate == 2e-4 and config.optim.warmup_ratio == 0.03
     assert (
-        "recommended: nothing for optim.learning_rate: there is no rule of thumb for reward" in config.opening_lines[0]
+        "recommended: nothing for optim.learning_rate: there is no rule of thumb for reward" in config.startup_notes[0]
     )
 
 
 def test_other_optimizers_have_no_rule_of_thumb(base):
     config = recommend(base, **{"optim.name": "lion"})
     assert config.optim.learning_rate == 2e-4
-    assert "recommended: nothing for optim.learning_rate: rules of thumb are for AdamW" in config.opening_lines[0]
+    assert "recommended: nothing for optim.learning_rate: rules of thumb are for AdamW" in config.startup_notes[0]
 
 
 def test_the_size_is_that_of_config_json(base, tmp_path):
-    base.model.path = str(model_folder(tmp_path / "model"))
+    base.model.path = str(write_model_folder(tmp_path / "model"))
     base.model.from_scratch = True
-    (line, _) = recommend(base).opening_lines
+    (line, _) = recommend(base).startup_notes
     assert "recommended: optim.learning_rate = 0.0006 (pretraining, 3.2e-05 billion parameters" in line
 
 

@@ -60,7 +60,7 @@ def test_a_base_is_a_recipe_by_name_or_a_file_beside_it_and_what_the_file_says_c
 def test_what_a_file_makes_moot_of_its_base_is_a_note_and_its_own_values_are_not():
     config = resolve_text("base: qwen_lora:my/model\nlora: {enabled: false}\n")
     assert not config.lora.enabled
-    assert resolve_text("base: qwen_lora:my/model\ndata: {validation_split: 0}\n").opening_lines == (
+    assert resolve_text("base: qwen_lora:my/model\ndata: {validation_split: 0}\n").startup_notes == (
         "left out: recipe: eval.steps = 100: has no effect: it is read only when data.validation_split or "
         "data.eval_datasets, and data.validation_split = 0.0, data.eval_datasets = 0 entries",
     )

@@ -3,9 +3,9 @@
 import pytest
 from tiny import CHATML, byte_tokenizer
 
-from jaxtune.config.schema import Chat
+from jaxtune.config.schema import ChatOptions
 from jaxtune.data.chat.chat_template import ChatTemplate
-from jaxtune.data.chat.encoding import Refused
+from jaxtune.data.chat.encoding import UntrainableSample
 from jaxtune.data.chat.messages import check_messages, check_tools
 from jaxtune.errors import UserError
 from jaxtune.hf.chat_templates import find_template
@@ -28,7 +28,7 @@ def test_hermes_is_how_qwen_writes_tools(tmp_path):
     plain, qwen = byte_tokenizer(tmp_path / "a", CHATML), byte_tokenizer(tmp_path / "b")
     qwen.chat_template = find_template("qwen3", qwen.get_vocab())
     lines = []
-    ours = ChatTemplate(plain, lines.append, Chat(agent_template="hermes"))
+    ours = ChatTemplate(plain, lines.append, ChatOptions(agent_template="hermes"))
     theirs = ChatTemplate(qwen)
     more = [*check_messages(TALK), USER]  # Qwen3 adds an empty thought to the last turn
     assert lines == [] and ours.prompt(more, TOOLS) == theirs.prompt(more, TOOLS)
@@ -56,7 +56,7 @@ AGENTS = {
 @pytest.mark.parametrize("style", AGENTS)
 def test_agent_templates_write_tools_as_text(tmp_path, style):
     tools, call, result = AGENTS[style]
-    template = ChatTemplate(byte_tokenizer(tmp_path), chat=Chat(agent_template=style))
+    template = ChatTemplate(byte_tokenizer(tmp_path), chat=ChatOptions(agent_template=style))
     rendered = template.render(check_messages([SYSTEM, USER, CALLED, RESULT, ANSWER]), TOOLS)
     assert rendered.text.startswith("<|im_start|>system\nBe brief.\n\n") and tools in rendered.text
     assert result in rendered.text and trained(rendered) == [call, "It is 3.<|im_end|>"]
@@ -64,18 +64,18 @@ def test_agent_templates_write_tools_as_text(tmp_path, style):
 
 def test_a_result_stays_a_tool_s_for_what_is_trained(tmp_path):
     messages = check_messages([USER, CALLED, RESULT, ANSWER])
-    whole = Chat(agent_template="react", loss_scale="all")
+    whole = ChatOptions(agent_template="react", loss_scale="all")
     for chat, expected in (
-        (Chat(agent_template="react", loss_scale="last_round"), [AGENTS["react"][1], "It is 3.<|im_end|>"]),
-        (Chat(agent_template="react", roles=("user",)), ["Hi<|im_end|>"]),
-        (Chat(agent_template="react", roles=("tool",)), ["Observation: 3<|im_end|>"]),
+        (ChatOptions(agent_template="react", loss_scale="last_round"), [AGENTS["react"][1], "It is 3.<|im_end|>"]),
+        (ChatOptions(agent_template="react", roles=("user",)), ["Hi<|im_end|>"]),
+        (ChatOptions(agent_template="react", roles=("tool",)), ["Observation: 3<|im_end|>"]),
         (whole, [ChatTemplate(byte_tokenizer(tmp_path), chat=whole).render(messages, TOOLS).text]),
     ):
         assert trained(ChatTemplate(byte_tokenizer(tmp_path), chat=chat).render(messages, TOOLS)) == expected
 
 
 def test_without_an_agent_template_a_lost_call_is_refused(tmp_path):
-    with pytest.raises(Refused, match="leaves out its tool call; use .* chat.agent_template"):
+    with pytest.raises(UntrainableSample, match="leaves out its tool call; use .* chat.agent_template"):
         ChatTemplate(byte_tokenizer(tmp_path)).render(check_messages([USER, CALLED, RESULT, ANSWER]), TOOLS)
 
 
@@ -106,5 +106,5 @@ def test_a_template_that_fails_on_any_arguments_says_its_own_reason(tmp_path):
 
 def test_answers_begin_with_the_response_prefix_when_the_model_is_asked(tmp_path):
     tokenizer = byte_tokenizer(tmp_path)
-    prompt = ChatTemplate(tokenizer, chat=Chat(response_prefix="<think>\n")).prompt([USER])
+    prompt = ChatTemplate(tokenizer, chat=ChatOptions(response_prefix="<think>\n")).prompt([USER])
     assert tokenizer.decode(prompt) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n"

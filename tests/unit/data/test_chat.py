@@ -14,7 +14,7 @@ from tiny import CHATML, byte_tokenizer
 from jaxtune.data import ChatTemplate
 from jaxtune.data.cache import workers
 from jaxtune.data.chat import sandbox
-from jaxtune.data.chat.encoding import Encoder, Refused
+from jaxtune.data.chat.encoding import Encoder, UntrainableSample
 from jaxtune.data.chat.messages import check_messages, check_tools
 from jaxtune.errors import UserError
 
@@ -229,7 +229,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("template, messages, reason", REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_trained_right_is_refused(tmp_path, template, messages, reason):
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(UntrainableSample, match=reason):
         ChatTemplate(byte_tokenizer(tmp_path, template)).render(messages)
 
 
@@ -245,9 +245,9 @@ TOOLS = (  # renders tools and calls
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
 def test_an_answer_that_the_template_loses_is_refused(tmp_path, template):
     lost = ChatTemplate(byte_tokenizer(tmp_path, template))
-    with pytest.raises(Refused, match=r"message 1 \(assistant\) renders as nothing"):
+    with pytest.raises(UntrainableSample, match=r"message 1 \(assistant\) renders as nothing"):
         lost.render([USER, CALL, MORE, LAST])
-    with pytest.raises(Refused, match="message 1 .* leaves out its tool call"):
+    with pytest.raises(UntrainableSample, match="message 1 .* leaves out its tool call"):
         lost.render([USER, CALL | {"content": "Wait."}, MORE, LAST])
 
 
@@ -258,7 +258,7 @@ def test_an_empty_answer_is_refused_where_the_template_writes_an_empty_thought(t
     )
     thoughts = ChatTemplate(byte_tokenizer(tmp_path, source))
     message = {"role": "assistant", "content": ""}
-    with pytest.raises(Refused, match=r"message 1 \(assistant\) is empty"):
+    with pytest.raises(UntrainableSample, match=r"message 1 \(assistant\) is empty"):
         thoughts.render([USER, message | empty])
     assert thoughts.render([USER, message | {"reasoning_content": "Hm."}]).spans
 
@@ -307,13 +307,13 @@ def test_a_message_that_says_so_is_context(family, name, excluded):
     rendered = ChatTemplate(family(name), lines.append).render(messages)
     assert [rendered.text[start:end] for start, end in rendered.spans] == ["Ok.<|im_end|>"]
     assert lines == []
-    with pytest.raises(Refused, match="no assistant message that is to be trained"):
+    with pytest.raises(UntrainableSample, match="no assistant message that is to be trained"):
         ChatTemplate(family(name)).render(check_messages([USER, ANSWER | excluded]))
 
 
 def test_marks_that_cannot_be_told_apart_are_refused_where_one_is_not_to_be_trained(tmp_path):
     twice = "{% generation %}x<|im_end|>{% endgeneration %}" * 2 + MARKED
-    with pytest.raises(Refused, match="message 1 is not to be trained, .* but it is unclear which"):
+    with pytest.raises(UntrainableSample, match="message 1 is not to be trained, .* but it is unclear which"):
         ChatTemplate(byte_tokenizer(tmp_path, twice)).render(check_messages([USER, ANSWER | {"weight": 0}, MORE, LAST]))
 
 

@@ -14,7 +14,7 @@ import pytest
 from tiny import CHATML, byte_tokenizer, numbered_documents
 
 from jaxtune.columns import NEXT_TOKEN
-from jaxtune.config.schema import Config, Data, Dataset, Mesh
+from jaxtune.config.schema import Config, DataOptions, Dataset, MeshOptions
 from jaxtune.data.cache import documents
 from jaxtune.data.cache.documents import tokenize
 from jaxtune.data.chat.chat_template import ChatTemplate
@@ -57,7 +57,7 @@ def test_a_pad_token_that_is_the_end_token_masks_the_end(tmp_path):
     tokenizer.pad_token = tokenizer.eos_token
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "Hi", "completion": "Yo"}))
     documents = tokenize((Dataset(path=str(tmp_path / "a.jsonl")),), tokenizer, tmp_path / "cache")
-    row = Rows(documents, Data(seq_len=128), 1)[0]
+    row = Rows(documents, DataOptions(seq_len=128), 1)[0]
     ends = (row["targets"] == tokenizer.eos_token_id) & (row["loss_weight"] > 0)
     assert ends.sum() == 1
 
@@ -69,32 +69,32 @@ def test_every_label_is_masked_and_the_run_succeeds(read):
         read({"input_ids": [1, 2, 3], "labels": [-100, -100, -100]})
     cut = numbered_documents([20], [[0] * 15 + [1] * 5], continuous=False)
     with pytest.raises(UserError, match="leaves no trained token"):
-        Rows(cut, Data(seq_len=10, truncation="right"), 1)
+        Rows(cut, DataOptions(seq_len=10, truncation="right"), 1)
 
 
 def test_long_samples_are_truncated_silently():
     """Tokens that are cut, split or left out are counted and printed, with a warning if they are many."""
     long = numbered_documents([5, 30], continuous=False)
-    dropped = Rows(long, Data(seq_len=10), 1)
+    dropped = Rows(long, DataOptions(seq_len=10), 1)
     assert "1 dropped with 30 tokens" in str(dropped.counts)
     assert dropped.losses == [
         "1 of 2 documents are left out: they are longer than data.seq_len=10, or the cut leaves them no trained "
         "token; 30 of 35 tokens are lost (86%); raise data.seq_len"
     ]
-    cut = Rows(long, Data(seq_len=10, truncation="right"), 1)
+    cut = Rows(long, DataOptions(seq_len=10, truncation="right"), 1)
     assert "1 truncated by 20 tokens" in str(cut.counts) and cut.counts.dropped_documents == 0
     assert cut.losses == [
         "1 of 2 documents are cut to data.seq_len=10; 20 of 35 tokens are lost (57%); raise data.seq_len"
     ]
     little = numbered_documents([*[10] * 60, *[11] * 3], continuous=False)
-    assert Rows(little, Data(seq_len=10, truncation="right"), 1).losses == []
+    assert Rows(little, DataOptions(seq_len=10, truncation="right"), 1).losses == []
 
 
 @pytest.mark.parametrize("name, where", [("", "^validation: "), ("own", "^validation own: ")])
 def test_validation_documents_that_are_all_too_long_are_named(name, where):
     long = {name: numbered_documents([30], continuous=False)}
     with pytest.raises(UserError, match=f"{where}the 1 documents are longer than data.seq_len=10"):
-        rows_to_evaluate(long, Config(data=Data(seq_len=10)), NEXT_TOKEN)
+        rows_to_evaluate(long, Config(data=DataOptions(seq_len=10)), NEXT_TOKEN)
 
 
 def test_what_is_lost_is_said_before_anything_else(tmp_path, tokenizer, monkeypatch, caplog):
@@ -102,15 +102,15 @@ def test_what_is_lost_is_said_before_anything_else(tmp_path, tokenizer, monkeypa
     caplog.set_level("INFO", logger="jaxtune")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "a" * n, "id": n}) + "\n" for n in (2, 50, 3, 60)))
     entry = Dataset(path=str(tmp_path / "a.jsonl"))
-    options = Data((entry,), (entry,), seq_len=16, truncation="delete", cache_dir=str(tmp_path / "cache"))
-    open_feed(Config(data=options), tokenizer, len(tokenizer), make_mesh(Mesh(), jax.devices()[:1]))
+    options = DataOptions((entry,), (entry,), seq_len=16, truncation="delete", cache_dir=str(tmp_path / "cache"))
+    open_feed(Config(data=options), tokenizer, len(tokenizer), make_mesh(MeshOptions(), jax.devices()[:1]))
     log = [(record.levelname, record.message) for record in caplog.records]
     assert [level for level, _ in log] == ["WARNING"] * 2 + ["INFO"] * 5
     assert log[-1][1].startswith("validation: 2 documents")
     assert log[0][1].endswith("a.jsonl: 1 column is not used: 'id'") and "2 of 4 documents are left out" in log[1][1]
     caplog.clear()
     validating = dataclasses.replace(options, seq_len=64, eval_datasets=(dataclasses.replace(entry, max_tokens=4),))
-    open_feed(Config(data=validating), tokenizer, len(tokenizer), make_mesh(Mesh(), jax.devices()[:1]))
+    open_feed(Config(data=validating), tokenizer, len(tokenizer), make_mesh(MeshOptions(), jax.devices()[:1]))
     assert [
         record.message.partition("a.jsonl: ")[::2] for record in caplog.records if record.levelname == "WARNING"
     ] == [
@@ -150,9 +150,9 @@ def test_tool_calls_render_differently_by_family(tmp_path):
 
 def of_data() -> Feed:
     numbered = numbered_documents([3, 5, 8, 6, 2] * 3)
-    sharding = jax.NamedSharding(make_mesh(Mesh(), jax.devices()[:1]), P(None, *by_token()))
-    rows = Rows(numbered, Data(seq_len=8), None)
-    return Feed(numbered, rows, None, (1, 2, 8), sharding, total_steps=12, chat=False, data=Data(seq_len=8))
+    sharding = jax.NamedSharding(make_mesh(MeshOptions(), jax.devices()[:1]), P(None, *by_token()))
+    rows = Rows(numbered, DataOptions(seq_len=8), None)
+    return Feed(numbered, rows, None, (1, 2, 8), sharding, total_steps=12, chat=False, data=DataOptions(seq_len=8))
 
 
 def test_a_run_that_resumes_starts_its_data_again():

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tiny import numbered_documents
 
 from jaxtune.columns import NEXT_TOKEN
-from jaxtune.config.schema import Data, Mesh
-from jaxtune.data.rows.deal import dealt, places
+from jaxtune.config.schema import DataOptions, MeshOptions
+from jaxtune.data.rows.deal import deal_positions, deal_row
 from jaxtune.data.rows.loader import abstract_batch, batches
 from jaxtune.data.rows.packed_rows import Rows
 from jaxtune.parallel.layout import P, by_token
@@ -37,7 +37,7 @@ def most_over_mean(start: np.ndarray, place: np.ndarray, devices: int) -> float:
 )
 def test_each_device_has_as_many_positions_in_their_order(lengths, size):
     devices, each = size
-    place = places(key_start(lengths, devices * each), devices)
+    place = deal_positions(key_start(lengths, devices * each), devices)
     assert place.dtype == np.int32 and sorted(place) == list(range(devices * each))
     assert (np.diff(place.reshape(devices, -1), axis=1) > 0).all()
 
@@ -51,22 +51,22 @@ def test_each_device_has_the_same_work_whatever_is_packed(devices):
     packings += [rng.integers(100, LONG, 5) for _ in range(5)]
     packings += [np.exp(rng.normal(7, 1.5, 200)).astype(int) + 1 for _ in range(5)]
     starts = [key_start(list(lengths), LONG) for lengths in packings]
-    assert max(most_over_mean(start, places(start, devices), devices) for start in starts) < 1.05
+    assert max(most_over_mean(start, deal_positions(start, devices), devices) for start in starts) < 1.05
     # Without dealing, the last device has far more.
     assert np.mean([most_over_mean(start, np.arange(LONG), devices) for start in starts]) > 1.15
 
 
 def test_every_column_follows_and_place_says_where_it_was():
-    row = Rows(numbered_documents([3, 5, 8, 6, 2]), Data(seq_len=24), 1)[0]
-    columns = dealt(row, 4)
+    row = Rows(numbered_documents([3, 5, 8, 6, 2]), DataOptions(seq_len=24), 1)[0]
+    columns = deal_row(row, 4)
     assert set(columns) == {*row, "place"} and not np.array_equal(columns["tokens"], row["tokens"])
     for name, column in row.items():
         np.testing.assert_array_equal(column[columns["place"]], columns[name])
 
 
 def test_the_loader_deals_rows_to_the_devices_of_the_axis_that_keeps_positions():
-    rows = Rows(numbered_documents([3, 5, 8, 6, 2] * 4), Data(seq_len=24), epochs=1)
-    mesh = make_mesh(Mesh(fsdp=1, context=2, sequence=2), jax.devices()[:4])
+    rows = Rows(numbered_documents([3, 5, 8, 6, 2] * 4), DataOptions(seq_len=24), epochs=1)
+    mesh = make_mesh(MeshOptions(fsdp=1, context=2, sequence=2), jax.devices()[:4])
     sharding, shape = jax.NamedSharding(mesh, P(None, *by_token())), (1, 2, 24)
     [(_, batch)] = batches(rows, shape, sharding, 0, 2)
     abstract = abstract_batch(shape, sharding, NEXT_TOKEN)
@@ -74,5 +74,5 @@ def test_the_loader_deals_rows_to_the_devices_of_the_axis_that_keeps_positions()
         name: (x.shape, x.dtype, x.sharding) for name, x in abstract.items()
     }
     for number in range(2):
-        for name, column in dealt(rows[number], 2).items():
+        for name, column in deal_row(rows[number], 2).items():
             np.testing.assert_array_equal(np.asarray(batch[name])[0, number], column)

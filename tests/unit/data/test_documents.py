@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import byte_tokenizer
 
-from jaxtune.config.schema import Chat, Config, Data, Dataset, Train
+from jaxtune.config.schema import ChatOptions, Config, DataOptions, Dataset, TrainOptions
 from jaxtune.data.cache import documents as documents_module
 from jaxtune.data.cache.documents import prepare_shard, tokenize
 from jaxtune.data.chat.encoding import Encoder
@@ -340,7 +340,7 @@ def test_the_cache_is_used_until_data_options_or_tokenizer_change(tokenizer, tmp
     assert made == 1 and times(entry) == (0, key)
     assert times(replace(entry, samples=2))[0] == 1
     assert times(entry, on_bad_row="skip")[0] == 1
-    assert times(entry, chat=Chat(loss_scale="last_round"))[0] == 1
+    assert times(entry, chat=ChatOptions(loss_scale="last_round"))[0] == 1
     assert times(entry, byte_tokenizer(tmp_path / "other", chat_template="{{ messages }}"))[0] == 1
     jsonl(path, [{"text": "new"}])
     made, new_key = times(entry)
@@ -468,7 +468,7 @@ def test_damaged_documents_whose_source_may_not_be_read_are_an_error(tokenizer, 
 def test_validation_data_is_a_part_or_data_of_its_own(tokenizer, tmp_path):
     entry = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS)))
     eval_dataset = Dataset(path=str(jsonl(tmp_path / "b.jsonl", TEXTS[:2])))
-    config = Config(data=Data(datasets=(entry,)), train=Train(output_dir=str(tmp_path / "runs")))
+    config = Config(data=DataOptions(datasets=(entry,)), train=TrainOptions(output_dir=str(tmp_path / "runs")))
     assert open_documents(config, tokenizer)[1] == {}
     assert (tmp_path / "runs" / "cache").is_dir()
     for held_out, sizes in ((0.3, [2, 1]), (1, [2, 1]), (2, [1, 2])):
@@ -485,7 +485,9 @@ def test_validation_data_is_a_part_or_data_of_its_own(tokenizer, tmp_path):
 
 def test_which_documents_are_held_out_has_a_seed_of_its_own(tokenizer, tmp_path):
     entry = Dataset(path=str(jsonl(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(40)])))
-    config = Config(data=Data(datasets=(entry,), validation_split=8), train=Train(output_dir=str(tmp_path / "runs")))
+    config = Config(
+        data=DataOptions(datasets=(entry,), validation_split=8), train=TrainOptions(output_dir=str(tmp_path / "runs"))
+    )
 
     def held_out(**seeds) -> list[int]:
         seeded = replace(config, data=replace(config.data, **seeds))
@@ -496,13 +498,13 @@ def test_which_documents_are_held_out_has_a_seed_of_its_own(tokenizer, tmp_path)
 
 def test_a_token_without_an_embedding_is_named(tokenizer, tmp_path):
     """The tokenizer has tokens that the model lacks: an error if the data contain one."""
-    config = Config(train=Train(output_dir=str(tmp_path / "runs")))
+    config = Config(train=TrainOptions(output_dir=str(tmp_path / "runs")))
     most = len(tokenizer) - 1
     for name, ids in (("without", [1, 2, most - 1]), ("with", [1, 2, most])):
         entry = Dataset(path=str(jsonl(tmp_path / f"{name}.jsonl", [{"input_ids": ids}] * 2)))
         refused = pytest.raises(UserError, match=rf"token {most}, .* and the model has embeddings for {most} tokens")
         with refused if name == "with" else contextlib.nullcontext():
-            open_documents(replace(config, data=Data(datasets=(entry,))), tokenizer, most)
+            open_documents(replace(config, data=DataOptions(datasets=(entry,))), tokenizer, most)
 
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
@@ -582,7 +584,7 @@ def test_no_entry_is_tokenised_again_whatever_stands_beside_it(tokenizer, three,
     data |= {"datasets": tuple(entries[i] for i in order), "eval_datasets": tuple(entries[i] for i in evaluated)}
     data |= {"validation_split": 0.0 if evaluated or sum(len(texts[i]) for i in order) < 2 else split}
     with mock.patch.object(Encoder, "__call__", counted):
-        opened = open_documents(Config(data=Data(**data, cache_dir=str(cache_dir))), tokenizer)
+        opened = open_documents(Config(data=DataOptions(**data, cache_dir=str(cache_dir))), tokenizer)
     assert len(tokenised) == len(set(tokenised))  # over all examples
 
     parts = (opened[0], *opened[1].values())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from tiny import ORDERS, numbered_documents
 
-from jaxtune.config.schema import Config, Data, Mesh, Train
+from jaxtune.config.schema import Config, DataOptions, MeshOptions, TrainOptions
 from jaxtune.data.rows import feed as feeds
 from jaxtune.data.rows.feed import Feed, open_feed
 from jaxtune.data.rows.packed_rows import Rows
@@ -24,8 +24,8 @@ DOCUMENTS = numbered_documents([3, 5, 8, 6, 2] * 3)
 
 
 def feed(epochs):
-    rows = Rows(DOCUMENTS, Data(seq_len=SEQ_LEN), epochs)
-    sharding = NamedSharding(make_mesh(Mesh(), jax.devices()[:1]), P(None, *by_token()))
+    rows = Rows(DOCUMENTS, DataOptions(seq_len=SEQ_LEN), epochs)
+    sharding = NamedSharding(make_mesh(MeshOptions(), jax.devices()[:1]), P(None, *by_token()))
     return Feed(DOCUMENTS, rows, None, (1, 2, SEQ_LEN), sharding, total_steps=12, chat=False)
 
 
@@ -57,11 +57,11 @@ def test_a_feed_ends_with_its_rows_or_never():
 
 def test_the_last_step_is_filled_up_with_padding_or_left_out(monkeypatch, caplog):
     monkeypatch.setattr(feeds, "open_documents", lambda *_: (DOCUMENTS, {}))
-    mesh = make_mesh(Mesh(), jax.devices()[:1])
+    mesh = make_mesh(MeshOptions(), jax.devices()[:1])
 
     def opened(drop_last, **train):
-        data = Data(seq_len=SEQ_LEN, packing=False, drop_last=drop_last)
-        return open_feed(Config(data=data, train=Train(epochs=1.4, **train)), None, 0, mesh)
+        data = DataOptions(seq_len=SEQ_LEN, packing=False, drop_last=drop_last)
+        return open_feed(Config(data=data, train=TrainOptions(epochs=1.4, **train)), None, 0, mesh)
 
     with caplog.at_level("INFO", "jaxtune"):
         whole, dropped = opened(False, grad_accum_steps=4), opened(True, grad_accum_steps=4)
@@ -77,9 +77,9 @@ def test_the_last_step_is_filled_up_with_padding_or_left_out(monkeypatch, caplog
 
 def test_rows_of_a_step_have_like_lengths_wherever_the_run_goes_on(monkeypatch):
     monkeypatch.setattr(feeds, "open_documents", lambda *_: (DOCUMENTS, {}))
-    data = Data(seq_len=SEQ_LEN, packing=False, group_by_length=True)
-    config = Config(data=data, train=Train(epochs=2, grad_accum_steps=3))
-    mesh = make_mesh(Mesh(), jax.devices()[:1])
+    data = DataOptions(seq_len=SEQ_LEN, packing=False, group_by_length=True)
+    config = Config(data=data, train=TrainOptions(epochs=2, grad_accum_steps=3))
+    mesh = make_mesh(MeshOptions(), jax.devices()[:1])
     batches = list(open_feed(config, None, 0, mesh).batches({}, 10))
     lengths = [np.count_nonzero(batch["segment_ids"], -1).ravel().tolist() for _, batch in batches]
     assert sorted(lengths[:5]) == sorted(lengths[5:]) == [[n] * 3 for n in (2, 3, 5, 6, 8)]
@@ -90,11 +90,11 @@ def test_rows_of_a_step_have_like_lengths_wherever_the_run_goes_on(monkeypatch):
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_a_run_goes_on_with_the_same_rows_on_other_devices(monkeypatch, order):
     monkeypatch.setattr(feeds, "open_documents", lambda *_: (DOCUMENTS, {}))
-    data = Data(seq_len=SEQ_LEN, **order)
+    data = DataOptions(seq_len=SEQ_LEN, **order)
 
     def opened(devices, rows):
-        config = Config(data=data, train=Train(epochs=3, micro_batch_size=rows))
-        return open_feed(config, None, 0, make_mesh(Mesh(data=devices, fsdp=1), jax.devices()[:devices]))
+        config = Config(data=data, train=TrainOptions(epochs=3, micro_batch_size=rows))
+        return open_feed(config, None, 0, make_mesh(MeshOptions(data=devices, fsdp=1), jax.devices()[:devices]))
 
     one, two = opened(1, 2), opened(2, 1)
     whole = tokens(one.batches({}, one.total_steps))

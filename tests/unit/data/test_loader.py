@@ -7,18 +7,18 @@ from jax.sharding import NamedSharding
 from tiny import numbered_documents
 
 from jaxtune.columns import LOSS_WEIGHT, NEXT_TOKEN, SEGMENT_IDS, UNIT_IDS, Column
-from jaxtune.config.schema import Data, Mesh
+from jaxtune.config.schema import DataOptions, MeshOptions
 from jaxtune.data.rows.loader import abstract_batch, batches, needed_rows
 from jaxtune.data.rows.packed_rows import Rows
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh
 
 SEQ_LEN = 8
-ROWS = Rows(numbered_documents([3, 5, 8, 6, 2] * 6), Data(seq_len=SEQ_LEN), epochs=2)
+ROWS = Rows(numbered_documents([3, 5, 8, 6, 2] * 6), DataOptions(seq_len=SEQ_LEN), epochs=2)
 
 
 def one_device():
-    return NamedSharding(make_mesh(Mesh(), jax.devices()[:1]), P(None, *by_token()))
+    return NamedSharding(make_mesh(MeshOptions(), jax.devices()[:1]), P(None, *by_token()))
 
 
 def test_batches_hold_the_rows_in_order_and_fill_up_with_padding():
@@ -49,7 +49,7 @@ def test_a_loader_that_starts_in_the_middle_goes_on_as_the_first_would_have():
 @pytest.mark.parametrize(("workers", "prefetch"), [(0, 4), (1, 1), (8, 2), (2, 0)])
 def test_threads_and_batches_ahead_change_no_batch(workers, prefetch):
     whole = list(batches(ROWS, (1, 4, SEQ_LEN), one_device(), 0, 24))
-    data = Data(num_workers=workers, prefetch=prefetch)
+    data = DataOptions(num_workers=workers, prefetch=prefetch)
     requested, ahead = [], []
 
     class Asked:
@@ -88,7 +88,10 @@ def test_a_process_reads_only_the_rows_its_devices_hold():
 
 def test_a_program_can_be_compiled_before_the_first_batch_is_read():
     few = (SEGMENT_IDS, UNIT_IDS, LOSS_WEIGHT)
-    for rows, columns in ((ROWS, NEXT_TOKEN), (Rows(numbered_documents([3, 5]), Data(seq_len=SEQ_LEN), 1, few), few)):
+    for rows, columns in (
+        (ROWS, NEXT_TOKEN),
+        (Rows(numbered_documents([3, 5]), DataOptions(seq_len=SEQ_LEN), 1, few), few),
+    ):
         [(_, batch)] = batches(rows, (2, 3, SEQ_LEN), one_device(), 0, 6)
         abstract = abstract_batch((2, 3, SEQ_LEN), one_device(), columns)
         assert {name: (x.shape, x.dtype, x.sharding) for name, x in batch.items()} == {
@@ -105,7 +108,9 @@ def test_row_numbers_wrap_before_int32_does():
     assert next_row == 2**31 + 1 and batch["row"].tolist() == [[2**31 - 1, 0]]
 
 
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=2, tensor=2), Mesh(fsdp=2, context=2, sequence=2)], ids=["whole", "dealt"])
+@pytest.mark.parametrize(
+    "mesh", [MeshOptions(fsdp=2, tensor=2), MeshOptions(fsdp=2, context=2, sequence=2)], ids=["whole", "dealt"]
+)
 def test_a_column_of_several_numbers_has_an_axis_more(mesh):
     wide = Column("wide", np.float32, width=3)
     values = np.arange(3 * sum(ROWS.documents.lengths), dtype=np.float32).reshape(-1, 3)

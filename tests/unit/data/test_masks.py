@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tiny import CHATML, byte_tokenizer
 
-from jaxtune.config.schema import Chat
+from jaxtune.config.schema import ChatOptions
 from jaxtune.data.chat.chat_template import ChatTemplate
-from jaxtune.data.chat.encoding import Encoder, Refused
+from jaxtune.data.chat.encoding import Encoder, UntrainableSample
 from jaxtune.data.chat.messages import check_messages
 from jaxtune.errors import UserError
 
@@ -30,7 +30,7 @@ def tokenizer(request, tmp_path_factory):
 
 def trained(tokenizer, messages, **options):
     """Return (text, weight) for each trained run of tokens."""
-    rendered = ChatTemplate(tokenizer, chat=Chat(**options)).render(check_messages(messages))
+    rendered = ChatTemplate(tokenizer, chat=ChatOptions(**options)).render(check_messages(messages))
     [encoded] = Encoder(tokenizer)([rendered])
     edges = [0, *np.flatnonzero(np.diff(encoded.loss_weights)) + 1, len(encoded.tokens)]
     runs = [(encoded.tokens[a:b], float(encoded.loss_weights[a])) for a, b in pairwise(edges)]
@@ -122,10 +122,10 @@ def test_a_message_s_own_weight_counts_more_than_patterns(tokenizer):
 
 
 def test_what_cannot_be_done_is_refused(tokenizer, tmp_path):
-    with pytest.raises(Refused, match="no system message that is to be trained"):
+    with pytest.raises(UntrainableSample, match="no system message that is to be trained"):
         trained(tokenizer, [USER, ANSWER], roles=("system",))
     shouting = byte_tokenizer(tmp_path, CHATML.replace("message.content", "message.content | upper"))
-    with pytest.raises(Refused, match=r"message 0 \(user\) cannot be found: the template changes its text"):
+    with pytest.raises(UntrainableSample, match=r"message 0 \(user\) cannot be found: the template changes its text"):
         trained(shouting, [USER, ANSWER], roles=("user",))
     for wrong in ({"loss": 1}, {"loss_scale": -1}, {"loss_scale": "2"}):
         with pytest.raises(UserError, match="message 0: .*loss_scale a number from 0 on"):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import byte_tokenizer
 
-from jaxtune.config.schema import Config, Data, Dataset
+from jaxtune.config.schema import Config, DataOptions, Dataset
 from jaxtune.data.rows.packed_rows import Rows
 from jaxtune.data.rows.splits import open_documents
 
@@ -28,7 +28,7 @@ def open_entries(tmp_path_factory):
             if not path.exists():
                 path.write_text("".join(f'{{"text": "{i}-{k}"}}\n' for k in range(size)))
             entries.append(Dataset(path=str(path), weight=weights and weights[i]))
-        data = Data(datasets=tuple(entries), validation_split=split, cache_dir=str(folder / "cache"), **options)
+        data = DataOptions(datasets=tuple(entries), validation_split=split, cache_dir=str(folder / "cache"), **options)
         parts = open_documents(Config(data=data), tokenizer)
         read = [
             [str(tokenizer.decode(part.read(k, 0, 99)[0])).removesuffix("<|im_end|>") for k in range(len(part))]

@@ -7,7 +7,7 @@ import pytest
 from tiny import byte_tokenizer
 
 from jaxtune.columns import DESIRABLE, NEXT_TOKEN, SCORE_DELTA
-from jaxtune.config.schema import Config, Data, Dataset, Model, Preference, Train
+from jaxtune.config.schema import Config, DataOptions, Dataset, ModelOptions, PreferenceOptions, TrainOptions
 from jaxtune.data.cache.documents import tokenize
 from jaxtune.data.rows.packed_rows import Rows
 from jaxtune.data.rows.splits import open_documents
@@ -141,8 +141,10 @@ def test_scores_of_answers_are_a_column_of_the_pair(tokenizer, tmp_path):
     rated = FORMS["TRL, text"] | {"good": 8.5, "bad": 6}
     (tmp_path / "a.jsonl").write_text(json.dumps(rated) + "\n")
     entry = Dataset(path=str(tmp_path / "a.jsonl"), chosen_score_field="good", rejected_score_field="bad")
-    data = Data(datasets=(entry,), seq_len=128)
-    config = Config(Model(), data, train=Train(output_dir=str(tmp_path)), preference=Preference("sigmoid"))
+    data = DataOptions(datasets=(entry,), seq_len=128)
+    config = Config(
+        ModelOptions(), data, train=TrainOptions(output_dir=str(tmp_path)), preference=PreferenceOptions("sigmoid")
+    )
     documents, _ = open_documents(config, tokenizer)
     row = Rows(documents, data, 1, (*NEXT_TOKEN, SCORE_DELTA))[0]
     assert set(row["score_delta"][row["segment_ids"] > 0].tolist()) == {2.5}
@@ -173,8 +175,10 @@ def test_an_answer_stands_with_that_of_the_next_prompt(read, tokenizer, tmp_path
 
 def test_whether_an_answer_is_wanted_is_a_column_of_its_unit(read, tokenizer, tmp_path):
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in ANSWERS[:2]))
-    data = Data(datasets=(Dataset(path=str(tmp_path / "b.jsonl")),), seq_len=256, shuffle=False)
-    config = Config(Model(), data, train=Train(output_dir=str(tmp_path)), preference=Preference("kto"))
+    data = DataOptions(datasets=(Dataset(path=str(tmp_path / "b.jsonl")),), seq_len=256, shuffle=False)
+    config = Config(
+        ModelOptions(), data, train=TrainOptions(output_dir=str(tmp_path)), preference=PreferenceOptions("kto")
+    )
     documents, _ = open_documents(config, tokenizer)
     row = Rows(documents, data, 1, (*NEXT_TOKEN, DESIRABLE))[0]
     of_documents = [set(row["desirable"][row["segment_ids"] == segment].tolist()) for segment in (1, 2, 3, 4)]
@@ -204,8 +208,10 @@ def test_an_answer_is_not_compared_with_itself(read):
 def test_answers_of_one_kind_are_said(tokenizer, tmp_path, labels, said):
     samples = [{"prompt": "Hi", "completion": text, "label": label} for text, label in zip(("Yo", "No"), labels)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    data = Data(datasets=(Dataset(path=str(tmp_path / "a.jsonl")),), seq_len=256)
-    config = Config(Model(), data, train=Train(output_dir=str(tmp_path)), preference=Preference("kto"))
+    data = DataOptions(datasets=(Dataset(path=str(tmp_path / "a.jsonl")),), seq_len=256)
+    config = Config(
+        ModelOptions(), data, train=TrainOptions(output_dir=str(tmp_path)), preference=PreferenceOptions("kto")
+    )
     notes = [note for note in open_documents(config, tokenizer)[0].notes if note.startswith("each of")]
     assert [note.partition(" (")[0] for note in notes] == ([f"each of the 2 answers is {said}"] if said else [])
 
@@ -214,8 +220,10 @@ def test_pairs_are_not_cut(tokenizer, tmp_path):
     """A pair longer than a row is left out and counted."""
     samples = [FORMS["TRL, text"], FORMS["TRL, text"] | {"chosen": "long " * 40}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    data = Data(datasets=(Dataset(path=str(tmp_path / "a.jsonl")),), seq_len=128)
-    config = Config(Model(), data, train=Train(output_dir=str(tmp_path)), preference=Preference("sigmoid"))
+    data = DataOptions(datasets=(Dataset(path=str(tmp_path / "a.jsonl")),), seq_len=128)
+    config = Config(
+        ModelOptions(), data, train=TrainOptions(output_dir=str(tmp_path)), preference=PreferenceOptions("sigmoid")
+    )
     rows = Rows(open_documents(config, tokenizer)[0], data, 1)
     assert rows.counts.documents == 2 and rows.counts.dropped_documents == 2
     assert np.unique(rows[0]["segment_ids"]).tolist() == [0, 1, 2]

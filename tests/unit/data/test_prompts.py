@@ -7,7 +7,7 @@ import jax
 import pytest
 from tiny import byte_tokenizer
 
-from jaxtune.config.schema import Chat, Config, Data, Dataset, Mesh, Rollout, Train
+from jaxtune.config.schema import ChatOptions, Config, DataOptions, Dataset, MeshOptions, RolloutOptions, TrainOptions
 from jaxtune.data.formats.prompts import Prompts, read_prompts
 from jaxtune.data.rows.prompt_feed import open_prompts
 from jaxtune.errors import UserError
@@ -21,7 +21,7 @@ def file_of(folder: Path, *samples: dict) -> Dataset:
 
 
 def read(entry: Dataset, tokenizer, most: int = 1000, skip: bool = False) -> list:
-    return read_prompts((entry,), tokenizer, Chat(), most, skip)
+    return read_prompts((entry,), tokenizer, ChatOptions(), most, skip)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_text_is_a_text_without_a_chat_template(tmp_path):
     assert plain.decode(prompt.tokens) == "Hi" and prompt.given == "Hi"
     with pytest.raises(UserError, match=r"prompts.jsonl:1: it holds messages, and the tokenizer has no chat template"):
         read(file_of(tmp_path, {"messages": [{"role": "user", "content": "Hi"}]}), plain)
-    prompts = Prompts(byte_tokenizer(tmp_path / "chat"), Chat(), texts_are_chat=False)
+    prompts = Prompts(byte_tokenizer(tmp_path / "chat"), ChatOptions(), texts_are_chat=False)
     assert prompts(Dataset(), {"prompt": "Hi"}).tokens == prompt.tokens
 
 
@@ -78,7 +78,7 @@ def test_columns_that_are_used_without_being_named(tmp_path):
 
 def test_an_answer_that_is_begun(tmp_path):
     tokenizer = byte_tokenizer(tmp_path / "chat")
-    prompt = Prompts(tokenizer, Chat(response_prefix="<think>"))(Dataset(), {"prompt": "Hi"})
+    prompt = Prompts(tokenizer, ChatOptions(response_prefix="<think>"))(Dataset(), {"prompt": "Hi"})
     assert prompt.begun == "<think>" and plain_of(prompt, tokenizer).endswith("assistant\n<think>")
 
 
@@ -97,13 +97,13 @@ def test_what_is_left_out(tmp_path):
 def feed(tmp_path, data: dict, **train):
     tokenizer = byte_tokenizer(tmp_path / "plain", chat_template=None)
     entry = file_of(tmp_path, *({"prompt": f"say {number}"} for number in range(5)))
-    options = Data(datasets=(entry,), seq_len=64, **data)
+    options = DataOptions(datasets=(entry,), seq_len=64, **data)
     config = Config(
         data=options,
-        train=Train(**{"micro_batch_size": 4, **train}),
-        rollout=Rollout(("r.py:r",), group_size=2, max_new_tokens=8),
+        train=TrainOptions(**{"micro_batch_size": 4, **train}),
+        rollout=RolloutOptions(("r.py:r",), group_size=2, max_new_tokens=8),
     )
-    return open_prompts(config, tokenizer, make_mesh(Mesh(), jax.devices()[:1]))
+    return open_prompts(config, tokenizer, make_mesh(MeshOptions(), jax.devices()[:1]))
 
 
 def take(feed, position, steps) -> list[list[str]]:

@@ -8,9 +8,9 @@ marks: tests/parity/test_chat_templates_trl.py.
 import pytest
 from tiny import byte_tokenizer
 
-from jaxtune.config.schema import Chat
+from jaxtune.config.schema import ChatOptions
 from jaxtune.data.chat.chat_template import ChatTemplate
-from jaxtune.data.chat.encoding import Encoder, Refused
+from jaxtune.data.chat.encoding import Encoder, UntrainableSample
 from jaxtune.errors import UserError
 
 BAR = "\uff5c"
@@ -281,7 +281,9 @@ def test_an_answer_that_the_template_writes_no_prompt_for_is_trained(tokenizer, 
 def test_a_first_answer_of_which_no_prompt_tells_the_header_is_refused(tokenizer):
     tokenizer.chat_template = WANTS_A_MESSAGE + alike(CHATML).partition("{% if add_generation_prompt %}")[0]
     tokenizer.eos_token = "<|im_end|>"
-    with pytest.raises(Refused, match="message 0 .* no message of the user is before it, and the chat template fails"):
+    with pytest.raises(
+        UntrainableSample, match="message 0 .* no message of the user is before it, and the chat template fails"
+    ):
         ChatTemplate(tokenizer).render([FIRST_ANSWER, USER, SECOND_ANSWER])
 
 
@@ -563,9 +565,9 @@ def test_calls_of_a_template_that_writes_none_are_trained_as_text(tokenizer):
     tokenizer.chat_template = smol.replace("m.role == 'user'", "m.role in ('user', 'tool')")
     tokenizer.eos_token = "<|im_end|>"
     messages = [USER, CALLED, RESULTS[0], ANSWER]
-    with pytest.raises(Refused, match="message 1 .* renders as nothing"):
+    with pytest.raises(UntrainableSample, match="message 1 .* renders as nothing"):
         ChatTemplate(tokenizer).render(messages, TOOLS)
-    template = ChatTemplate(tokenizer, chat=Chat(agent_template="hermes"))
+    template = ChatTemplate(tokenizer, chat=ChatOptions(agent_template="hermes"))
     call, answer = trained_parts(tokenizer, template, messages)
     assert answer == "Seven.<|im_end|>" and call.startswith("<tool_call>") and call.endswith("</tool_call><|im_end|>")
 
@@ -579,7 +581,7 @@ def test_text_that_a_template_writes_behind_the_result_is_refused(tokenizer):
         "<tool_response>CONTENT</tool_response>{{ loop.previtem.content }}",
         "{% if messages[-1].role != 'tool' %}<|im_start|>assistant\n{% endif %}",
     )
-    with pytest.raises(Refused, match="message 1 .* writes its text behind the next message"):
+    with pytest.raises(UntrainableSample, match="message 1 .* writes its text behind the next message"):
         ChatTemplate(tokenizer).render([USER, CALLED | {"content": "Wait."}, RESULTS[0], ANSWER])
 
 
@@ -606,19 +608,19 @@ def test_a_turn_that_nothing_ends_is_said_to_end_with_the_next_header(tokenizer)
 @pytest.mark.parametrize("messages", [[USER, ANSWER, ANSWER], [USER, ANSWER, SYSTEM, ANSWER]], ids=["answer", "system"])
 def test_a_turn_that_only_a_header_ends_which_no_model_stops_at_is_refused(tokenizer, messages):
     tokenizer.chat_template, tokenizer.eos_token = GLM, "<|endoftext|>"
-    with pytest.raises(Refused, match="message 1 .* without a stop token at its end"):
+    with pytest.raises(UntrainableSample, match="message 1 .* without a stop token at its end"):
         ChatTemplate(tokenizer).render(messages)
 
 
 def test_a_format_without_special_tokens_that_ends_no_turn_is_refused(tokenizer):
     tokenizer.chat_template = written("USER: CONTENT ", "ASSISTANT: CONTENT ", "ASSISTANT:")
-    with pytest.raises(Refused, match="without a stop token at its end"):
+    with pytest.raises(UntrainableSample, match="without a stop token at its end"):
         ChatTemplate(tokenizer).render([USER, ANSWER, MORE, ANSWER])
 
 
 def test_a_template_that_always_writes_the_prompt_and_ends_turns_in_no_eos_is_refused(tokenizer):
     tokenizer.chat_template, tokenizer.eos_token = alike(CHATML, finish=IM_PROMPT), "<|endoftext|>"
-    with pytest.raises(Refused, match=r"unclear which of <\|im_end\|>, <\|im_start\|> ends the turn"):
+    with pytest.raises(UntrainableSample, match=r"unclear which of <\|im_end\|>, <\|im_start\|> ends the turn"):
         ChatTemplate(tokenizer).render([USER, ANSWER])
 
 
@@ -631,7 +633,7 @@ def test_a_stop_token_that_the_tokenizer_does_not_have_is_named(tmp_path, mark):
         ChatTemplate(gemma).render(
             [USER, {"role": "assistant", "content": "Fine."}, MORE, {"role": "assistant", "content": "So."}]
         )
-    assert not isinstance(error.value, Refused)
+    assert not isinstance(error.value, UntrainableSample)
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5", "Nemotron 3", "gpt-oss", "OLMo 3", "Llama 3"])

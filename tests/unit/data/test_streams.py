@@ -11,7 +11,15 @@ import pytest
 from tiny import byte_tokenizer
 
 from jaxtune.columns import DESIRABLE, LABELLED, NEXT_TOKEN, UNIT_IDS
-from jaxtune.config.schema import Config, Data, Dataset, Mesh, Model, Preference, Train
+from jaxtune.config.schema import (
+    Config,
+    DataOptions,
+    Dataset,
+    MeshOptions,
+    ModelOptions,
+    PreferenceOptions,
+    TrainOptions,
+)
 from jaxtune.data.rows import streams
 from jaxtune.data.rows.feed import open_feed
 from jaxtune.data.rows.packed_rows import Rows
@@ -44,7 +52,7 @@ def tokenizer(folder):
 def config_of(folder, names="ab", weights=(None, None), train=None, **data):
     entries = tuple(Dataset(path=str(folder / f"{name}.jsonl"), weight=w) for name, w in zip(names, weights))
     data = {"seq_len": 32, "window_rows": 4, "streaming": True, "cache_dir": str(folder / "cache"), **data}
-    return Config(data=Data(datasets=entries, **data), train=train or Train(max_steps=20))
+    return Config(data=DataOptions(datasets=entries, **data), train=train or TrainOptions(max_steps=20))
 
 
 def texts(stream, tokenizer, count):
@@ -57,7 +65,7 @@ def texts(stream, tokenizer, count):
 
 
 def feed_of(config, tokenizer, devices=1):
-    return open_feed(config, tokenizer, len(tokenizer), make_mesh(Mesh(), jax.devices()[:devices]))
+    return open_feed(config, tokenizer, len(tokenizer), make_mesh(MeshOptions(), jax.devices()[:devices]))
 
 
 def batches(read):
@@ -86,7 +94,7 @@ def test_a_run_that_goes_on_has_the_same_batches_wherever_it_stopped(folder, tok
 
 def test_the_rows_are_the_same_on_other_devices_and_with_other_threads(folder, tokenizer):
     def rows(devices, rows, steps, **options):
-        config = config_of(folder, train=Train(max_steps=steps, micro_batch_size=rows), **options)
+        config = config_of(folder, train=TrainOptions(max_steps=steps, micro_batch_size=rows), **options)
         read = batches(feed_of(config, tokenizer, devices).batches({}, steps))
         return [row for _, batch in read for row in batch["tokens"][0]], read[-1][0]
 
@@ -94,15 +102,15 @@ def test_the_rows_are_the_same_on_other_devices_and_with_other_threads(folder, t
 
 
 KINDS = {
-    "text": (lambda i: {"text": f"text {i}"}, Preference(), NEXT_TOKEN),
+    "text": (lambda i: {"text": f"text {i}"}, PreferenceOptions(), NEXT_TOKEN),
     "pairs": (
         lambda i: {"prompt": f"{i}?", "chosen": f"yes {i}", "rejected": "no"},
-        Preference(loss="sigmoid"),
+        PreferenceOptions(loss="sigmoid"),
         (*NEXT_TOKEN, UNIT_IDS),
     ),
     "answers": (
         lambda i: {"prompt": f"{i}?", "completion": f"yes {i}", "label": i % 3 > 0},
-        Preference(loss="kto"),
+        PreferenceOptions(loss="kto"),
         (*NEXT_TOKEN, UNIT_IDS, DESIRABLE),
     ),
 }
@@ -183,8 +191,8 @@ def test_a_stream_without_a_sample_says_so(tokenizer, tmp_path):
 def test_a_classifier_learns_from_a_stream(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"t{i}", "label": i % 2}) for i in range(9)))
     entry = Dataset(path=str(tmp_path / "a.jsonl"), type="classification")
-    data = Data(datasets=(entry,), seq_len=16, window_rows=2, streaming=True)
-    config = Config(Model(head="classification", id2label=("x", "y")), data, train=Train(max_steps=2))
+    data = DataOptions(datasets=(entry,), seq_len=16, window_rows=2, streaming=True)
+    config = Config(ModelOptions(head="classification", id2label=("x", "y")), data, train=TrainOptions(max_steps=2))
     window = next(Stream(config, tokenizer, columns=LABELLED).windows())
     row = window.rows[0]
     assert row["last"].sum() >= 2 and set(row["label"][row["last"]]) <= {0, 1} and set(row["label"]) == {0, 1}

@@ -13,7 +13,7 @@ from jaxtune.config.schema import Dataset
 from jaxtune.data.cache import documents as module
 from jaxtune.data.cache.documents import prepare_shard, tokenize
 from jaxtune.data.cache.tokenising import Tokeniser
-from jaxtune.data.cache.workers import mapped
+from jaxtune.data.cache.workers import ordered_map
 from jaxtune.errors import UserError
 
 
@@ -176,10 +176,10 @@ def test_of_a_source_that_changed_the_cache_alone_has_what_was_made_last(tokeniz
 
 
 def test_processes_answer_in_order_know_nothing_of_jax_and_are_missed_when_they_end():
-    assert list(mapped(eval, (f"{i} * 2" for i in range(50)), 3)) == list(range(0, 100, 2))
+    assert list(ordered_map(eval, (f"{i} * 2" for i in range(50)), 3)) == list(range(0, 100, 2))
     loaded = "[__import__('jaxtune.data.cache.tokenising'), 'jax' in __import__('sys').modules][1]"
-    assert list(mapped(eval, [loaded], 1)) == [False]
-    results = mapped(eval, ["1", "__import__('os')._exit(3)", "2"], 2)
+    assert list(ordered_map(eval, [loaded], 1)) == [False]
+    results = ordered_map(eval, ["1", "__import__('os')._exit(3)", "2"], 2)
     assert next(results) == 1
     with pytest.raises(UserError, match="a process that tokenises ended with code 3"):
         list(results)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny import numbered_documents
 
 from jaxtune.columns import KEY_START, LOSS_WEIGHT, SEGMENT_IDS, TOKENS, UNIT_IDS, Column
-from jaxtune.config.schema import Data
+from jaxtune.config.schema import DataOptions
 from jaxtune.data.cache import token_cache
 from jaxtune.data.chat.encoding import Encoded
 from jaxtune.data.formats.units import Documents, Unit
@@ -48,7 +48,7 @@ def units_in(rows: Rows) -> list[list[list[int]]]:
 def test_a_unit_stands_whole_in_one_row_on_one_side(units, packing, shuffle, fraction):
     documents, tokens = documents_of([*units, [2, 3]])
     fits = [unit for unit in tokens if sum(map(len, unit)) <= SEQ_LEN]
-    data = Data(seq_len=SEQ_LEN, packing=packing, shuffle=shuffle)
+    data = DataOptions(seq_len=SEQ_LEN, packing=packing, shuffle=shuffle)
     seen = []
     for part in hold_out(documents, fraction, seed=1) if fraction else [documents]:
         numbers = [tokens[i] for i in part.chosen]
@@ -67,8 +67,8 @@ def test_a_unit_that_would_have_to_be_cut_is_an_error_that_says_what_to_choose()
     documents, _ = documents_of([[9, 9], [3, 4]])
     for truncation in ("left", "right", "split"):
         with pytest.raises(UserError, match=f"truncation='{truncation}' would cut documents that belong together"):
-            Rows(documents, Data(seq_len=SEQ_LEN, truncation=truncation))
-    rows = Rows(documents, Data(seq_len=SEQ_LEN, truncation="delete"), epochs=1)
+            Rows(documents, DataOptions(seq_len=SEQ_LEN, truncation=truncation))
+    rows = Rows(documents, DataOptions(seq_len=SEQ_LEN, truncation="delete"), epochs=1)
     assert (rows.counts.documents, rows.counts.dropped_documents, rows.stop) == (2, 2, 1)
 
 
@@ -98,7 +98,7 @@ def test_columns_are_stored_and_stand_where_they_belong(tmp_path):
     assert two_parts.units.tolist() == [0, 2, 3, 5, 6] and two_parts.lengths.tolist() == [3] * 6
     _, half = hold_out(two_parts, 0.5, seed=0)
     for documents, rows_wanted in ((two_parts, 4), (half, 2)):
-        rows = Rows(documents, Data(seq_len=8, packing=False), 1, (TOKENS, LOSS_WEIGHT, *COLUMNS))
+        rows = Rows(documents, DataOptions(seq_len=8, packing=False), 1, (TOKENS, LOSS_WEIGHT, *COLUMNS))
         assert rows.stop == rows_wanted
         for i in range(rows.stop):
             row = {name: values.tolist() for name, values in rows[i].items()}
@@ -114,7 +114,7 @@ def test_columns_are_stored_and_stand_where_they_belong(tmp_path):
 def test_a_column_that_is_not_stored_is_named():
     documents, _ = documents_of([[2], [3]])
     with pytest.raises(UserError, match="numbers has no column 'label' with a value for each document"):
-        Rows(documents, Data(seq_len=SEQ_LEN), columns=(TOKENS, COLUMNS[1]))
+        Rows(documents, DataOptions(seq_len=SEQ_LEN), columns=(TOKENS, COLUMNS[1]))
 
 
 def test_a_column_of_another_length_is_not_written(tmp_path):

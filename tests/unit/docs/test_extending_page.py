@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from batches import make_batch
-from tiny import model_folder
+from tiny import write_model_folder
 
 from jaxtune.models import families
 
@@ -18,7 +18,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "extending.md").read_text(encoding=
 
 def test_every_snippet_runs_in_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = model_folder(tmp_path / "smol", architectures=["LlamaForCausalLM"])
+    folder = write_model_folder(tmp_path / "smol", architectures=["LlamaForCausalLM"])
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "smol"}))
     snippets = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

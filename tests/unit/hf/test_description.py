@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from jaxtune.config.schema import Model
+from jaxtune.config.schema import ModelOptions
 from jaxtune.errors import UserError
-from jaxtune.hf import changed, folders
+from jaxtune.hf import apply_options, find_folders
 
 DEFAULT = {"rope_theta": 1e4, "rope_type": "default"}
 NEW = {"max_position_embeddings": 256, "rope_parameters": DEFAULT, "tie_word_embeddings": False}
@@ -26,7 +26,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "origina
     ],
 )
 def test_an_entry_is_changed_where_it_is(entry, found):
-    assert changed(NEW, Model(overrides=(entry,))) == NEW | found
+    assert apply_options(NEW, ModelOptions(overrides=(entry,))) == NEW | found
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_an_entry_is_changed_where_it_is(entry, found):
 )
 def test_an_entry_that_would_have_no_effect_is_refused(entry, said):
     with pytest.raises(UserError, match=said):
-        changed(NEW, Model(overrides=(entry,)))
+        apply_options(NEW, ModelOptions(overrides=(entry,)))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_an_entry_that_would_have_no_effect_is_refused(entry, said):
     ],
 )
 def test_rope_is_stretched_from_the_positions_before(config, options, rope, positions):
-    stretched = changed(config, Model(rope_scaling=options[0], max_positions=options[1]))
+    stretched = apply_options(config, ModelOptions(rope_scaling=options[0], max_positions=options[1]))
     key = "rope_parameters" if config is NEW else "rope_scaling"
     original = {"original_max_position_embeddings": 256}
     assert stretched == config | {key: rope | original, "max_position_embeddings": positions}
@@ -63,9 +63,9 @@ def test_rope_is_stretched_from_the_positions_before(config, options, rope, posi
 
 def test_without_a_kind_rope_is_stretched_further_as_it_is():
     config = NEW | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}
-    stretched = changed(config, Model(max_positions=512))
+    stretched = apply_options(config, ModelOptions(max_positions=512))
     assert stretched["rope_parameters"] == config["rope_parameters"] | {"factor": 16.0}
-    yarn = changed(config, Model(max_positions=512, rope_scaling="yarn"))["rope_parameters"]
+    yarn = apply_options(config, ModelOptions(max_positions=512, rope_scaling="yarn"))["rope_parameters"]
     assert yarn == {
         "rope_theta": 5e5,
         "rope_type": "yarn",
@@ -77,7 +77,7 @@ def test_without_a_kind_rope_is_stretched_further_as_it_is():
 def test_of_two_ropes_that_of_full_attention_is_stretched_and_of_a_larger_model_the_decoders():
     ropes = {"full_attention": DEFAULT, "sliding_attention": DEFAULT}
     config = {"text_config": {"max_position_embeddings": 256, "rope_parameters": ropes}}
-    text = changed(config, Model(max_positions=512, rope_scaling="linear"))["text_config"]
+    text = apply_options(config, ModelOptions(max_positions=512, rope_scaling="linear"))["text_config"]
     assert text["rope_parameters"]["sliding_attention"] == DEFAULT
     assert text["rope_parameters"]["full_attention"]["factor"] == 2.0 and text["max_position_embeddings"] == 512
 
@@ -97,7 +97,7 @@ def test_of_two_ropes_that_of_full_attention_is_stretched_and_of_a_larger_model_
 )
 def test_what_cannot_stretch_a_rope_is_refused(config, options, said):
     with pytest.raises(UserError, match=said):
-        changed(config, Model(rope_scaling=options[0], max_positions=options[1]))
+        apply_options(config, ModelOptions(rope_scaling=options[0], max_positions=options[1]))
 
 
 def test_config_and_tokenizer_may_be_elsewhere(tmp_path):
@@ -105,8 +105,8 @@ def test_config_and_tokenizer_may_be_elsewhere(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "config" / "config.json").write_text(json.dumps(NEW))
     weights, config, tokenizer = (str(tmp_path / name) for name in ("weights", "config", "tokenizer"))
-    places = folders(Model(path=weights, config=config))
+    places = find_folders(ModelOptions(path=weights, config=config))
     assert [str(path) for path in places] == [weights, config, config]
-    assert str(folders(Model(path=weights, config=config, tokenizer=tokenizer)).tokenizer) == tokenizer
+    assert str(find_folders(ModelOptions(path=weights, config=config, tokenizer=tokenizer)).tokenizer) == tokenizer
     with pytest.raises(UserError, match="weights has no config.json"):
-        folders(Model(path=weights))
+        find_folders(ModelOptions(path=weights))

@@ -12,8 +12,8 @@ NOW = ("model.language_model.layers.0.mlp.down_proj.weight", "model.language_mod
 OLDER = tuple(f"language_model.{name.replace('model.language_model', 'model')}" for name in NOW)
 
 
-def tensor(name: str, value: np.ndarray) -> hf.Tensor:
-    return hf.Tensor(name, value.shape, value.dtype, lambda: value)
+def tensor(name: str, value: np.ndarray) -> hf.OutputTensor:
+    return hf.OutputTensor(name, value.shape, value.dtype, lambda: value)
 
 
 def contents(folder) -> dict:
@@ -32,7 +32,7 @@ def test_tensors_of_every_dtype_and_shape_are_copied_bit_by_bit(tmp_path, names)
     assert {dtype for dtype, _, _ in contents(tmp_path).values()} == ALL_DTYPES.keys()
 
     changed = [tensor(name, np.full((2, 2), -1.0, np.float32)) for name in NOW]
-    hf.write(tmp_path / "out", hf.in_place(tmp_path, changed, lambda name: name.startswith("vision_tower.")))
+    hf.write(tmp_path / "out", hf.replace_decoder(tmp_path, changed, lambda name: name.startswith("vision_tower.")))
     before, after = contents(tmp_path), contents(tmp_path / "out")
     assert before.keys() == after.keys()
     assert {name for name in before if before[name] != after[name]} == set(names)
@@ -42,7 +42,7 @@ def test_tensors_of_every_dtype_and_shape_are_copied_bit_by_bit(tmp_path, names)
     content[-1] ^= 1
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(UserError, match="its data does not agree with its checksum"):
-        list(hf.in_place(tmp_path, changed, lambda name: name.startswith("vision_tower.")))
+        list(hf.replace_decoder(tmp_path, changed, lambda name: name.startswith("vision_tower.")))
 
 
 def test_a_dtype_that_is_not_known_is_an_error_before_anything_is_trained(tmp_path):

@@ -6,19 +6,19 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny import model_folder
+from tiny import write_model_folder
 
 from jaxtune import hf
-from jaxtune.config.schema import Lora
+from jaxtune.config.schema import LoraOptions
 from jaxtune.errors import UserError
 
 MODULE = "model.layers.0.self_attn.q_proj"
-LORA = Lora(rank=4, alpha=8.0, dropout=0.1)
+LORA = LoraOptions(rank=4, alpha=8.0, dropout=0.1)
 
 
 def write(folder, modules, lora=LORA, base_model="owner/name", targets=None):
     tensors = [
-        hf.Tensor(f"{module}.lora_{half}.weight", array.shape, array.dtype, lambda array=array: array)
+        hf.OutputTensor(f"{module}.lora_{half}.weight", array.shape, array.dtype, lambda array=array: array)
         for module, pair in modules.items()
         for half, array in zip("AB", pair)
     ]
@@ -99,7 +99,7 @@ def test_experts_in_one_tensor_are_known_by_their_ranks_and_the_names_of_paramet
     experts = "model.layers.0.mlp.experts"
     modules = {MODULE: pair(6, 5), f"{experts}.base_layer": pair(6, 5, rank=12), experts: pair(5, 3, rank=12)}
     tensors = [
-        hf.Tensor(f"{module}.lora_{half}.weight", array.shape, array.dtype, lambda array=array: array)
+        hf.OutputTensor(f"{module}.lora_{half}.weight", array.shape, array.dtype, lambda array=array: array)
         for module, halves in modules.items()
         for half, array in zip("AB", halves)
     ]
@@ -165,7 +165,7 @@ def test_peft_computes_what_merging_by_hand_does(tmp_path, use_rslora):
     def load():
         return AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
 
-    model_folder(tmp_path / "model")
+    write_model_folder(tmp_path / "model")
     merged = load()
     shapes = {
         name: module.weight.shape

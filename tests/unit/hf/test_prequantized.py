@@ -12,7 +12,7 @@ from safetensors import deserialize
 from safetensors.numpy import save_file
 
 from jaxtune import hf
-from jaxtune.config.schema import Mesh, Quant
+from jaxtune.config.schema import MeshOptions, QuantOptions
 from jaxtune.errors import UserError
 from jaxtune.hf import weights
 from jaxtune.models.places import Place
@@ -42,12 +42,12 @@ CONFIGS = {
     "int4, a scale a row": int4(strategy="channel", group_size=None, actorder="static"),
 }
 SCHEMES = {
-    "nf4": Quant(format="nf4", block_size=128, double_quant=False),
-    "fp4": Quant(format="fp4", block_size=64, double_quant=True),
-    "fp8": Quant(format="fp8", block_size=64),
-    "nvfp4": Quant(format="nvfp4", block_size=16),
-    "int4": Quant(format="int4", block_size=32),
-    "int4, a scale a row": Quant(format="int4", block_size="channel"),
+    "nf4": QuantOptions(format="nf4", block_size=128, double_quant=False),
+    "fp4": QuantOptions(format="fp4", block_size=64, double_quant=True),
+    "fp8": QuantOptions(format="fp8", block_size=64),
+    "nvfp4": QuantOptions(format="nvfp4", block_size=16),
+    "int4": QuantOptions(format="int4", block_size=32),
+    "int4, a scale a row": QuantOptions(format="int4", block_size="channel"),
 }
 JSON = "weight.quant_state.bitsandbytes__"
 
@@ -130,7 +130,7 @@ every_scheme = pytest.mark.parametrize("folder", SCHEMES, indirect=True)
 
 
 def one_device():
-    return make_mesh(Mesh(), jax.devices()[:1])
+    return make_mesh(MeshOptions(), jax.devices()[:1])
 
 
 def read(folder):
@@ -163,7 +163,7 @@ def test_a_checkpoint_without_quantization_config_has_none(tmp_path):
 @pytest.mark.parametrize("devices", [1, 8])
 def test_what_is_read_stands_for_the_same_values(folder, request, devices):
     scheme = request.node.callspec.params["folder"]
-    make_mesh(Mesh(data=2, fsdp=2, tensor=2) if devices == 8 else Mesh(), jax.devices()[:devices])
+    make_mesh(MeshOptions(data=2, fsdp=2, tensor=2) if devices == 8 else MeshOptions(), jax.devices()[:devices])
     loaded = read(folder)
     if devices == 8:
         assert loaded.codes.sharding.shard_shape(loaded.codes.shape)[1:] == (64, loaded.codes.shape[2] // 2)

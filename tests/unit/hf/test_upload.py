@@ -11,7 +11,7 @@ from jaxtune.hf import check_upload, upload
 def hub(monkeypatch):
     """Start a hub and set a token with write access in the environment."""
     with HubServer() as server:
-        server.is_the_hub(monkeypatch)
+        server.use_as_hub(monkeypatch)
         yield server
 
 

@@ -142,7 +142,9 @@ def test_pickled_weights_are_refused(tmp_path):
 
 
 def as_written(tensors):
-    return [hf.Tensor(name, value.shape, value.dtype, lambda value=value: value) for name, value in tensors.items()]
+    return [
+        hf.OutputTensor(name, value.shape, value.dtype, lambda value=value: value) for name, value in tensors.items()
+    ]
 
 
 def some_tensors():
@@ -209,7 +211,7 @@ def test_a_failed_write_leaves_the_weights_that_were_there(tmp_path):
         raise RuntimeError("lost the device")
 
     with pytest.raises(RuntimeError):
-        hf.write(tmp_path, [*as_written({"w": random(4, seed=1)}), hf.Tensor("v", (1,), np.float32, fail)], 1)
+        hf.write(tmp_path, [*as_written({"w": random(4, seed=1)}), hf.OutputTensor("v", (1,), np.float32, fail)], 1)
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
     assert (tmp_path / "model.safetensors").read_bytes() == before
 

@@ -5,14 +5,16 @@ import jax.numpy as jnp
 import pytest
 from tiny import spec
 
-from jaxtune.config.schema import Attention, Config, Data
+from jaxtune.config.schema import AttentionOptions, Config, DataOptions
 from jaxtune.errors import UserError
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import Base
 
 
 def trace(mesh, **attention):
-    program = assemble(Base(spec(1)), Config(data=Data(seq_len=16), attention=Attention(**attention)), mesh)
+    program = assemble(
+        Base(spec(1)), Config(data=DataOptions(seq_len=16), attention=AttentionOptions(**attention)), mesh
+    )
     return jax.eval_shape(program.step, *program.arguments)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxtune.models.layers.attention_dropout import Bits, attend_dropping
 from jaxtune.models.spec import Heads
-from jaxtune.parallel.random import Noise, dropout, shaken, source_of
+from jaxtune.parallel.random import Noise, dropout, make_step_noise, neftune
 from pallas_kernels.flash_attention import MaskSpec, flash_attention
 
 
@@ -28,19 +28,19 @@ def test_noise_on_embeddings_is_that_of_neftune(one_device):
     """Uniform up to alpha / sqrt(positions * width), and a function of the row's number, also in dealt rows."""
     x = jax.device_put(jnp.zeros((2, 8, 16)), jax.NamedSharding(one_device, jax.P(("data", "fsdp"), "sequence", None)))
     key, most = jax.random.key(0), 5 / np.sqrt(8 * 16)
-    noisy = shaken(x, 5.0, Noise(key, jnp.array([5, 9])))
+    noisy = neftune(x, 5.0, Noise(key, jnp.array([5, 9])))
     assert 0.9 * most < np.abs(noisy).max() <= most and abs(float(noisy.mean())) < 0.1 * most
     assert abs(float(noisy.std()) - most / np.sqrt(3)) < 0.1 * most
     dealt = jnp.array([[7, 6, 5, 4, 3, 2, 1, 0]] * 2)
-    np.testing.assert_array_equal(shaken(x, 5.0, Noise(key, jnp.array([9, 5]), dealt)), noisy[::-1, ::-1])
+    np.testing.assert_array_equal(neftune(x, 5.0, Noise(key, jnp.array([9, 5]), dealt)), noisy[::-1, ::-1])
 
 
 def test_rates_rise_over_the_steps_of_warmup_and_bits_are_those_of_the_step():
-    sources = [source_of(3, jnp.int32(step), 4) for step in (0, 2, 4, 9)]
+    sources = [make_step_noise(3, jnp.int32(step), 4) for step in (0, 2, 4, 9)]
     rates = [float(Noise(source.key, jnp.arange(2), share=source.share).rate(0.4)) for source in sources]
     assert rates == pytest.approx([0, 0.2, 0.4, 0.4])
     assert len({tuple(jax.random.key_data(source.key).tolist()) for source in sources}) == 4
-    assert Noise(source_of(3, jnp.int32(0)).key, jnp.arange(2)).rate(0.4) == 0.4
+    assert Noise(make_step_noise(3, jnp.int32(0)).key, jnp.arange(2)).rate(0.4) == 0.4
 
 
 HEADS, TOKENS, WIDTH = 4, 12, 16

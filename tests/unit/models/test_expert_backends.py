@@ -11,11 +11,20 @@ from batches import make_batch, tokens
 from flax import nnx
 from tiny import layer, random_values, spec
 
-from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Precision, Quant
-from jaxtune.config.schema import Experts as Options
+from jaxtune.config.schema import (
+    Config,
+    DataOptions,
+    LoraOptions,
+    MemoryOptions,
+    MeshOptions,
+    ModelOptions,
+    PrecisionOptions,
+    QuantOptions,
+)
+from jaxtune.config.schema import ExpertsOptions as Options
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import bind
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import score
 from jaxtune.models.spec import ClampedSilu, Experts
 from jaxtune.parallel.layout import by_token
@@ -26,8 +35,8 @@ from pallas_kernels.grouped_matmul import arrange
 
 PLAIN = Experts(128, count=6, active=2, normalized=True)
 CLAMPED = dataclasses.replace(PLAIN, activation=ClampedSilu(1.7, 0.5), router_bias=True, bias=True)
-ADAPTERS = Lora(enabled=True, rank=4, dropout=0.3)
-ONE, EIGHT, APART = Mesh(), Mesh(fsdp=4, tensor=2), Mesh(data=2, fsdp=1, expert=2, tensor=2)
+ADAPTERS = LoraOptions(enabled=True, rank=4, dropout=0.3)
+ONE, EIGHT, APART = MeshOptions(), MeshOptions(fsdp=4, tensor=2), MeshOptions(data=2, fsdp=1, expert=2, tensor=2)
 
 
 def base_of(experts: Experts) -> Base:
@@ -39,15 +48,21 @@ def base_of(experts: Experts) -> Base:
 def numbers(
     experts: Experts,
     backend: str,
-    layout: Mesh = ONE,
-    lora: Lora = Lora(),
-    quant: Quant = Quant(),
+    layout: MeshOptions = ONE,
+    lora: LoraOptions = LoraOptions(),
+    quant: QuantOptions = QuantOptions(),
     factor: float | None = None,
 ):
     """Return the output and gradients (input, trained weights) of a layer's experts. factor: capacity factor."""
     quant = dataclasses.replace(quant, exclude="self_attn" if quant.format else None)
     mesh = make_mesh(layout, jax.devices()[: 1 if layout == ONE else 8])
-    config = Config(Model(dtype="float32"), Data(seq_len=32), lora=lora, quant=quant, precision=Precision("fp32"))
+    config = Config(
+        ModelOptions(dtype="float32"),
+        DataOptions(seq_len=32),
+        lora=lora,
+        quant=quant,
+        precision=PrecisionOptions("fp32"),
+    )
     model = declare_model(base_of(experts), config, mesh)
     values = {name: store(model.parameters[name], value) for name, value in random_values(model.parameters).items()}
     module = bind(model.graph, values).stacks[0].blocks[0].mlp
@@ -61,7 +76,9 @@ def numbers(
 
     @jax.jit
     def both(adapters, rest, x, dy, valid, rows):
-        call = Call(jnp.dtype("float32"), noise=Noise(jax.random.key(0), rows), experts=backend, capacity_factor=factor)
+        call = ForwardOptions(
+            jnp.dtype("float32"), noise=Noise(jax.random.key(0), rows), experts=backend, capacity_factor=factor
+        )
 
         def output(trained, x):
             parts = (trained, rest) if lora.enabled else (adapters, trained)
@@ -104,7 +121,7 @@ def test_all_parameters_get_the_gradients_of_every_token_through_every_expert(ex
 
 @pytest.mark.parametrize(
     "quant",
-    [Quant(), Quant("nf4"), Quant("nvfp4"), Quant("mxfp4"), Quant("fp8", 64)],
+    [QuantOptions(), QuantOptions("nf4"), QuantOptions("nvfp4"), QuantOptions("mxfp4"), QuantOptions("fp8", 64)],
     ids=lambda q: q.format,
 )
 def test_adapters_drop_the_same_elements_on_any_mesh(quant):
@@ -112,7 +129,9 @@ def test_adapters_drop_the_same_elements_on_any_mesh(quant):
     assert_equal(numbers(PLAIN, "loop", EIGHT, lora=ADAPTERS, quant=quant), expected)
 
 
-@pytest.mark.parametrize(("lora", "quant"), [(Lora(), Quant()), (ADAPTERS, Quant("mxfp4"))], ids=["full", "adapters"])
+@pytest.mark.parametrize(
+    ("lora", "quant"), [(LoraOptions(), QuantOptions()), (ADAPTERS, QuantOptions("mxfp4"))], ids=["full", "adapters"]
+)
 def test_no_token_is_dropped_whatever_the_capacity(lora, quant):
     """Experts have biases; a factor below even routing takes rounds, and devices with other rows need more rounds."""
     expected = numbers(CLAMPED, "dense", lora=lora, quant=quant)
@@ -131,18 +150,18 @@ def test_what_cannot_run_is_refused(one_device):
         with pytest.raises(UserError, match=f"experts.{named}: the model, a qwen3, has no experts"):
             declare_model(Base(spec(1)), Config(experts=backend), one_device)
     with pytest.raises(UserError, match="memory.remat='experts': the model, a qwen3, has no experts"):
-        declare_model(Base(spec(1)), Config(memory=Memory("experts")), one_device)
+        declare_model(Base(spec(1)), Config(memory=MemoryOptions("experts")), one_device)
 
 
 def test_products_of_experts_alone_can_be_computed_again(one_device):
     """The backward pass saves less, by exactly these products, and the gradients are the same."""
     rows, length = 2, 16
-    config = Config(Model(dtype="float32"), Data(seq_len=length), precision=Precision("fp32"))
+    config = Config(ModelOptions(dtype="float32"), DataOptions(seq_len=length), precision=PrecisionOptions("fp32"))
     model = declare_model(base_of(PLAIN), config, one_device)
     values, batch = random_values(model.parameters), make_batch(tokens(rows, length), one_device)
 
     def loss(values, remat):
-        call = Call(jnp.dtype("float32"), remat=remat, experts="loop")
+        call = ForwardOptions(jnp.dtype("float32"), remat=remat, experts="loop")
         return score(bind(model.graph, values), batch, call).loss.sum()
 
     def saved(remat):

@@ -9,8 +9,17 @@ import pytest
 from batches import make_batch, tokens
 from tiny import layer, random_values, spec
 
-from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Optim, Precision, Train
-from jaxtune.config.schema import Experts as Options
+from jaxtune.config.schema import (
+    Config,
+    DataOptions,
+    LoraOptions,
+    MemoryOptions,
+    ModelOptions,
+    OptimOptions,
+    PrecisionOptions,
+    TrainOptions,
+)
+from jaxtune.config.schema import ExpertsOptions as Options
 from jaxtune.errors import UserError
 from jaxtune.models.parameters import randomize
 from jaxtune.models.spec import Experts
@@ -25,7 +34,9 @@ EXPERTS = "stacks.1.blocks.0.mlp.experts.up.weight"
 
 def trained(mesh, model=SPEC, dtype="float32", **sections):
     """Return (program, parameters before, parameters after three steps, metrics of each step)."""
-    config = Config(model=Model(dtype=dtype), data=Data(seq_len=32), memory=Memory("none"), **sections)
+    config = Config(
+        model=ModelOptions(dtype=dtype), data=DataOptions(seq_len=32), memory=MemoryOptions("none"), **sections
+    )
     program = assemble(Base(model), config, mesh)
     batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 32), mesh))
     start, frozen = (randomize(of, 0) for of in (program.model.trained, program.model.frozen))
@@ -39,7 +50,7 @@ def trained(mesh, model=SPEC, dtype="float32", **sections):
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "adamw_8bit", "muon"])
 def test_every_expert_of_every_layer_is_trained(one_device, name):
     program, start, after, rows = trained(
-        one_device, optim=Optim(name, learning_rate=1e-2), precision=Precision("fp32")
+        one_device, optim=OptimOptions(name, learning_rate=1e-2), precision=PrecisionOptions("fp32")
     )
     assert program.model.parameters[EXPERTS].shape == (2, 4, 16, 16)
     moved = np.abs(np.asarray(after[EXPERTS] - start[EXPERTS])).max(axis=(2, 3))
@@ -50,7 +61,9 @@ def test_every_expert_of_every_layer_is_trained(one_device, name):
 
 
 def test_experts_have_adapters_of_their_own(one_device):
-    program, start, after, _ = trained(one_device, lora=Lora(enabled=True, rank=2), precision=Precision("fp32"))
+    program, start, after, _ = trained(
+        one_device, lora=LoraOptions(enabled=True, rank=2), precision=PrecisionOptions("fp32")
+    )
     name = EXPERTS.replace("weight", "lora_b")
     assert after[name].shape == (2, 4, 16, 2) and np.asarray(after[name]).any(axis=(2, 3)).all()
     assert [place.name for place in program.model.parameters[name].places][5] == (
@@ -67,8 +80,8 @@ def test_a_router_is_in_float32_and_what_corrects_it_is_never_trained(one_device
         one_device,
         corrected,
         dtype,
-        optim=Optim(optimizer, learning_rate=1e-2),
-        precision=Precision(master_dtype=dtype),
+        optim=OptimOptions(optimizer, learning_rate=1e-2),
+        precision=PrecisionOptions(master_dtype=dtype),
     )
     router, correction = (f"stacks.0.blocks.0.mlp.router.{part}" for part in ("weight", "correction"))
     assert correction in program.model.frozen
@@ -82,10 +95,10 @@ def test_the_correction_of_each_layer_moves_by_its_own_load_alone(one_device):
     experts = dataclasses.replace(SPARSE.feed_forward, scores="sigmoid", corrected=True, float32=True)
     sparse = dataclasses.replace(SPARSE, feed_forward=experts)
     config = Config(
-        model=Model(dtype="float32"),
-        data=Data(seq_len=16),
-        train=Train(grad_accum_steps=2),
-        optim=Optim(weight_decay=0.1, no_decay="norm"),
+        model=ModelOptions(dtype="float32"),
+        data=DataOptions(seq_len=16),
+        train=TrainOptions(grad_accum_steps=2),
+        optim=OptimOptions(weight_decay=0.1, no_decay="norm"),
         experts=Options("dense", bias_update_rate=0.25),
     )
     layers = (sparse, layer(), sparse, layer(), sparse)  # a period of two, and a stack of one
@@ -112,12 +125,12 @@ def test_the_correction_of_each_layer_moves_by_its_own_load_alone(one_device):
 
 
 def test_a_rate_that_moves_no_correction_is_refused(one_device):
-    for sections in ({}, {"train": Train(freeze="correction_bias")}):
+    for sections in ({}, {"train": TrainOptions(freeze="correction_bias")}):
         corrected = "freeze" in str(sections)
         experts = dataclasses.replace(SPARSE.feed_forward, scores="sigmoid", corrected=corrected)
         sparse = (dataclasses.replace(SPARSE, feed_forward=experts),)
         base = Base(spec(sparse, family="glm4_moe" if corrected else "qwen3_moe"))
-        config = Config(data=Data(seq_len=32), experts=Options(bias_update_rate=0.1), **sections)
+        config = Config(data=DataOptions(seq_len=32), experts=Options(bias_update_rate=0.1), **sections)
         with pytest.raises(UserError, match=r"experts\.bias_update_rate=0\.1: of this .* no correction of a router"):
             assemble(base, config, one_device)
 
@@ -128,8 +141,8 @@ def test_experts_in_one_tensor_are_adapted_by_the_names_that_transformers_gives_
 
     def adapted(*modules: str) -> dict[str, str]:
         """Return the place of each A."""
-        lora = Lora(enabled=True, rank=2, target_modules=modules)
-        trained = assemble(base, Config(data=Data(seq_len=32), lora=lora), one_device).model.trained
+        lora = LoraOptions(enabled=True, rank=2, target_modules=modules)
+        trained = assemble(base, Config(data=DataOptions(seq_len=32), lora=lora), one_device).model.trained
         return {name: p.places[0].name for name, p in trained.items() if name.endswith("lora_a")}
 
     layer = "model.layers.0"
@@ -143,7 +156,7 @@ def test_experts_in_one_tensor_are_adapted_by_the_names_that_transformers_gives_
 
 
 def test_low_precision_has_a_scale_of_every_expert(one_device):
-    program, _, _, rows = trained(one_device, precision=Precision("fp8_hybrid", exclude="self_attn"))
+    program, _, _, rows = trained(one_device, precision=PrecisionOptions("fp8_hybrid", exclude="self_attn"))
     assert program.state.scaling.amax[EXPERTS].shape[:3] == (2, 4, 2)
     assert np.isfinite([float(row["loss"]) for row in rows]).all()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mesh.harness import MESHES, folder
 
-from jaxtune.config.schema import Config, Data, Mesh, Model
+from jaxtune.config.schema import Config, DataOptions, MeshOptions, ModelOptions
 from jaxtune.inference.generation import make_generate
 from jaxtune.models.decode import Sampling
 from jaxtune.parallel.mesh import make_mesh
@@ -18,10 +18,12 @@ from jaxtune.weights.values import read_parameters
 PROMPTS = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (3, 17, 9, 1, 30)]
 
 
-def tokens(model: str, mesh: Mesh, devices: int, sampling: Sampling) -> list[list[int]]:
+def tokens(model: str, mesh: MeshOptions, devices: int, sampling: Sampling) -> list[list[int]]:
     """Return the tokens generated for each prompt."""
     made = make_mesh(mesh, jax.devices()[:devices])
-    config = Config(model=Model(path=str(folder(model, False, False)), dtype="float32"), data=Data(seq_len=64))
+    config = Config(
+        model=ModelOptions(path=str(folder(model, False, False)), dtype="float32"), data=DataOptions(seq_len=64)
+    )
     declared = declare_model(read_base(config), config, made, train=False)
     how = {"max_new_tokens": 8, "dtype": jnp.dtype("float32"), "sampling": sampling}
     generate = make_generate(declared.graph, declared.spec, **how)
@@ -33,7 +35,7 @@ def tokens(model: str, mesh: Mesh, devices: int, sampling: Sampling) -> list[lis
 @functools.cache
 def of_one_device(model: str, sampling: Sampling) -> list[list[int]]:
     """Return the tokens that every mesh must generate."""
-    return tokens(model, Mesh(), 1, sampling)
+    return tokens(model, MeshOptions(), 1, sampling)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,6 @@ def of_one_device(model: str, sampling: Sampling) -> list[list[int]]:
     ],
 )
 def test_tokens_equal_one_device(model, mesh):
-    mesh = MESHES.get(mesh, Mesh(data=2, fsdp=2, expert=2))
+    mesh = MESHES.get(mesh, MeshOptions(data=2, fsdp=2, expert=2))
     sampling = Sampling(0.8, top_p=0.95, repetition_penalty=1.2) if model == "dense" else Sampling(temperature=0.0)
     assert tokens(model, mesh, 8, sampling) == of_one_device(model, sampling)

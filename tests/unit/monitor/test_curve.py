@@ -6,12 +6,12 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import Log
+from jaxtune.config.schema import LogOptions
 from jaxtune.monitor import curve, metrics
 
 
 def test_curve_is_drawn_with_gaps_and_evaluation(tmp_path):
-    log = metrics.MetricsLog(tmp_path, Log(), "run", {}, 0, is_main=True)
+    log = metrics.MetricsLog(tmp_path, LogOptions(), "run", {}, 0, is_main=True)
     for step in range(1, 40):
         log.write(step, {"loss": math.nan if step == 7 else 3 / step, "learning_rate": 0.0})
     log.write(39, {"eval_loss": 0.1})

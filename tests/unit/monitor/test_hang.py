@@ -26,7 +26,7 @@ def waits_for_ever(left):
 
 def test_what_moves_goes_on_and_what_hangs_is_ended(tmp_path, left, capfd):
     goodput, stacks = Goodput(), tmp_path / "stacks-0.txt"
-    with hang.ended_when_hung(goodput, 1, stacks), goodput.measure("eval"):
+    with hang.exit_when_hung(goodput, 1, stacks), goodput.measure("eval"):
         for _ in range(30):
             time.sleep(0.05)
             goodput.beat()  # a batch of a long evaluation
@@ -38,9 +38,9 @@ def test_what_moves_goes_on_and_what_hangs_is_ended(tmp_path, left, capfd):
 
 
 def test_without_a_limit_or_after_the_run_nothing_is_watched(tmp_path, left):
-    with hang.ended_when_hung(Goodput(), None, tmp_path / "stacks"):
+    with hang.exit_when_hung(Goodput(), None, tmp_path / "stacks"):
         assert "hang watch" not in {thread.name for thread in threading.enumerate()}
-    with hang.ended_when_hung(Goodput(), 1, tmp_path / "stacks"):
+    with hang.exit_when_hung(Goodput(), 1, tmp_path / "stacks"):
         watch = next(thread for thread in threading.enumerate() if thread.name == "hang watch")
     watch.join(10)
     assert not watch.is_alive() and not left.is_set()

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtune.config.schema import Aim, Log, Wandb
+from jaxtune.config.schema import AimOptions, LogOptions, WandbOptions
 from jaxtune.errors import UserError
 from jaxtune.monitor import metrics
 
 
 def train(folder, first, last, resume_step, log=None):
-    writer = metrics.MetricsLog(folder, log or Log(), "run", {"seed": 1}, resume_step, is_main=True)
+    writer = metrics.MetricsLog(folder, log or LogOptions(), "run", {"seed": 1}, resume_step, is_main=True)
     for step in range(first, last + 1):
         writer.write(step, {"loss": 1 / (3 * step), "tokens": step * 2**40})
         if step % 2 == 0:
@@ -29,7 +29,7 @@ def train(folder, first, last, resume_step, log=None):
 @given(value=st.floats(width=64))
 def test_a_float_comes_back_bit_for_bit(tmp_path_factory, value):
     folder = tmp_path_factory.mktemp("run")
-    writer = metrics.MetricsLog(folder, Log(), "run", {}, 0, is_main=True)
+    writer = metrics.MetricsLog(folder, LogOptions(), "run", {}, 0, is_main=True)
     writer.write(1, {"loss": np.float64(value)})
     writer.close()
     [row] = metrics.read(folder / "metrics.jsonl")
@@ -40,7 +40,7 @@ def test_a_float_comes_back_bit_for_bit(tmp_path_factory, value):
 
 
 def test_array_scalars_are_written_as_numbers(tmp_path):
-    writer = metrics.MetricsLog(tmp_path, Log(), "run", {}, 0, is_main=True)
+    writer = metrics.MetricsLog(tmp_path, LogOptions(), "run", {}, 0, is_main=True)
     writer.write(1, {"loss": np.float32(0.1), "tokens": np.int64(7), "grad_norm": float("inf"), "note": "slow"})
     line = (tmp_path / "metrics.jsonl").read_text()  # before close: each line is flushed
     writer.close()
@@ -58,7 +58,7 @@ def test_resumed_file_equals_the_uninterrupted_one(tmp_path, killed_at):
 
 
 def test_a_run_from_the_start_begins_with_an_empty_file(tmp_path):
-    writer = metrics.MetricsLog(tmp_path, Log(), "run", {}, 0, is_main=True)
+    writer = metrics.MetricsLog(tmp_path, LogOptions(), "run", {}, 0, is_main=True)
     writer.write(0, {"eval_loss": 5.5})
     writer.close()
     train(tmp_path, 1, 2, resume_step=0)
@@ -74,7 +74,7 @@ def test_a_damaged_line_is_named(tmp_path, damage):
 
 
 def test_only_the_main_process_writes(tmp_path):
-    writer = metrics.MetricsLog(tmp_path / "run", Log(tensorboard=True), "run", {}, 0, is_main=False)
+    writer = metrics.MetricsLog(tmp_path / "run", LogOptions(tensorboard=True), "run", {}, 0, is_main=False)
     writer.write(1, {"loss": 1.0})
     writer.close()
     assert not (tmp_path / "run").exists()
@@ -83,14 +83,14 @@ def test_only_the_main_process_writes(tmp_path):
 def test_a_missing_package_is_an_error_that_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(UserError, match=r"log\.tensorboard .* pip install 'jaxtune\[tensorboard\]'"):
-        train(tmp_path, 1, 1, 0, Log(tensorboard=True))
+        train(tmp_path, 1, 1, 0, LogOptions(tensorboard=True))
 
 
 def test_tensorboard_has_the_numbers_and_hides_what_a_resumed_run_repeats(tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto import event_pb2
 
-    log = Log(jsonl=False, tensorboard=True)
+    log = LogOptions(jsonl=False, tensorboard=True)
     train(tmp_path, 1, 6, 0, log)
     train(tmp_path, 5, 6, 4, log)
     events = []
@@ -114,7 +114,7 @@ def test_wandb_offline_goes_on_under_the_same_id(tmp_path, monkeypatch):
     seen = []
     start = wandb.init
     monkeypatch.setattr(wandb, "init", lambda **kwargs: seen.append(start(**kwargs)) or seen[-1])
-    log = dataclasses.replace(Log(), wandb=Wandb(enabled=True, project="tests", tags=("a",)))
+    log = dataclasses.replace(LogOptions(), wandb=WandbOptions(enabled=True, project="tests", tags=("a",)))
     train(tmp_path, 1, 4, 0, log)
     train(tmp_path, 3, 4, 2, log)
     assert seen[0].id == seen[1].id == (tmp_path / "wandb_id.txt").read_text()
@@ -127,7 +127,7 @@ def test_wandb_gets_a_row_now_and_then(tmp_path, monkeypatch):
     rows = []
     run = types.SimpleNamespace(define_metric=lambda *_, **__: None, log=rows.append, finish=lambda: None)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run))
-    train(tmp_path, 1, 7, 0, Log(wandb=Wandb(enabled=True, every=3)))
+    train(tmp_path, 1, 7, 0, LogOptions(wandb=WandbOptions(enabled=True, every=3)))
     assert [row["step"] for row in rows if "loss" in row] == [3, 6]
     assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 6]
 
@@ -151,7 +151,7 @@ def test_aim_gets_each_number_and_a_resumed_run_goes_on(tmp_path, monkeypatch):
     runs = []
     made = lambda **options: runs.append(FakeAim(**options)) or runs[-1]  # noqa: E731
     monkeypatch.setitem(sys.modules, "aim", types.SimpleNamespace(Run=made))
-    log = Log(aim=Aim(enabled=True, repo="there", experiment="tests"))
+    log = LogOptions(aim=AimOptions(enabled=True, repo="there", experiment="tests"))
     train(tmp_path, 1, 2, 0, log)
     train(tmp_path, 3, 3, 2, log)
     first, second = runs

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from jaxtune.monitor.page import Record, contents, differences, flat, grouped, of_some_steps, page
+from jaxtune.monitor.page import Record, contents, differences, flat, group_metrics, of_some_steps, page
 from jaxtune.monitor.step_time import StepTime
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>{{script}}{{data}}\u2028\ud800"
@@ -59,7 +59,7 @@ def test_charts_are_of_the_metrics_that_there_are_losses_first():
         "learning_rate",
         "eval_loss",
     ]
-    assert [name for _, name in grouped(names)] == [
+    assert [name for _, name in group_metrics(names)] == [
         *("loss", "eval_loss", "reward", "rewards/margins", "expert_load_max"),
         *("learning_rate", "grad_norm", "tokens"),
     ]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtune.monitor.series import Series, series, summary, thinned
+from jaxtune.monitor.series import Series, series, summary, thin
 
 
 def metric(values, **axes):
@@ -37,7 +37,7 @@ def test_a_summary_is_of_all_values_and_counts_those_that_are_not_finite():
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=300), st.integers(4, 40))
 def test_thinning_keeps_ends_and_extremes_and_is_bounded(values, most):
-    drawn, smooth = thinned(metric(values), most)
+    drawn, smooth = thin(metric(values), most)
     finite = [value for value in values if math.isfinite(value)]
     drawn_values = drawn.values[np.isfinite(drawn.values)]
     assert (drawn.at["step"][0], drawn.at["step"][-1]) == (1, len(values))
@@ -51,7 +51,7 @@ def test_what_is_smoothed_is_the_mean_of_each_stretch():
     """The mean of a stretch's lowest and highest values is not the mean of the stretch."""
     spiky = np.zeros(10_000)
     spiky[::100] = 1
-    drawn, smooth = thinned(metric(spiky), 200)
+    drawn, smooth = thin(metric(spiky), 200)
     assert drawn.values.mean() > 0.4 and smooth.values == pytest.approx(0.01)
     few = metric(spiky[:200])
-    assert all(each is few for each in thinned(few, 200))
+    assert all(each is few for each in thin(few, 200))

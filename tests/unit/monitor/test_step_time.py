@@ -10,7 +10,16 @@ from batches import make_batch, tokens
 from jax.profiler import ProfileData
 from tiny import random_values, spec
 
-from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Precision, Prof
+from jaxtune.config.schema import (
+    Config,
+    DataOptions,
+    LoraOptions,
+    MemoryOptions,
+    MeshOptions,
+    ModelOptions,
+    PrecisionOptions,
+    ProfOptions,
+)
 from jaxtune.monitor.profiler import Profiler
 from jaxtune.monitor.step_time import NAME, StepTime, operations, step_time
 from jaxtune.parallel.mesh import make_mesh
@@ -183,13 +192,13 @@ def test_a_trace_without_the_step_says_so():
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
     """Return the profile folder for two steps of a tiny LoRA run; another program is called step, too."""
-    mesh = make_mesh(Mesh(), jax.devices()[:1])
+    mesh = make_mesh(MeshOptions(), jax.devices()[:1])
     config = Config(
-        model=Model(dtype="float32"),
-        data=Data(seq_len=24),
-        lora=Lora(enabled=True, rank=2),
-        precision=Precision("fp32"),
-        memory=Memory("block"),
+        model=ModelOptions(dtype="float32"),
+        data=DataOptions(seq_len=24),
+        lora=LoraOptions(enabled=True, rank=2),
+        precision=PrecisionOptions("fp32"),
+        memory=MemoryOptions("block"),
     )
     program = assemble(Base(spec(2)), config, mesh)
     values = random_values(program.model.parameters)
@@ -205,7 +214,7 @@ def traced(tmp_path_factory):
     another = jax.jit(of_another).lower().compile()
     jax.block_until_ready(step(*arguments))
     folder = tmp_path_factory.mktemp("run")
-    profiler = Profiler(folder, Prof(enabled=True, start_step=1, steps=2), is_main=True, step_text=step.as_text)
+    profiler = Profiler(folder, ProfOptions(enabled=True, start_step=1, steps=2), is_main=True, step_text=step.as_text)
     for _ in range(2):
         profiler.before_step()
         results = step(*arguments)
@@ -241,7 +250,9 @@ def test_a_traced_step_goes_into_parts_that_sum_to_its_operations(traced):
 @pytest.mark.parametrize("text", ["", TEXT], ids=["none", "another program's"])
 def test_a_profile_that_cannot_be_read_does_not_end_the_run(tmp_path, caplog, monkeypatch, text):
     monkeypatch.setattr(logging.getLogger("jaxtune"), "propagate", True)
-    profiler = Profiler(tmp_path, Prof(enabled=True, start_step=1, steps=1), is_main=True, step_text=lambda: text)
+    profiler = Profiler(
+        tmp_path, ProfOptions(enabled=True, start_step=1, steps=1), is_main=True, step_text=lambda: text
+    )
     file = tmp_path / "profile" / NAME
     file.parent.mkdir()
     file.write_text("of an earlier trace")

@@ -11,10 +11,10 @@ from batches import make_batch, tokens
 from flax import nnx
 from tiny import VOCABULARY, layer, random_values, spec
 
-from jaxtune.config.schema import Config, Data, Memory, Model, Precision, Train
-from jaxtune.config.schema import Experts as Options
+from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, PrecisionOptions, TrainOptions
+from jaxtune.config.schema import ExpertsOptions as Options
 from jaxtune.models.decoder import bind
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import Scores
 from jaxtune.models.spec import Experts
 from jaxtune.objectives.balanced import sequence_loss, z_loss
@@ -35,7 +35,7 @@ def of_family(experts: Experts, layers: int = 2):
 
 @pytest.mark.parametrize("experts", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid, corrected"])
 def test_a_row_balances_alone_and_padding_does_not_count(one_device, experts):
-    config = Config(Model(dtype="float32"), Data(seq_len=POSITIONS), precision=Precision("fp32"))
+    config = Config(ModelOptions(dtype="float32"), DataOptions(seq_len=POSITIONS), precision=PrecisionOptions("fp32"))
     model = declare_model(Base(of_family(experts)), config, one_device)
     random = np.random.default_rng(0)
     values = {name: 10 * value for name, value in random_values(model.parameters).items()}
@@ -49,7 +49,7 @@ def test_a_row_balances_alone_and_padding_does_not_count(one_device, experts):
     @jax.jit
     @partial(jax.vmap, in_axes=(0, 0, None))
     def emitted(stacked, x, valid):
-        return nnx.merge(graph, stacked)(x, Call(jnp.dtype("bfloat16"), experts="dense"), valid)[1]
+        return nnx.merge(graph, stacked)(x, ForwardOptions(jnp.dtype("bfloat16"), experts="dense"), valid)[1]
 
     scores = Scores(jnp.zeros(()), jnp.zeros(()), emitted(stacked, x, valid))
     batch = {"segment_ids": jnp.asarray(real, jnp.int32)}
@@ -72,11 +72,11 @@ def test_a_row_balances_alone_and_padding_does_not_count(one_device, experts):
 def gradients_of(mesh, micro_batches: int, **options):
     """Return (loss, metrics, router gradient) of two rows of unlike lengths, in one micro-batch or two."""
     config = Config(
-        Model(dtype="float32"),
-        Data(seq_len=16),
-        train=Train(grad_accum_steps=micro_batches, micro_batch_size=2 // micro_batches),
-        memory=Memory("none"),
-        precision=Precision("fp32"),
+        ModelOptions(dtype="float32"),
+        DataOptions(seq_len=16),
+        train=TrainOptions(grad_accum_steps=micro_batches, micro_batch_size=2 // micro_batches),
+        memory=MemoryOptions("none"),
+        precision=PrecisionOptions("fp32"),
         experts=Options("dense", **options),
     )
     program = assemble(Base(of_family(SOFTMAX, layers=1)), config, mesh)

@@ -14,7 +14,7 @@ from batches import make_batch, tokens
 from tiny import VOCABULARY
 
 from jaxtune.errors import UserError
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import score
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.objectives.objective import Sums
@@ -33,7 +33,7 @@ def only_a_head(head: jax.Array, logit_cap: float | None = None) -> Any:
 
 def sums(hidden: jax.Array, head: jax.Array, batch: dict) -> Sums:
     """Return the objective's sums for hidden states [B, S, D] and a head [V, D]."""
-    call = Call(jnp.dtype("float32"))
+    call = ForwardOptions(jnp.dtype("float32"))
     scores = score(
         only_a_head(head), batch, call, (hidden, {}), head_gradient=True, z_loss=Z_LOSS, label_smoothing=SMOOTHING
     )
@@ -89,7 +89,7 @@ def test_tokens_without_weight_pay_none(one_device):
 
 def test_a_temperature_divides_the_logits(one_device):
     hidden, head, batch = make(one_device)
-    call = Call(jnp.dtype("float32"))
+    call = ForwardOptions(jnp.dtype("float32"))
     with jax.default_matmul_precision("highest"):
         log_prob = score(only_a_head(head), batch, call, (hidden, {}), temperature=0.6).log_prob[0, :TRAINED]
     logits = np.asarray(hidden, np.float64)[0, :TRAINED] @ np.asarray(head, np.float64)[:VOCABULARY].T / 0.6

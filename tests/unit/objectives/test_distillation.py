@@ -14,9 +14,9 @@ import pytest
 from batches import make_batch, tokens
 from tiny import VOCABULARY
 
-from jaxtune.config.schema import Distill, Mesh
+from jaxtune.config.schema import DistillOptions, MeshOptions
 from jaxtune.models.divergence import likeliest
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import score
 from jaxtune.objectives.distillation import distillation
 from jaxtune.parallel.layout import by_token, used
@@ -24,11 +24,11 @@ from jaxtune.parallel.mesh import make_mesh
 
 POSITIONS, TRAINED, WIDTH, PADDED, CAP = 16, 9, 8, 512, 5.0
 OPTIONS = {
-    "forward": Distill(divergence="forward_kl", top_k=6, weight=0.7),
-    "reverse, hot": Distill(divergence="reverse_kl", top_k=6, weight=0.7, temperature=2.5),
-    "js": Distill(divergence="js", js_beta=0.3, top_k=6, weight=0.7),
-    "every token": Distill(divergence="reverse_kl", top_k=VOCABULARY),
-    "one": Distill(divergence="js", top_k=1, temperature=0.5),
+    "forward": DistillOptions(divergence="forward_kl", top_k=6, weight=0.7),
+    "reverse, hot": DistillOptions(divergence="reverse_kl", top_k=6, weight=0.7, temperature=2.5),
+    "js": DistillOptions(divergence="js", js_beta=0.3, top_k=6, weight=0.7),
+    "every token": DistillOptions(divergence="reverse_kl", top_k=VOCABULARY),
+    "one": DistillOptions(divergence="js", top_k=1, temperature=0.5),
 }
 
 
@@ -54,7 +54,7 @@ def log_softmax(hidden, head, temperature: float, cap: float | None):
     return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
 
 
-def define(options: Distill, student, teacher, targets, weight, cap=None) -> dict[str, float]:
+def define(options: DistillOptions, student, teacher, targets, weight, cap=None) -> dict[str, float]:
     """Compute the sums of the loss and its parts in float64."""
     (student_hidden, student_head), (teacher_hidden, teacher_head) = (
         [x.astype(np.float64) for x in pair] for pair in (student, teacher)
@@ -85,7 +85,7 @@ def define(options: Distill, student, teacher, targets, weight, cap=None) -> dic
     return {"loss": loss, "divergence": divergence, "cross_entropy": cross_entropy}
 
 
-def compute(options: Distill, student, teacher, mesh, cap=None, rows=1):
+def compute(options: DistillOptions, student, teacher, mesh, cap=None, rows=1):
     """Return (sums, gradients of hidden states and head, batch); the teacher is scored on the same mesh."""
 
     def place(x, spec):
@@ -98,7 +98,7 @@ def compute(options: Distill, student, teacher, mesh, cap=None, rows=1):
     (hidden, head), (of_teacher, teacher_head) = (
         [place(x, spec) for x, spec in zip(pair, specs)] for pair in (student, teacher)
     )
-    objective, call = distillation(options), Call(jnp.dtype("float32"))
+    objective, call = distillation(options), ForwardOptions(jnp.dtype("float32"))
 
     @jax.jit
     def run(parts, batch):
@@ -165,7 +165,7 @@ def test_a_sharded_vocabulary_changes_nothing(one_device, options):
     """Both heads are sharded, so that a teacher's likeliest tokens are on several devices."""
     student, teacher = draw(0, rows=2), draw(1, rows=2)
     one, one_gradients, _ = compute(options, student, teacher, one_device, rows=2)
-    mesh = make_mesh(Mesh(fsdp=2, tensor=4), jax.devices())
+    mesh = make_mesh(MeshOptions(fsdp=2, tensor=4), jax.devices())
     many, gradients, _ = compute(options, student, teacher, mesh, rows=2)
     assert np.isclose(many.loss, one.loss, rtol=1e-6)
     for ours, theirs in zip(gradients, one_gradients):

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtune.config.schema import Mesh
+from jaxtune.config.schema import MeshOptions
 from jaxtune.models.parameters import Parameter
 from jaxtune.models.places import Place
 from jaxtune.models.spec import Treatment
 from jaxtune.optim import rules
 from jaxtune.optim.adamw_8bit import adamw_8bit, block_of, float32_moments, undivided_moments
-from jaxtune.optim.rules import At, Rule
+from jaxtune.optim.rules import Hyperparameters, Rule
 from jaxtune.parallel.layout import RULES, Layout, Rules
 from jaxtune.parallel.mesh import make_mesh
 from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP, TABLES, UNSIGNED_DYNAMIC_MAP, decode, encode
@@ -66,7 +66,7 @@ def spread(absmax: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return absmax.repeat(rows, 0).repeat(columns, 1).reshape(shape)
 
 
-def in_float64(gradient, state, parameter, at: At):
+def in_float64(gradient, state, parameter, at: Hyperparameters):
     """Return (parameter, unrounded moments) by Loshchilov & Hutter's algorithm 2, from moments in 8 bits."""
     mu, nu = (
         MAPS[name][moment.codes] * np.float64(spread(moment.absmax, parameter.shape)) for name, moment in state.items()
@@ -89,7 +89,7 @@ def test_an_update_is_adamw_of_moments_in_8_bits(one_device, shape):
     parameter, update = jnp.asarray(weights(shape)), jax.jit(RULE.update)
     state, differ = jax.jit(RULE.init)(parameter), 0
     for count in range(20):
-        gradient, at = weights(shape, count + 1), At(count, 1e-2, 0.5, 0.1)
+        gradient, at = weights(shape, count + 1), Hyperparameters(count, 1e-2, 0.5, 0.1)
         before = jax.tree.map(np.asarray, (state, parameter))
         parameter, state = update(jnp.asarray(gradient), state, parameter, at)
         expected, moments = in_float64(gradient, *before, at)
@@ -144,7 +144,11 @@ def test_small_and_odd_parameters_are_adamw_itself(one_device):
     """Below 4096 elements, rows that no block divides, and vectors of that kind."""
     assert block_of((63, 64)) is block_of((100, 4099)) is block_of((4099,)) is block_of((64, 16 * 257)) is None
     adamw = rules.adamw(BETA1, BETA2, EPSILON)
-    parameter, gradient, at = jnp.asarray(weights((63, 64))), jnp.asarray(weights((63, 64), 1)), At(3, 1e-2, 1.0, 0.1)
+    parameter, gradient, at = (
+        jnp.asarray(weights((63, 64))),
+        jnp.asarray(weights((63, 64), 1)),
+        Hyperparameters(3, 1e-2, 1.0, 0.1),
+    )
     for expected, actual in zip(
         jax.tree.leaves(adamw.update(gradient, adamw.init(parameter), parameter, at)),
         jax.tree.leaves(RULE.update(gradient, RULE.init(parameter), parameter, at)),
@@ -186,7 +190,9 @@ def test_zero_and_tiny_gradients_leave_the_parameter(one_device):
     state = jax.jit(RULE.init)(parameter)
     assert {name: np.unique(moment.codes).tolist() for name, moment in state.items()} == {"mu": [127], "nu": [0]}
     for size in (0.0, 1e-30, 0.0):
-        after, new = jax.jit(RULE.update)(jnp.full_like(parameter, size), state, parameter, At(0, 1e-2, 1.0, 0.0))
+        after, new = jax.jit(RULE.update)(
+            jnp.full_like(parameter, size), state, parameter, Hyperparameters(0, 1e-2, 1.0, 0.0)
+        )
         np.testing.assert_allclose(after, parameter, rtol=1e-6)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
         if not size:
@@ -206,7 +212,7 @@ def test_rare_gradients_move_a_parameter_no_further_than_in_adamw(one_device):
             present = draws.random((256, 1)) < 0.1
             gradient = jnp.asarray(present * sizes * draws.normal(size=sizes.shape), jnp.float32)
             before = at
-            at, state = update(gradient, state, at, At(count, 1.0, 1.0, 0.0))
+            at, state = update(gradient, state, at, Hyperparameters(count, 1.0, 1.0, 0.0))
             largest = max(largest, float(jnp.abs(at - before).max()))
         return largest
 
@@ -222,7 +228,7 @@ def declare(shape, axes, layers) -> Parameter:
 
 def test_a_mesh_that_splits_a_block_is_refused():
     """300 columns are 2 blocks: 8 devices cannot share them."""
-    mesh = make_mesh(Mesh(fsdp=8))
+    mesh = make_mesh(MeshOptions(fsdp=8))
     wide = declare((2, 64, 300), ("layers", "mlp", "embed"), (0, 1))
     small = declare((2, 3, 300), ("layers", None, None), (0, 1))
     assert undivided_moments({"small": small}, mesh) == []
@@ -264,7 +270,7 @@ def test_it_trains_as_adamw_does(one_device):
         @jax.jit
         def step(parameters, states, count, *tokens):
             loss, gradients = jax.value_and_grad(loss_of)(parameters, *tokens)
-            at = At(count, jnp.float32(3e-3), 1.0, 0.01)
+            at = Hyperparameters(count, jnp.float32(3e-3), 1.0, 0.01)
             after = {name: rule.update(gradients[name], states[name], parameters[name], at) for name in parameters}
             return loss, *({name: pair[part] for name, pair in after.items()} for part in (0, 1))
 

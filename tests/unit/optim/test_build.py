@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxtune.checkpoint import CheckpointManager
-from jaxtune.config.schema import Optim
+from jaxtune.config.schema import OptimOptions
 from jaxtune.optim.build import Step, Trained, build
 from jaxtune.optim.driver import round_stochastically
 
@@ -48,7 +48,7 @@ def update_from(optim, start, steps=3, **options):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_each_layer_of_a_stack_is_updated_as_if_it_were_alone(one_device, name):
-    optim = Optim(name=name, weight_decay=0.1)
+    optim = OptimOptions(name=name, weight_decay=0.1)
     together, _ = update_from(optim, parameters())
     layer_names = {"stack": Trained(NAMES["stack"].names[1:2], (1,), is_matrix=True)}
     optimizer = build(optim, layer_names, LAYERS, jnp.float32)
@@ -66,7 +66,7 @@ def test_experts_of_layers_are_updated_as_one_stack(one_device, name):
     names = tuple(f"model.layers.{layer}.mlp.experts.{e}.up_proj.weight" for layer in range(LAYERS) for e in range(2))
     results = []
     for lead in ((LAYERS, 2), (LAYERS * 2,)):
-        optimizer = build(Optim(name=name), {"up": Trained(names, lead, is_matrix=True)}, LAYERS, jnp.float32)
+        optimizer = build(OptimOptions(name=name), {"up": Trained(names, lead, is_matrix=True)}, LAYERS, jnp.float32)
         start, gradient = (parameters(seed=seed)["stack"].reshape(*lead, 64, -1) for seed in (0, 1))
         state = jax.jit(optimizer.init)({"up": start})
         results.append(jax.jit(optimizer.update)({"up": gradient}, state, {"up": start}, at()))
@@ -76,7 +76,7 @@ def test_experts_of_layers_are_updated_as_one_stack(one_device, name):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_step_that_is_not_finite_changes_no_bit(one_device, name):
-    optim = Optim(name=name, weight_decay=0.1)
+    optim = OptimOptions(name=name, weight_decay=0.1)
     before = update_from(optim, parameters())
     nan = jax.tree.map(lambda x: x * jnp.nan, parameters())
     after = compiled(optim)[1](nan, before[1], before[0], at(finite=False))
@@ -85,7 +85,7 @@ def test_a_step_that_is_not_finite_changes_no_bit(one_device, name):
 
 def test_rates_and_decays_are_chosen_by_name_and_layer(one_device):
     """SGD without momentum, because it shows rates and decays directly."""
-    optim = Optim(
+    optim = OptimOptions(
         name="sgd",
         beta1=0.0,
         weight_decay=0.5,
@@ -109,7 +109,7 @@ def test_a_parameter_may_have_a_rate_of_its_own(one_device):
     """It multiplies the factors of the layers."""
     start, gradients = parameters(), parameters(seed=1)
     with_rate = {name: one._replace(rate=4.0 if name == "stack" else 1.0) for name, one in NAMES.items()}
-    optim = Optim(name="sgd", beta1=0.0, weight_decay=0.0, layerwise_lr_decay=0.5)
+    optim = OptimOptions(name="sgd", beta1=0.0, weight_decay=0.0, layerwise_lr_decay=0.5)
     moved = {}
     for number, named in enumerate((NAMES, with_rate)):
         optimizer = build(optim, named, LAYERS)
@@ -122,7 +122,7 @@ def test_a_parameter_may_have_a_rate_of_its_own(one_device):
 def test_steps_too_small_for_bfloat16_add_up(one_device):
     """1 - 1e-4 is 1 in bfloat16; a thousand such steps add up to 0.9."""
     start = {"embed": jnp.ones((256, 64), jnp.bfloat16)}
-    optimizer = build(Optim(name="sgd", beta1=0.0), {"embed": NAMES["embed"]}, LAYERS)
+    optimizer = build(OptimOptions(name="sgd", beta1=0.0), {"embed": NAMES["embed"]}, LAYERS)
     ones = {"embed": jnp.ones((256, 64))}
 
     def body(number, carry):
@@ -153,7 +153,7 @@ def test_the_8_bit_update_computes_with_one_layer_at_a_time(one_device):
     layers, rows, columns = 16, 128, 2048
     names = tuple(f"model.layers.{i}.mlp.up_proj.weight" for i in range(layers))
     named = {"stack": Trained(names, (layers,), is_matrix=True)}
-    optimizer = build(Optim(name="adamw_8bit"), named, layers)
+    optimizer = build(OptimOptions(name="adamw_8bit"), named, layers)
     place = jax.NamedSharding(one_device, jax.P(None, None, None))
     weights = {"stack": jax.ShapeDtypeStruct((layers, rows, columns), jnp.float32, sharding=place)}
     state = jax.eval_shape(optimizer.init, weights)
@@ -171,7 +171,7 @@ def test_the_8_bit_update_computes_with_one_layer_at_a_time(one_device):
 def test_a_saved_state_goes_on_as_if_it_had_not_been_saved(one_device, tmp_path, name):
     """Bit for bit; also in bfloat16 with stochastic rounding."""
     narrow = name in ("adamw", "sgd", "lion", "muon", "normuon")
-    optim = Optim(name=name, state_dtype="bfloat16" if narrow else "float32")
+    optim = OptimOptions(name=name, state_dtype="bfloat16" if narrow else "float32")
     init, update = compiled(optim)
 
     def run(carry, steps):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import Muon, Normuon, Optim
+from jaxtune.config.schema import MuonOptions, NormuonOptions, OptimOptions
 from jaxtune.optim.build import Step, Trained, build
 
 NAMES = {
@@ -46,7 +46,7 @@ def some_gradients(seed=0):
     [("adamw", "float32"), *((name, "bfloat16") for name in ("adamw", "sgd", "lion", "muon", "normuon"))],
 )
 def test_moments_are_kept_in_state_dtype(one_device, name, dtype):
-    _, state = after(Optim(name=name, state_dtype=dtype), some_gradients())
+    _, state = after(OptimOptions(name=name, state_dtype=dtype), some_gradients())
     dtypes = {
         str(leaf.dtype)
         for parameter, rule_state in state.rules.items()
@@ -58,7 +58,7 @@ def test_moments_are_kept_in_state_dtype(one_device, name, dtype):
 
 def test_moments_in_bfloat16_are_rounded_stochastically(one_device):
     """Rounded to the nearest, a moment would not change by a thousandth: it would stay constant."""
-    optim = Optim(beta1=0.999, learning_rate=1e-3, state_dtype="bfloat16")
+    optim = OptimOptions(beta1=0.999, learning_rate=1e-3, state_dtype="bfloat16")
     ones = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
     _, state = after(optim, ones, steps=400)
     for moment in jax.tree.leaves(state.rules["matrix"]):
@@ -67,8 +67,8 @@ def test_moments_in_bfloat16_are_rounded_stochastically(one_device):
 
 def test_muon_has_a_learning_rate_of_its_own_for_matrices(one_device):
     gradients = some_gradients()
-    same, _ = after(Optim(name="muon", learning_rate=1e-3), gradients)
-    separate, _ = after(Optim(name="muon", learning_rate=1e-3, muon=Muon(learning_rate=0.02)), gradients)
+    same, _ = after(OptimOptions(name="muon", learning_rate=1e-3), gradients)
+    separate, _ = after(OptimOptions(name="muon", learning_rate=1e-3, muon=MuonOptions(learning_rate=0.02)), gradients)
     np.testing.assert_allclose(separate["matrix"], 20 * same["matrix"], rtol=1e-4)
     for name in ("norm", "embedding"):
         np.testing.assert_array_equal(separate[name], same[name])
@@ -85,18 +85,18 @@ def test_muon_has_a_learning_rate_of_its_own_for_matrices(one_device):
         ("sgd", {"beta1": 0.5}),
         ("lion", {"beta1": 0.5}),
         ("lion", {"beta2": 0.5}),
-        ("muon", {"muon": Muon(momentum=0.5)}),
-        ("muon", {"muon": Muon(nesterov=False)}),
-        ("muon", {"muon": Muon(ns_steps=2)}),
-        ("muon", {"muon": Muon(adjust_lr="match_rms_adamw")}),
-        ("normuon", {"normuon": Normuon(momentum=0.5)}),
-        ("normuon", {"normuon": Normuon(beta2=0.5)}),
-        ("normuon", {"normuon": Normuon(ns_steps=2)}),
-        ("normuon", {"normuon": Normuon(cautious_wd=False)}),
+        ("muon", {"muon": MuonOptions(momentum=0.5)}),
+        ("muon", {"muon": MuonOptions(nesterov=False)}),
+        ("muon", {"muon": MuonOptions(ns_steps=2)}),
+        ("muon", {"muon": MuonOptions(adjust_lr="match_rms_adamw")}),
+        ("normuon", {"normuon": NormuonOptions(momentum=0.5)}),
+        ("normuon", {"normuon": NormuonOptions(beta2=0.5)}),
+        ("normuon", {"normuon": NormuonOptions(ns_steps=2)}),
+        ("normuon", {"normuon": NormuonOptions(cautious_wd=False)}),
     ],
 )
 def test_every_option_reaches_the_update(one_device, name, options):
-    optim = Optim(name=name, learning_rate=0.1, weight_decay=0.5)
+    optim = OptimOptions(name=name, learning_rate=0.1, weight_decay=0.5)
     random = np.random.default_rng(0).normal(size=(2, 4, 8)).astype(np.float32)
     gradients = {"matrix": jnp.asarray(random)}
     sizes = (1.0, -0.003, -0.3)

@@ -5,7 +5,7 @@ import pytest
 import transformers
 from tiny import FAMILIES, SIZES
 
-from jaxtune.config.schema import Optim
+from jaxtune.config.schema import OptimOptions
 from jaxtune.errors import UserError
 from jaxtune.models.families import read_spec
 from jaxtune.models.parameters import declare
@@ -42,9 +42,9 @@ def same(actual, expected):
 
 
 def test_by_default_rates_are_the_same_and_norms_biases_and_embeddings_do_not_decay():
-    same(rates(Optim(), NAMES, LAYERS), dict.fromkeys(NAMES, 1.0))
+    same(rates(OptimOptions(), NAMES, LAYERS), dict.fromkeys(NAMES, 1.0))
     decaying = ("layers.q.weight", "layers.down.weight", "head.weight")
-    same(decays(Optim(weight_decay=0.1), NAMES), {name: 0.1 * (name in decaying) for name in NAMES})
+    same(decays(OptimOptions(weight_decay=0.1), NAMES), {name: 0.1 * (name in decaying) for name in NAMES})
 
 
 def test_no_vector_of_a_model_decays(one_device):
@@ -55,42 +55,42 @@ def test_no_vector_of_a_model_decays(one_device):
         declared = declare(read_spec(config))[1].values()
         vectors |= {place.name for one in declared if one.kind == "vector" for place in one.places}
     assert any(name.endswith("sinks") for name in vectors)
-    assert {name for name in vectors if decays(Optim(weight_decay=0.1), {"": (name,)}) != {"": 0.0}} == set()
+    assert {name for name in vectors if decays(OptimOptions(weight_decay=0.1), {"": (name,)}) != {"": 0.0}} == set()
 
 
 def test_adapters_decay_by_default_though_no_norm_is_among_them():
-    same(decays(Optim(weight_decay=0.1), ADAPTERS), dict.fromkeys(ADAPTERS, 0.1))
+    same(decays(OptimOptions(weight_decay=0.1), ADAPTERS), dict.fromkeys(ADAPTERS, 0.1))
 
 
 def test_no_decay_takes_the_place_of_the_default():
     expected = dict.fromkeys(NAMES, 0.1) | {"layers.down.weight": [0.1, 0.0, 0.1]}
-    same(decays(Optim(weight_decay=0.1, no_decay=r"layers\.1\.mlp"), NAMES), expected)
+    same(decays(OptimOptions(weight_decay=0.1, no_decay=r"layers\.1\.mlp"), NAMES), expected)
 
 
 def test_the_last_multiplier_that_matches_counts():
     entries = ("layers=0.5", r"layers\.[02]\.mlp=2", "head=0", "(?=n)norm=3")
     expected = dict.fromkeys(NAMES, 0.5) | {"embed.weight": 1.0, "layers.down.weight": [2.0, 0.5, 2.0]}
     expected |= {"head.weight": 0.0, "norm.scale": 3.0, "layers.q_norm.scale": 3.0}
-    same(rates(Optim(lr_multipliers=entries), NAMES, LAYERS), expected)
+    same(rates(OptimOptions(lr_multipliers=entries), NAMES, LAYERS), expected)
 
 
 def test_decay_multipliers_leave_alone_what_does_not_decay():
     entries = ("weight=0.5", r"layers\.0\.=4")
     expected = {"layers.q.weight": [0.4, 0.05, 0.05], "layers.down.weight": [0.4, 0.05, 0.05], "head.weight": 0.05}
-    actual = decays(Optim(weight_decay=0.1, decay_multipliers=entries), NAMES)
+    actual = decays(OptimOptions(weight_decay=0.1, decay_multipliers=entries), NAMES)
     same(actual, dict.fromkeys(NAMES, 0.0) | expected)
 
 
 def test_layerwise_decay_goes_from_the_head_to_the_embedding():
     by_layer = [0.5**3, 0.5**2, 0.5]
     expected = dict.fromkeys(NAMES, by_layer) | {"embed.weight": 0.5**4, "norm.scale": 1.0, "head.weight": 1.0}
-    same(rates(Optim(layerwise_lr_decay=0.5), NAMES, LAYERS), expected)
-    same(rates(Optim(layerwise_lr_decay=0.5), ADAPTERS, LAYERS), dict.fromkeys(ADAPTERS, by_layer))
+    same(rates(OptimOptions(layerwise_lr_decay=0.5), NAMES, LAYERS), expected)
+    same(rates(OptimOptions(layerwise_lr_decay=0.5), ADAPTERS, LAYERS), dict.fromkeys(ADAPTERS, by_layer))
 
 
 def test_layerwise_decay_of_some_layers_counts_all_of_the_model_and_takes_multipliers_on_top():
     upper = {"layers.down.lora_b": ADAPTERS["layers.down.lora_b"][1:]}
-    optim = Optim(layerwise_lr_decay=0.5, lr_multipliers=("lora_B=16",))  # LoRA+ (Hayou et al. 2024)
+    optim = OptimOptions(layerwise_lr_decay=0.5, lr_multipliers=("lora_B=16",))  # LoRA+ (Hayou et al. 2024)
     same(rates(optim, upper, LAYERS), {"layers.down.lora_b": [4.0, 8.0]})
 
 
@@ -98,8 +98,8 @@ def test_with_a_bound_rates_rise_linearly_from_the_embedding_to_the_head():
     """ERNIEKit's rates for a model of three layers, by its depths of 0, 0, 1, 2 and 5."""
     by_layer = [0.5, 0.6, 0.7]
     expected = dict.fromkeys(NAMES, by_layer) | {"embed.weight": 0.5, "norm.scale": 1.0, "head.weight": 1.0}
-    same(rates(Optim(layerwise_lr_decay_bound=0.5), NAMES, LAYERS), expected)
-    on_top = Optim(layerwise_lr_decay_bound=0.5, lr_multipliers=("lora_B=10",))
+    same(rates(OptimOptions(layerwise_lr_decay_bound=0.5), NAMES, LAYERS), expected)
+    on_top = OptimOptions(layerwise_lr_decay_bound=0.5, lr_multipliers=("lora_B=10",))
     expected = {"layers.down.lora_a": by_layer, "layers.down.lora_b": [5.0, 6.0, 7.0]}
     same(rates(on_top, ADAPTERS, LAYERS), expected)
 
@@ -115,7 +115,7 @@ def test_with_a_bound_rates_rise_linearly_from_the_embedding_to_the_head():
     ],
 )
 def test_a_regex_without_effect_is_an_error(options, named):
-    optim = Optim(weight_decay=0.1, **options)
+    optim = OptimOptions(weight_decay=0.1, **options)
     with pytest.raises(UserError, match=named):
         rates(optim, NAMES, LAYERS)
         decays(optim, NAMES)

@@ -10,7 +10,7 @@ import pytest
 from jaxtune.optim import rules
 from jaxtune.optim.muon import muon, normuon
 from jaxtune.optim.orthogonalize import orthogonalize
-from jaxtune.optim.rules import At, Rule
+from jaxtune.optim.rules import Hyperparameters, Rule
 
 UPDATES = 12
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
@@ -156,7 +156,7 @@ CASES = {
 
 def run(rule: Rule, gradients, parameter, rates, multiplier=1.0, decay=0.0):
     """Return the parameter after these gradients."""
-    update = jax.jit(lambda *arguments: rule.update(*arguments[:3], At(*arguments[3:], multiplier, decay)))
+    update = jax.jit(lambda *arguments: rule.update(*arguments[:3], Hyperparameters(*arguments[3:], multiplier, decay)))
     parameter = jnp.asarray(parameter, jnp.float32)
     state = rule.init(parameter)
     for count, (gradient, rate) in enumerate(zip(gradients, rates, strict=True)):
@@ -213,8 +213,12 @@ def test_schedule_free_takes_the_gradient_between_the_average_and_the_base():
     parameter = jnp.ones((3,))
     state = rule.init(parameter)
     assert (rule.point(parameter, state) == parameter).all()
-    parameter, state = rule.update(jnp.ones((3,)), state, parameter, At(jnp.int32(0), jnp.float32(0.1), 1.0, 0.0))
-    parameter, state = rule.update(jnp.ones((3,)), state, parameter, At(jnp.int32(1), jnp.float32(0.1), 1.0, 0.0))
+    parameter, state = rule.update(
+        jnp.ones((3,)), state, parameter, Hyperparameters(jnp.int32(0), jnp.float32(0.1), 1.0, 0.0)
+    )
+    parameter, state = rule.update(
+        jnp.ones((3,)), state, parameter, Hyperparameters(jnp.int32(1), jnp.float32(0.1), 1.0, 0.0)
+    )
     np.testing.assert_allclose(state["z"], 0.8, rtol=1e-6)
     np.testing.assert_allclose(parameter, 0.85, rtol=1e-6)
     np.testing.assert_allclose(rule.point(parameter, state), 0.25 * 0.8 + 0.75 * 0.85, rtol=1e-6)
@@ -282,7 +286,7 @@ def test_a_regression_is_learned(name):
         weight, state = carry
         gradient = jax.grad(loss)(rule.point(weight, state))
         rate = jnp.float32(peak) * (1 - count / 200)
-        return rule.update(gradient, state, weight, At(count, rate, 1.0, 0.0)), None
+        return rule.update(gradient, state, weight, Hyperparameters(count, rate, 1.0, 0.0)), None
 
     start = jnp.zeros((12, 8))
     (weight, _), _ = jax.lax.scan(step, (start, rule.init(start)), jnp.arange(200))

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import Optim
+from jaxtune.config.schema import OptimOptions
 from jaxtune.errors import UserError
 from jaxtune.optim.schedules import check_length, learning_rate
 
@@ -13,7 +13,7 @@ TOTAL, WARMUP, PEAK = 100, 10, 3e-4
 
 
 def rates(**options):
-    rate = learning_rate(Optim(learning_rate=PEAK, **options), TOTAL)
+    rate = learning_rate(OptimOptions(learning_rate=PEAK, **options), TOTAL)
     return np.array([float(rate(step)) for step in range(TOTAL + 1)])
 
 
@@ -108,7 +108,7 @@ def test_warmup_starts_from_start_lr():
 
 def test_the_first_step_changes_nothing_as_in_transformers_and_the_option_to_set_says_so():
     assert rates(warmup_steps=WARMUP)[0] == 0.0
-    assert "changes nothing" in Optim.__dataclass_fields__["start_lr"].metadata["doc"]
+    assert "changes nothing" in OptimOptions.__dataclass_fields__["start_lr"].metadata["doc"]
 
 
 def test_a_ratio_is_steps():
@@ -119,7 +119,7 @@ def test_a_ratio_is_steps():
 def test_decay_ratio_ends_the_decay_early_and_keeps_the_final_rate(schedule):
     options = {"schedule": schedule, "warmup_steps": WARMUP, "min_lr": 1e-5}
     values = rates(decay_ratio=0.6, **options)
-    whole = learning_rate(Optim(learning_rate=PEAK, **options), 60)
+    whole = learning_rate(OptimOptions(learning_rate=PEAK, **options), 60)
     np.testing.assert_allclose(values[:61], [float(whole(step)) for step in range(61)], rtol=1e-6)
     np.testing.assert_allclose(values[60:], 1e-5, rtol=1e-5)
 
@@ -154,14 +154,14 @@ def test_every_restart_is_at_the_peak(cycles):
     ],
 )
 def test_a_run_too_short_for_its_schedule_is_warned_of(options, steps, said):
-    note = check_length(Optim(**options), steps)
+    note = check_length(OptimOptions(**options), steps)
     assert (note is None) if said is None else re.search(said, note)
 
 
 def test_a_decay_that_is_over_before_warm_up_is_refused():
     with pytest.raises(UserError, match=r"optim\.decay_ratio=0\.5 of 8 steps.*after 4 steps"):
-        check_length(Optim(schedule="linear", warmup_steps=4, decay_ratio=0.5), 8)
+        check_length(OptimOptions(schedule="linear", warmup_steps=4, decay_ratio=0.5), 8)
 
 
 def test_a_run_of_one_step_trains():
-    assert float(learning_rate(Optim(warmup_ratio=0.03), 1)(0)) == np.float32(Optim().learning_rate)
+    assert float(learning_rate(OptimOptions(warmup_ratio=0.03), 1)(0)) == np.float32(OptimOptions().learning_rate)

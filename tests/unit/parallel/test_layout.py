@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import Mesh
+from jaxtune.config.schema import MeshOptions
 from jaxtune.errors import UserError
 from jaxtune.parallel.layout import RULES, Layout, P, Rules, axes_of, by_head, by_token, gather, shards, spec, used
 from jaxtune.parallel.mesh import data_shards, make_mesh, misfit
@@ -44,7 +44,7 @@ def test_other_rules_hold_inside_their_context_alone():
 
 
 def test_a_complaint_names_all_axes_of_a_dimension():
-    mesh = make_mesh(Mesh(fsdp=2, expert=2, tensor=2))
+    mesh = make_mesh(MeshOptions(fsdp=2, expert=2, tensor=2))
     assert data_shards(mesh) == 4 and shards((), mesh) == 1
     with RULES(Rules()):
         assert data_shards(mesh) == 2
@@ -60,7 +60,7 @@ def test_a_complaint_names_all_axes_of_a_dimension():
 
 
 def test_a_weight_is_gathered_over_several_axes_and_its_gradient_comes_back_sharded():
-    mesh = make_mesh(Mesh(fsdp=2, expert=2, tensor=2))
+    mesh = make_mesh(MeshOptions(fsdp=2, expert=2, tensor=2))
     with RULES(RULES_OF_BOTH):
         values = np.arange(3 * 16, dtype=np.float32).reshape(3, 16)
         weight = jax.device_put(values, jax.NamedSharding(mesh, spec("rank", "embed")))
@@ -82,4 +82,4 @@ def test_rules_that_would_compute_the_same_tokens_twice_or_permute_a_weight_are_
 def test_a_mesh_of_other_devices_says_what_to_type():
     """As when one device continues a run from the config.json of a run on several devices."""
     with pytest.raises(UserError, match="or shard over all with --config.mesh.fsdp=-1 --config.mesh.tensor=1$"):
-        make_mesh(Mesh(fsdp=2, tensor=4), jax.devices()[:1])
+        make_mesh(MeshOptions(fsdp=2, tensor=4), jax.devices()[:1])

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtune.parallel.pipeline_schedule import Schedule, Work, schedule
+from jaxtune.parallel.pipeline_schedule import Schedule, StageWork, schedule
 
 SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 12))
 
 
-def ticks_of(work: Work, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+def ticks_of(work: StageWork, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
     """Return the tick of each (stage, chunk, micro-batch); each has exactly one."""
     ticks = np.full((stages, chunks, micro_batches), -1)
     for tick, stage in zip(*np.nonzero(work.micro_batch >= 0)):

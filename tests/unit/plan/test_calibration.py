@@ -9,7 +9,7 @@ from jaxtune.errors import UserError
 from jaxtune.monitor.throughput import peak_flops
 from jaxtune.plan import __main__ as plan
 from jaxtune.plan import calibration
-from jaxtune.plan.launches import Launch, Program
+from jaxtune.plan.launches import Launch, LaunchedProgram
 from jaxtune.plan.prediction import Speed
 from jaxtune.plan.rates import KERNELS, SCENARIOS, gaps_ms, step_ms
 from jaxtune.plan.summary import comparison
@@ -112,7 +112,7 @@ def test_the_range_around_a_measured_value_is_as_wide_as_assumed():
 def program():
     """Return a program of a product, a kernel, and a fusion that runs a hundred times."""
     sizes, moved = (4096, 4096, 4096), 3 * 2.0 * 4096**2
-    return Program(
+    return LaunchedProgram(
         [
             Launch("p", "product", "forward", 1, (("x", moved),), 0.0, 2.0 * 4096**3, sizes),
             Launch("k", "flash_attention_dq", "backward", 1, (), 0.0, flops=1e12),
@@ -126,7 +126,9 @@ def test_a_plan_differs_with_it_launch_by_launch(gpu):
     starts = {"graphs": 10, "outside": 4}
     central = calibration.scenarios(VALUES)["central"]
     peak, bandwidth = peak_flops(GPUS[gpu].kind), GPUS[gpu].memory_bandwidth
-    product = step_ms(Program(program().launches[:1]), {"graphs": 0, "outside": 0}, gpu, 1, SCENARIOS["central"])
+    product = step_ms(
+        LaunchedProgram(program().launches[:1]), {"graphs": 0, "outside": 0}, gpu, 1, SCENARIOS["central"]
+    )
     expected = (
         product * 0.92 / 0.8  # the product
         + 1e3 * (1e12 / (peak * 0.5) + 2.6e-6)  # the kernel
@@ -143,7 +145,7 @@ def test_no_scenario_of_plausible_values_exceeds_the_gpu(gpu):
     for end in (0, 1):
         extremes = {name: bounds[end] for name, bounds in calibration.PLAUSIBLE.items()}
         for rates in calibration.scenarios(extremes).values():
-            product, kernel, _ = (Program([launch]) for launch in program().launches)
+            product, kernel, _ = (LaunchedProgram([launch]) for launch in program().launches)
             none = {"graphs": 0, "outside": 0}
             for one, flops in ((product, 2 * 4096**3), (kernel, 1e12)):
                 assert step_ms(one, none, gpu, 1, rates) >= 1e3 * flops / peak_flops(GPUS[gpu].kind)

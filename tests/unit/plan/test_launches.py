@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.hlo import Instruction, Module
-from jaxtune.plan.launches import _group, executed, read_program
+from jaxtune.plan.launches import _group, count_executed, read_program
 from pallas_kernels import cost
 
 MODULE = """HloModule jit_step, is_scheduled=true
@@ -95,14 +95,14 @@ def test_the_code_may_say_how_often_a_loop_runs_at_most():
 
 
 def test_the_code_may_say_what_a_kernel_computes():
-    assert cost.flops_said("jit(step)/flops=1.5e+11/flash_attention_dq/pallas_call") == 1.5e11
-    assert cost.flops_said("jit(step)/dot_general") is None
+    assert cost.read_flops("jit(step)/flops=1.5e+11/flash_attention_dq/pallas_call") == 1.5e11
+    assert cost.read_flops("jit(step)/dot_general") is None
 
 
 def test_the_code_may_say_what_memory_a_foreign_kernel_takes():
     program = """op_name="jit(step)/jvp(flops=2e+11/scratch=100)/ffi_call"
     op_name="jit(step)/transpose(jvp(scratch=3000000000))/ffi_call" op_name="jit(step)/iterations=7/while" """
-    assert cost.scratch_said(program) == 3_000_000_000 and cost.scratch_said("jit(step)/add") == 0
+    assert cost.read_scratch(program) == 3_000_000_000 and cost.read_scratch("jit(step)/add") == 0
 
 
 @pytest.mark.parametrize(
@@ -157,4 +157,4 @@ condition:
         005: kCustomKernel [source] one
     006: kCustomKernel [source] another
 """
-    assert executed(thunks, [10]) == {"graphs": 11, "in graphs": 12, "outside": 20}
+    assert count_executed(thunks, [10]) == {"graphs": 11, "in graphs": 12, "outside": 20}

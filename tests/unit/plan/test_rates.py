@@ -3,8 +3,8 @@
 import pytest
 
 from jaxtune.monitor.throughput import peak_flops
-from jaxtune.plan.launches import Launch, Program
-from jaxtune.plan.rates import KERNELS, LINKS, PCIE, SCENARIOS, timed
+from jaxtune.plan.launches import Launch, LaunchedProgram
+from jaxtune.plan.rates import KERNELS, LINKS, PCIE, SCENARIOS, time_launches
 from pallas_kernels.gpus import GPUS
 
 CENTRAL = SCENARIOS["central"]
@@ -15,7 +15,7 @@ def launch(kind="fusion", read=0.0, written=0.0, **more):
 
 
 def us(one: Launch, gpu="h100", rates=CENTRAL, per_host=8) -> float:
-    return timed(Program([one]), gpu, per_host, rates)[0].us
+    return time_launches(LaunchedProgram([one]), gpu, per_host, rates)[0].us
 
 
 def product(m, n, k, kind="product"):
@@ -63,15 +63,15 @@ def test_a_large_product_on_an_h100_is_as_the_table_says():
 def test_what_was_just_written_is_read_faster():
     wrote, read = launch(written=1e7), launch(read=1e7)
     again = Launch("two", "fusion", "forward", 1, (("one", 1e7),), 0.0)
-    assert timed(Program([wrote, again]), "h100", 8, CENTRAL)[1].us < us(read)
+    assert time_launches(LaunchedProgram([wrote, again]), "h100", 8, CENTRAL)[1].us < us(read)
 
 
 def test_work_hides_a_collective_that_runs_beside_it():
     work = product(4096, 12_288, 4096)
     gather = Launch("g", "all-gather", "forward", 1, (("w", 1e7),), 8e7, group=tuple(range(8)), beside=[work])
     alone = Launch("g", "all-gather", "forward", 1, (("w", 1e7),), 8e7, group=tuple(range(8)))
-    hidden, _ = timed(Program([gather, work]), "h100", 8, CENTRAL)
-    exposed = timed(Program([alone]), "h100", 8, CENTRAL)[0]
+    hidden, _ = time_launches(LaunchedProgram([gather, work]), "h100", 8, CENTRAL)
+    exposed = time_launches(LaunchedProgram([alone]), "h100", 8, CENTRAL)[0]
     assert hidden.exposed == 0 and exposed.exposed == exposed.us == hidden.us
 
 
@@ -80,7 +80,7 @@ def test_a_copy_from_the_host_takes_pcie_and_is_hidden_by_as_much_work(moved):
     copied = us(launch("host copy", **moved))
     assert copied * 1e-6 >= 1e9 / PCIE["h100"]
     work = product(4096, 12_288, 4096)
-    hidden, _ = timed(Program([launch("host copy", **moved, beside=[work]), work]), "h100", 8, CENTRAL)
+    hidden, _ = time_launches(LaunchedProgram([launch("host copy", **moved, beside=[work]), work]), "h100", 8, CENTRAL)
     assert hidden.exposed == pytest.approx(copied - us(work))
 
 

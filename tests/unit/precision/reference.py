@@ -10,16 +10,16 @@ import numpy as np
 
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.random import Noise
-from jaxtune.precision.fp8 import Fp8Numbers
+from jaxtune.precision.fp8 import Fp8Matmul
 from jaxtune.precision.hadamard import PLAIN
 from jaxtune.precision.matmul import LowPrecision
-from jaxtune.precision.nvfp4 import Nvfp4Numbers
+from jaxtune.precision.nvfp4 import Nvfp4Matmul
 
 ROWS, LENGTH, INNER, OUT = 2, 32, 64, 48
 AXES = ("embed", "rank")
-FP8, FP8_ROTATED = Fp8Numbers(hadamard=False, online=False), Fp8Numbers(hadamard=True, online=False)
-NVFP4 = Nvfp4Numbers(stochastic_rounding=False, hadamard=False, four_over_six=False)
-NVFP4_ALL = Nvfp4Numbers(stochastic_rounding=True, hadamard=True, four_over_six=True)
+FP8, FP8_ROTATED = Fp8Matmul(hadamard=False, online=False), Fp8Matmul(hadamard=True, online=False)
+NVFP4 = Nvfp4Matmul(stochastic_rounding=False, hadamard=False, four_over_six=False)
+NVFP4_ALL = Nvfp4Matmul(stochastic_rounding=True, hadamard=True, four_over_six=True)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 

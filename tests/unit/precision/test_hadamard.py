@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.precision.hadamard import PLAIN, SIGNED, rotated
+from jaxtune.precision.hadamard import PLAIN, SIGNED, rotate_blocks
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -15,5 +15,5 @@ def test_the_rotation_is_orthonormal_and_leaves_products_as_they_are(matrix):
     assert np.array_equal(matrix @ matrix.T, np.eye(16)) and set(np.abs(matrix).flat) == {0.25}
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-8, 9, (5, 48)).astype(np.float32) for _ in range(2))
-    product = np.asarray(rotated(jnp.asarray(a), matrix)) @ np.asarray(rotated(jnp.asarray(b), matrix)).T
+    product = np.asarray(rotate_blocks(jnp.asarray(a), matrix)) @ np.asarray(rotate_blocks(jnp.asarray(b), matrix)).T
     assert np.array_equal(product, a @ b.T)

@@ -6,12 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import Quant
+from jaxtune.config.schema import QuantOptions
 from jaxtune.parallel.layout import P, by_token
-from jaxtune.precision.fp8 import Fp8Numbers
+from jaxtune.precision.fp8 import Fp8Matmul
 from jaxtune.precision.hadamard import SIGNED
 from jaxtune.precision.matmul import LowPrecision
-from jaxtune.precision.nvfp4 import Nvfp4Numbers
+from jaxtune.precision.nvfp4 import Nvfp4Matmul
 from jaxtune.quant import format_of
 from unit.precision.reference import (
     AXES,
@@ -61,7 +61,7 @@ def test_fp8_products_are_those_of_the_rounded_sides(numbers, given):
 def test_nvfp4_products_are_those_of_the_rounded_sides(hadamard, four_over_six):
     """Weights in blocks of 16 x 16, the same for both products; dW is rotated along the tokens."""
     x, w, dy = case()
-    numbers = Nvfp4Numbers(False, hadamard, four_over_six)
+    numbers = Nvfp4Matmul(False, hadamard, four_over_six)
     turn = (lambda matrix: rotated_in_blocks(matrix, SIGNED)) if hadamard else np.asarray
     rounded = lambda matrix: in_nvfp4(matrix, four_over_six=four_over_six)  # noqa: E731
     weight = in_nvfp4(w, rows=16, four_over_six=four_over_six)
@@ -94,7 +94,7 @@ def test_delayed_scales_are_used_and_their_cotangent_is_the_largest_magnitudes(n
 def test_a_delayed_scale_of_zero_stands_for_the_tensor_s_own():
     """As in the first steps: x has a scale already, dy has none. Only `online` numbers use the tensor's own scale."""
     x, w, dy = case()
-    scales, online = jnp.asarray([0.5, 0.0]), Fp8Numbers(hadamard=False, online=True)
+    scales, online = jnp.asarray([0.5, 0.0]), Fp8Matmul(hadamard=False, online=True)
     y, dx, _, maxima = products(x, LowPrecision(None, jnp.asarray(w), scales, online), dy)
     current = products(x, LowPrecision(None, jnp.asarray(w), None, FP8), dy)
     assert np.array_equal(dx, current[1]) and not np.array_equal(y, current[0])
@@ -120,7 +120,7 @@ def test_rows_whose_length_is_no_multiple_of_16(numbers):
     """dW is contracted over tokens: padded with zeros, which change nothing."""
     x, w, dy = case(length=11)
     _, _, dw, _ = products(x, LowPrecision(None, jnp.asarray(w), None, numbers), dy, noise())
-    assert relative(dw, plain(x, w, dy)[2]) < (0.08 if isinstance(numbers, Fp8Numbers) else 0.25)
+    assert relative(dw, plain(x, w, dy)[2]) < (0.08 if isinstance(numbers, Fp8Matmul) else 0.25)
 
 
 @pytest.mark.parametrize("numbers", [FP8, NVFP4_ALL], ids=["fp8", "nvfp4"])
@@ -146,7 +146,7 @@ def test_a_quantized_base_is_dequantized_and_rounded_again(numbers, format):
     x, w, dy = case()
     w = np.tile(w, (4, 4))[:128, :128]
     x, dy = np.tile(x, 2), np.tile(dy, 3)[..., :128]
-    base = jax.jit(format_of(Quant(format=format), "").quantize)(jnp.asarray(w))
+    base = jax.jit(format_of(QuantOptions(format=format), "").quantize)(jnp.asarray(w))
     values = jax.jit(type(base).dequantize)(base)
     results = products(x, LowPrecision(None, base, None, numbers), dy, noise())
     expected = products(x, LowPrecision(numbers.make(values, AXES), None, None, numbers), dy, noise())

@@ -9,9 +9,9 @@ import pytest
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.random import Noise
 from jaxtune.precision import nvfp4
-from jaxtune.precision.hadamard import SIGNED, rotated
+from jaxtune.precision.hadamard import SIGNED, rotate_blocks
 from jaxtune.precision.matmul import LowPrecision
-from jaxtune.precision.nvfp4 import Nvfp4Numbers, stochastic_e2m1
+from jaxtune.precision.nvfp4 import Nvfp4Matmul, stochastic_e2m1
 from jaxtune.precision.operands import by_feature
 from unit.precision.reference import (
     AXES,
@@ -55,7 +55,7 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_unbiased():
 def test_stochastic_gradients_are_unbiased(hadamard, length):
     """The mean of dx and dW over many keys equals the product with an unrounded dy."""
     x, w, dy = case(length=length)
-    numbers, keys = Nvfp4Numbers(True, hadamard, False), 256
+    numbers, keys = Nvfp4Matmul(True, hadamard, False), 256
 
     @jax.jit
     def gradients(x, w, dy):
@@ -69,7 +69,7 @@ def test_stochastic_gradients_are_unbiased(hadamard, length):
     dx, dw = (np.asarray(draws, np.float64) for draws in gradients(x, w, jax.device_put(dy, by_token())))
     weight, left, right = in_nvfp4(w, rows=16), by_feature(jnp.asarray(dy)), by_feature(jnp.asarray(x))
     if hadamard:
-        left, right = rotated(left, SIGNED), rotated(right, SIGNED)
+        left, right = rotate_blocks(left, SIGNED), rotate_blocks(right, SIGNED)
     for draws, expected in ((dx, dy @ weight), (dw, np.asarray(left) @ in_nvfp4(np.asarray(right)).T)):
         once = relative(draws[0], expected)
         assert 0.05 < once < 0.3

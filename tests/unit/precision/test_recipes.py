@@ -12,28 +12,36 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 from tiny import layer, random_values, spec
 
-from jaxtune.config.schema import Config, Data, Fp8, Memory, Nvfp4, Precision, Quant
+from jaxtune.config.schema import (
+    Config,
+    DataOptions,
+    Fp8Options,
+    MemoryOptions,
+    Nvfp4Options,
+    PrecisionOptions,
+    QuantOptions,
+)
 from jaxtune.errors import UserError
 from jaxtune.lora.lora import LoRA
-from jaxtune.models.forward_options import Call
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.linear import Linear
 from jaxtune.models.parameters import declare
 from jaxtune.models.spec import Treatment
-from jaxtune.models.treatment import multiply, selected, treat_linears
+from jaxtune.models.treatment import multiply, select_linears, treat_linears
 from jaxtune.parallel.layout import by_token
-from jaxtune.precision.recipes import check_device, linears_of, numbers_of, recipe_of
+from jaxtune.precision.recipes import check_device, linears_of, matmul_format, recipe_of
 from jaxtune.quant import QuantizedArray, format_of
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import Base
 from pallas_kernels.gpus import GPUS, Device
 
 DOWN = [f"model.layers.{number}.mlp.down_proj" for number in range(3)]
-SPEC = treat_linears(spec(layers=3), DOWN, multiplied=numbers_of(Precision("fp8_hybrid")))
+SPEC = treat_linears(spec(layers=3), DOWN, multiplied=matmul_format(PrecisionOptions("fp8_hybrid")))
 
 
 def delayed_scales(**options):
     """Return (Linears, name of its only parameter)."""
-    linears = linears_of(Precision("fp8_hybrid", fp8=Fp8(**options)), declare(SPEC)[1])
+    linears = linears_of(PrecisionOptions("fp8_hybrid", fp8=Fp8Options(**options)), declare(SPEC)[1])
     assert linears is not None
     (name,) = linears.parameters
     return linears, name
@@ -80,8 +88,8 @@ def test_current_scaling_carries_nothing(one_device):
 )
 def test_the_numbers_are_those_asked_for(one_device, recipe, section, name, value):
     """Their meaning is tested with the products."""
-    sections = {"fp8": Fp8, "nvfp4": Nvfp4}
-    precision = Precision(recipe, **{section: sections[section](**{name: value})})
+    sections = {"fp8": Fp8Options, "nvfp4": Nvfp4Options}
+    precision = PrecisionOptions(recipe, **{section: sections[section](**{name: value})})
     linears = linears_of(precision, declare(SPEC)[1])
     assert linears is not None and getattr(linears.numbers, name) is value
 
@@ -96,28 +104,28 @@ def test_the_numbers_are_those_asked_for(one_device, recipe, section, name, valu
     ],
 )
 def test_what_is_left_out_of_few_bits(options, left_out):
-    every = selected(SPEC, Precision("fp8_hybrid"), "precision")
+    every = select_linears(SPEC, PrecisionOptions("fp8_hybrid"), "precision")
     assert len(every) == 3 * 7
     expected = {name for name in every if not re.search(left_out, name)}
-    assert selected(SPEC, Precision("fp8_hybrid", **options), "precision") == expected
+    assert select_linears(SPEC, PrecisionOptions("fp8_hybrid", **options), "precision") == expected
 
 
 def test_leaving_out_what_is_not_there_is_an_error():
     with pytest.raises(UserError, match="precision.exclude='nothing' matches none"):
-        selected(SPEC, Precision("fp8_hybrid", exclude="nothing"), "precision")
+        select_linears(SPEC, PrecisionOptions("fp8_hybrid", exclude="nothing"), "precision")
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16"])
 @pytest.mark.parametrize("options", [{"exclude": r"layers\.1\..*down_proj"}, {"skip_last_layers": 1}])
 def test_what_is_left_out_of_bf16_and_fp16_is_marked_float32(recipe, options):
     whole = spec(layers=3)
-    assert multiply(whole, Precision(recipe)) == whole
-    layers = multiply(whole, Precision(recipe, **options)).layers
+    assert multiply(whole, PrecisionOptions(recipe)) == whole
+    layers = multiply(whole, PrecisionOptions(recipe, **options)).layers
     in_float32 = [{name for name, treatment in one.treatments if treatment.float32} for one in layers]
     assert in_float32[0] == set() and len(in_float32[1]) + len(in_float32[2]) == (1 if "exclude" in options else 7)
     assert "mlp.down.weight" in in_float32[1 if "exclude" in options else 2]
     with pytest.raises(UserError, match="leaves out every linear layer.*another precision.recipe"):
-        multiply(whole, Precision(recipe, exclude="layers"))
+        multiply(whole, PrecisionOptions(recipe, exclude="layers"))
 
 
 @pytest.mark.parametrize("stored", ["float32", "nf4"])
@@ -128,7 +136,7 @@ def test_a_linear_layer_in_float32_rounds_only_its_result(one_device, dtype, sto
     shapes = {"weight": (16, 64), "bias": (16,), "lora_a": (4, 64), "lora_b": (16, 4)}
     values = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     if stored == "nf4":
-        format = format_of(Quant(format="nf4"), "mlp.down.weight")
+        format = format_of(QuantOptions(format="nf4"), "mlp.down.weight")
         values["weight"] = format.make(values["weight"], ("embed", "mlp"))
     x, dy = (jnp.asarray(rng.normal(size=(2, 8, size)), dtype) for size in (64, 16))
 
@@ -142,7 +150,7 @@ def test_a_linear_layer_in_float32_rounds_only_its_result(one_device, dtype, sto
 
         def run(x, trained):
             leaves = {(name,): value for name, value in {**frozen, **trained}.items()}
-            return nnx.merge(graph, nnx.from_flat_state(leaves))(x, Call(x.dtype))
+            return nnx.merge(graph, nnx.from_flat_state(leaves))(x, ForwardOptions(x.dtype))
 
         y, pull_back = jax.vjp(run, jax.reshard(x, by_token()), trained)
         return y, *pull_back(jax.reshard(dy, by_token()))
@@ -181,7 +189,7 @@ def dots(jaxpr):
 @pytest.mark.parametrize("recipe", ["bf16", "fp16", "fp32"])
 def test_backward_products_are_in_the_recipe_s_dtype(one_device, recipe):
     """Low-precision recipes are tested with their products."""
-    config = Config(data=Data(seq_len=8), memory=Memory("none"), precision=Precision(recipe))
+    config = Config(data=DataOptions(seq_len=8), memory=MemoryOptions("none"), precision=PrecisionOptions(recipe))
     program = assemble(Base(spec((layer(intermediate=48),) * 3)), config, one_device)
     parameters = random_values(program.model.trained)
     batch = jax.tree.map(lambda array: array[None], make_batch(tokens(2, 8), one_device))
@@ -189,7 +197,7 @@ def test_backward_products_are_in_the_recipe_s_dtype(one_device, recipe):
     products = [dot for dot in dots(traced) if any(48 in operand.aval.shape for operand in dot.invars)]
     assert len(products) >= 9  # 3 linear layers, forward and two backward
     dtypes = {operand.aval.dtype for dot in products for operand in (*dot.invars, *dot.outvars)}
-    assert dtypes == {recipe_of(Precision(recipe), None).dtype}
+    assert dtypes == {recipe_of(PrecisionOptions(recipe), None).dtype}
 
 
 def test_gradients_are_summed_in_gradient_dtype(one_device):
@@ -197,8 +205,8 @@ def test_gradients_are_summed_in_gradient_dtype(one_device):
 
     def gradient(dtype, count):
         """Sum over equal micro-batches, so that the partial sums of an element have one sign."""
-        precision = Precision("fp32", gradient_dtype=dtype)
-        program = assemble(Base(spec(layers=1)), Config(data=Data(seq_len=8), precision=precision), one_device)
+        precision = PrecisionOptions("fp32", gradient_dtype=dtype)
+        program = assemble(Base(spec(layers=1)), Config(data=DataOptions(seq_len=8), precision=precision), one_device)
         batch = jax.tree.map(lambda array: jnp.stack([array] * count), micro)
         summed = jax.jit(program.gradients)(random_values(program.model.trained), {}, batch, jnp.int32(0))
         return summed.gradients["embed.weight"]

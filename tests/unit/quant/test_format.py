@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 
-from jaxtune.config.schema import Quant
+from jaxtune.config.schema import QuantOptions
 from jaxtune.quant import format_of
 from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP
 
@@ -25,7 +25,7 @@ def weights(shape=(64, 512), seed=0) -> np.ndarray:
 
 
 def quantize(weight, **options):
-    return jax.jit(format_of(Quant(**options), "mlp.up.weight").quantize)(jnp.asarray(weight))
+    return jax.jit(format_of(QuantOptions(**options), "mlp.up.weight").quantize)(jnp.asarray(weight))
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_codes_and_scales_are_those_of_bitsandbytes(functional, one_device, kind
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_any_size_of_weights_stays_finite_and_what_is_too_small_becomes_zero(one_device, format):
-    quantize = jax.jit(format_of(Quant(format=format), "").quantize)
+    quantize = jax.jit(format_of(QuantOptions(format=format), "").quantize)
     dequantize = jax.jit(lambda array: array.dequantize())
     ordinary = np.random.default_rng(0).normal(size=(128, 256))
     ordinary[0, :7] = 0
@@ -72,9 +72,9 @@ def test_any_size_of_weights_stays_finite_and_what_is_too_small_becomes_zero(one
 
 
 def test_what_has_no_whole_blocks_or_bytes_says_so():
-    assert "do not divide" in (format_of(Quant(format="nf4"), "").misfit((128, 96)) or "")
-    assert "share a byte" in (format_of(Quant(format="int4", block_size=3), "").misfit((4, 96)) or "")
-    assert format_of(Quant(format="int8", block_size=3), "").misfit((4, 96)) is None
+    assert "do not divide" in (format_of(QuantOptions(format="nf4"), "").misfit((128, 96)) or "")
+    assert "share a byte" in (format_of(QuantOptions(format="int4", block_size=3), "").misfit((4, 96)) or "")
+    assert format_of(QuantOptions(format="int8", block_size=3), "").misfit((4, 96)) is None
 
 
 @pytest.mark.every_jax
@@ -162,7 +162,9 @@ def test_shapes_sizes_and_stacks(one_device, format, rows, columns, seed):
     bytes_per_weight = {"nf4": 0.52, "fp4": 0.52, "nvfp4": 0.5627, "mxfp4": 0.5313, "fp8": 1.001}
     bytes_per_weight |= {"int8": 1.04, "int4": 0.54}
     assert array.nbytes <= bytes_per_weight[format] * array.codes.shape[0] * shape[1] + 8
-    abstract = format_of(Quant(format=format), "").abstract((3, *shape), jnp.bfloat16, ("layers", "mlp", "embed"))
+    abstract = format_of(QuantOptions(format=format), "").abstract(
+        (3, *shape), jnp.bfloat16, ("layers", "mlp", "embed")
+    )
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), array)
     same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), abstract, stacked)
     assert all(jax.tree.leaves(same)) and stacked.shape == (3, *shape)
@@ -181,6 +183,6 @@ def test_a_stack_dequantizes_as_its_matrices_do_and_survives_a_checkpoint(one_de
 
 
 def test_experts_are_int4_in_the_mix():
-    mix = Quant(format="weight_only_mix")
+    mix = QuantOptions(format="weight_only_mix")
     assert format_of(mix, "mlp.experts.up.weight").elements == "int4"
     assert format_of(mix, "mlp.up.weight").elements == "int8"

@@ -8,7 +8,16 @@ from batches import make_batch, tokens
 from tiny import random_values, spec
 
 from jaxtune.config import checks
-from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Optim, Precision, Quant
+from jaxtune.config.schema import (
+    Config,
+    DataOptions,
+    LoraOptions,
+    MeshOptions,
+    ModelOptions,
+    OptimOptions,
+    PrecisionOptions,
+    QuantOptions,
+)
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.training.assembly import assemble
@@ -19,12 +28,12 @@ from jaxtune.weights.model import Base
 def trained(mesh, quant=None, recipe="fp32", steps=3, **lora):
     """Return (losses, initial values of the adapters' parameters, final state)."""
     config = Config(
-        model=Model(dtype="float32"),
-        data=Data(seq_len=32),
-        lora=Lora(enabled=True, alpha=4.0, **{"rank": 2} | lora),
-        quant=Quant(quant, block_size="channel" if quant else None),
-        precision=Precision(recipe, exclude="[kv]_proj" if recipe == "fp8_hybrid" else None),
-        optim=Optim(weight_decay=0.0),
+        model=ModelOptions(dtype="float32"),
+        data=DataOptions(seq_len=32),
+        lora=LoraOptions(enabled=True, alpha=4.0, **{"rank": 2} | lora),
+        quant=QuantOptions(quant, block_size="channel" if quant else None),
+        precision=PrecisionOptions(recipe, exclude="[kv]_proj" if recipe == "fp8_hybrid" else None),
+        optim=OptimOptions(weight_decay=0.0),
     )
     program = assemble(Base(spec(2)), config, mesh)
     model = program.model
@@ -61,7 +70,7 @@ def test_a_mesh_trains_as_one_device_and_the_model_begins_as_it_is(options, quan
     moved = {name.rpartition(".")[2] for name, value in state.trained.items() if np.abs(value - first[name]).max() > 0}
     parts = {"lora_a", "lora_b", "magnitude"} if options.get("use_dora") else {"lora_a", "lora_b"}
     assert moved == parts - ({"lora_a"} if options.get("freeze_a") else set())
-    with jax.set_mesh(mesh := make_mesh(Mesh(fsdp=2, tensor=2), jax.devices()[:4])):
+    with jax.set_mesh(mesh := make_mesh(MeshOptions(fsdp=2, tensor=2), jax.devices()[:4])):
         on_mesh, begun, _ = trained(mesh, quant, **options)
     np.testing.assert_allclose(on_mesh, losses, rtol=2e-6)
     for name, value in begun.items():
@@ -80,5 +89,5 @@ def test_a_rank_that_the_weight_does_not_have_and_weights_in_another_format_are_
     ("option", "value"), [("use_dora", True), ("init", "pissa"), ("freeze_a", True), ("modules_to_save", ("lm_head",))]
 )
 def test_a_pipeline_has_none_of_them(option, value):
-    config = Config(lora=Lora(enabled=True, **{option: value}), mesh=Mesh(stage=2))
+    config = Config(lora=LoraOptions(enabled=True, **{option: value}), mesh=MeshOptions(stage=2))
     assert any(f"lora.{option} = {value!r}: not available with mesh.stage" in p.text for p in checks.check(config))

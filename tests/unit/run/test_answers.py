@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import with_special_tokens
+from tiny import add_special_tokens
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxtune import hf
-from jaxtune.config.schema import Chat, Config, Dataset, Rollout
+from jaxtune.config.schema import ChatOptions, Config, Dataset, RolloutOptions
 from jaxtune.data.formats.prompts import Prompts, Sample
 from jaxtune.errors import UserError
 from jaxtune.inference import answers
@@ -33,7 +33,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    made = with_special_tokens(made, ("<s>", "</s>", "[INST]", "[/INST]"), "<s>", "</s>")
+    made = add_special_tokens(made, ("<s>", "</s>", "[INST]", "[/INST]"), "<s>", "</s>")
     made.chat_template = INST
     return made
 
@@ -42,8 +42,8 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, *words: str) -> list[int]:
     return list(map(tokenizer.get_vocab().__getitem__, words))
 
 
-def answering(tokenizer, tmp_path, monkeypatch, chat: bool, prefix: str | None = None) -> answers.Answering:
-    """Return an `Answering` whose model answers "upon a time." to every prompt."""
+def answering(tokenizer, tmp_path, monkeypatch, chat: bool, prefix: str | None = None) -> answers.AnswerGenerator:
+    """Return an `AnswerGenerator` whose model answers "upon a time." to every prompt."""
     tokens = ids_of(tokenizer, "▁upon", "▁a", "▁time", ".", "</s>")
 
     def generate(_: Any, prompts, numbers=None):
@@ -53,8 +53,8 @@ def answering(tokenizer, tmp_path, monkeypatch, chat: bool, prefix: str | None =
     tokenizer.save_pretrained(tmp_path)
     model: Any = SimpleNamespace(graph=None, spec=SimpleNamespace(max_positions=1000))
     parameters: Any = {"embed.weight": np.zeros(1)}
-    config = Config(chat=Chat(response_prefix=prefix))
-    return answers.Answering(answers.Opened(config, model, parameters, tmp_path), answers.Manner(chat=chat))
+    config = Config(chat=ChatOptions(response_prefix=prefix))
+    return answers.AnswerGenerator(answers.Opened(config, model, parameters, tmp_path), answers.Manner(chat=chat))
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_rewards_see_the_text_of_the_completion_as_in_trl(tokenizer, monkeypatch
     made = Completion(ids_of(tokenizer, "▁upon", "▁a", "</s>"), True)
     monkeypatch.setattr(rollouts, "_on_devices", lambda *_: lambda trained, frozen, prompts, numbers: [made])
     sample: Sample = {"prompt": "Once"} if prefix is None else {"prompt": [{"role": "user", "content": "Once"}]}
-    prompt = Prompts(tokenizer, Chat(response_prefix=prefix), texts_are_chat=False)(Dataset(), sample)
+    prompt = Prompts(tokenizer, ChatOptions(response_prefix=prefix), texts_are_chat=False)(Dataset(), sample)
     functions: Any = {"r": SimpleNamespace(function=lambda completions, **_: [0.0])}
-    config, nothing = Config(rollout=Rollout(("r.py:r",))), SimpleNamespace()
+    config, nothing = Config(rollout=RolloutOptions(("r.py:r",))), SimpleNamespace()
     make = rollouts.make_rollouts(config, nothing, tokenizer, functions, Path())  # pyright: ignore[reportArgumentType]
     assert make({}, {}, [prompt], [0]).texts == [expected]
 

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import model_folder
+from tiny import write_model_folder
 
-from jaxtune.config.schema import Config, Data, Optim, Precision
-from jaxtune.config.schema import Model as ModelOptions
+from jaxtune.config.schema import Config, DataOptions, OptimOptions, PrecisionOptions
+from jaxtune.config.schema import ModelOptions as ModelOptions
 from jaxtune.optim.build import Step
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import read_base
@@ -16,10 +16,13 @@ from jaxtune.weights.values import initial_parameters
 
 @pytest.mark.parametrize("name", ["muon", "normuon"])
 def test_orthogonalised_updates_ignore_the_size_of_gradients_also_in_float16(one_device, tmp_path, name):
-    options = ModelOptions(str(model_folder(tmp_path / "model")), from_scratch=True, dtype="float32")
-    data = Data(seq_len=64)
+    options = ModelOptions(str(write_model_folder(tmp_path / "model")), from_scratch=True, dtype="float32")
+    data = DataOptions(seq_len=64)
     config = Config(
-        model=options, data=data, precision=Precision("fp16"), optim=Optim(name, learning_rate=0.1, weight_decay=0.0)
+        model=options,
+        data=data,
+        precision=PrecisionOptions("fp16"),
+        optim=OptimOptions(name, learning_rate=0.1, weight_decay=0.0),
     )
     program = assemble(read_base(config), config, jax.sharding.get_mesh())
     optimizer, parameters = program.optimizer, initial_parameters(program.model, config)

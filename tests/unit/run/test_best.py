@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 
-from jaxtune.config.schema import Eval
+from jaxtune.config.schema import EvalOptions
 from jaxtune.errors import UserError
-from jaxtune.run.best import Standing
+from jaxtune.run.best import BestTracker
 
 
 def by_transformers(values: list[float], patience: int, threshold: float, larger: bool) -> tuple[int, int]:
@@ -34,8 +34,8 @@ def test_as_transformers_decides(larger, threshold):
     rng = random.Random(0)
     for _ in range(50):
         values = [rng.choice([0.1, 0.5, 0.9]) + 0.3 * rng.random() for _ in range(12)]
-        options = Eval(patience=3, min_improvement=threshold, larger_is_better=larger)
-        standing, number = Standing(), 0
+        options = EvalOptions(patience=3, min_improvement=threshold, larger_is_better=larger)
+        standing, number = BestTracker(), 0
         for number, value in enumerate(values, start=1):
             standing = standing.after(number, {"eval_loss": value}, options)
             if standing.ending(options):
@@ -44,19 +44,19 @@ def test_as_transformers_decides(larger, threshold):
 
 
 def test_a_standing_is_what_it_was_saved_as():
-    standing = Standing().after(3, {"eval_loss": 0.1 + 0.2}, Eval())
-    assert Standing(**dataclasses.asdict(standing)) == standing == Standing(3, 0.1 + 0.2, 0)
+    standing = BestTracker().after(3, {"eval_loss": 0.1 + 0.2}, EvalOptions())
+    assert BestTracker(**dataclasses.asdict(standing)) == standing == BestTracker(3, 0.1 + 0.2, 0)
 
 
 def test_what_is_not_a_number_is_no_better():
-    options = Eval(patience=2)
-    standing = Standing().after(1, {"eval_loss": math.nan}, options)
+    options = EvalOptions(patience=2)
+    standing = BestTracker().after(1, {"eval_loss": math.nan}, options)
     assert standing.step is None and not standing.ending(options)
     assert "2 evaluations (eval.patience) were no better" in standing.after(2, {"eval_loss": math.nan}, options).ending(
         options
     )
-    assert standing.after(2, {"eval_loss": 1.0}, options) == Standing(2, 1.0)
-    assert Standing(2, 1.0).after(3, {"eval_loss": math.nan}, options) == Standing(2, 1.0, 1)
+    assert standing.after(2, {"eval_loss": 1.0}, options) == BestTracker(2, 1.0)
+    assert BestTracker(2, 1.0).after(3, {"eval_loss": math.nan}, options) == BestTracker(2, 1.0, 1)
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_what_is_not_a_number_is_no_better():
     ],
 )
 def test_a_target_is_reached_from_the_right_side(metric, target, value, ends):
-    options = Eval(best_metric=metric, target=target)
-    assert bool(Standing().after(1, {metric: value}, options).ending(options)) == ends
+    options = EvalOptions(best_metric=metric, target=target)
+    assert bool(BestTracker().after(1, {metric: value}, options).ending(options)) == ends
 
 
 def test_a_metric_that_is_not_there():
     with pytest.raises(UserError, match="eval.best_metric='eval_los': an evaluation has eval_loss"):
-        Standing().after(1, {"eval_loss": 1.0}, Eval(best_metric="eval_los"))
+        BestTracker().after(1, {"eval_loss": 1.0}, EvalOptions(best_metric="eval_los"))

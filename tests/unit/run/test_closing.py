@@ -7,15 +7,17 @@ import pytest
 
 from jaxtune import evaluate, export, generate
 from jaxtune.config import to_json
-from jaxtune.config.schema import Config, Data, Dataset, Eval, Export, Model, Train
-from jaxtune.host.run_folder import RunFolder, closing
+from jaxtune.config.schema import Config, DataOptions, Dataset, EvalOptions, ExportOptions, ModelOptions, TrainOptions
+from jaxtune.host.run_folder import RunFolder, final_summary
 from jaxtune.inference.generation import SAMPLE
-from jaxtune.inference.sampling import Manner
+from jaxtune.inference.sampling import SamplingOptions
 
 
 def generate_command(folder, chat: bool, **options) -> str:
-    config = dataclasses.replace(Config(), eval=Eval(**options))
-    (line,) = [line for line in closing(config, RunFolder(folder), chat).splitlines() if line.startswith("generate:")]
+    config = dataclasses.replace(Config(), eval=EvalOptions(**options))
+    (line,) = [
+        line for line in final_summary(config, RunFolder(folder), chat).splitlines() if line.startswith("generate:")
+    ]
     return line
 
 
@@ -23,7 +25,7 @@ def test_the_command_writes_as_the_sample_was_written(tmp_path):
     """At temperature 1, the model's own: below it a small model repeats the likeliest tokens, such as spaces."""
     line = generate_command(tmp_path, chat=False, sample_prompt="def ")
     assert line.endswith("--prompt='def ' --temperature=1")
-    assert (SAMPLE.temperature, SAMPLE.top_p) == (1.0, Manner().top_p)
+    assert (SAMPLE.temperature, SAMPLE.top_p) == (1.0, SamplingOptions().top_p)
     assert (generate.__doc__ or "").splitlines()[2].endswith('--prompt="def " --temperature=1')
 
 
@@ -42,13 +44,13 @@ def test_the_commands_run_the_code_that_the_run_has_run(tmp_path, capsys, head, 
     kind = "classification" if head == "classification" else "auto"
     data = Dataset(path="d.jsonl", type=kind, function=f"{file}:f" if function else None)
     config = Config(
-        model=Model(path=str(tmp_path / "nowhere"), head=head),
-        data=Data(datasets=(data,), validation_split=0.5),
-        train=Train(plugins=(str(file),)),
-        export=Export(at_end=False),
+        model=ModelOptions(path=str(tmp_path / "nowhere"), head=head),
+        data=DataOptions(datasets=(data,), validation_split=0.5),
+        train=TrainOptions(plugins=(str(file),)),
+        export=ExportOptions(at_end=False),
     )
     folder.config.write_text(to_json(config))
-    lines = [line.partition(": ")[::2] for line in closing(config, folder, chat=False).splitlines()]
+    lines = [line.partition(": ")[::2] for line in final_summary(config, folder, chat=False).splitlines()]
     flags = {name: shlex.split(command)[3:] for name, command in lines if "jaxtune." in command}
     mains = {"export": export.main, "generate": generate.main, "evaluate": evaluate.main}
     for name in ("export", "generate" if head == "lm" else "evaluate"):

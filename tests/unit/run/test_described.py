@@ -5,23 +5,23 @@ import shutil
 
 import numpy as np
 import pytest
-from tiny import model_folder
+from tiny import write_model_folder
 
-from jaxtune.config.schema import Config, Data, Lora, Model
+from jaxtune.config.schema import Config, DataOptions, LoraOptions, ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.exports.write import export_adapter, export_full
 from jaxtune.hf import read_config
 from jaxtune.weights.model import declare_model, read_base
-from jaxtune.weights.values import initial_parameters, of_model, read_parameters
+from jaxtune.weights.values import config_for_model, initial_parameters, read_parameters
 
 
-def declare(mesh, lora=Lora(), seq_len=32, **options):
-    config = Config(model=Model(dtype="float32", **options), data=Data(seq_len=seq_len), lora=lora)
+def declare(mesh, lora=LoraOptions(), seq_len=32, **options):
+    config = Config(model=ModelOptions(dtype="float32", **options), data=DataOptions(seq_len=seq_len), lora=lora)
     return declare_model(read_base(config), config, mesh), config
 
 
 def test_an_entry_that_the_family_does_not_read_is_named_with_the_nearest(tmp_path, one_device):
-    folder = str(model_folder(tmp_path))
+    folder = str(write_model_folder(tmp_path))
     message = "rms_norm_epsilon: config.json has no rms_norm_epsilon, and qwen3 reads none; nearest: rms_norm_eps"
     with pytest.raises(UserError, match=message):
         declare(one_device, path=folder, overrides=("rms_norm_epsilon=1e-5",))
@@ -31,7 +31,7 @@ def test_an_entry_that_the_family_does_not_read_is_named_with_the_nearest(tmp_pa
 
 def test_an_entry_that_only_the_family_knows_can_be_set(tmp_path, one_device):
     """config.json does not list entries with default values."""
-    folder = model_folder(tmp_path)
+    folder = write_model_folder(tmp_path)
     config = {name: value for name, value in read_config(folder).items() if name != "initializer_range"}
     (folder / "config.json").write_text(json.dumps(config))
     model, _ = declare(one_device, path=str(folder), overrides=("initializer_range=0.5",))
@@ -39,7 +39,7 @@ def test_an_entry_that_only_the_family_knows_can_be_set(tmp_path, one_device):
 
 
 def test_parts_that_lie_apart_are_exported_together_with_what_was_changed(tmp_path, one_device):
-    folder = model_folder(tmp_path / "all")
+    folder = write_model_folder(tmp_path / "all")
     for name, files in {
         "weights": ("model.safetensors",),
         "config": ("config.json",),
@@ -63,14 +63,14 @@ def test_parts_that_lie_apart_are_exported_together_with_what_was_changed(tmp_pa
 
 def test_rows_longer_than_the_positions_say_how_rope_is_stretched(tmp_path, one_device):
     with pytest.raises(UserError, match="stretch rope: model.max_positions and model.rope_scaling"):
-        declare(one_device, path=str(model_folder(tmp_path)), seq_len=300)
+        declare(one_device, path=str(write_model_folder(tmp_path)), seq_len=300)
     model, _ = declare(one_device, path=str(tmp_path), seq_len=300, rope_scaling="dynamic", max_positions=384)
     assert model.spec.max_positions == 384
 
 
 def test_an_adapter_warns_that_it_leaves_out_what_was_changed(tmp_path, one_device, caplog):
-    folder = str(model_folder(tmp_path / "base"))
-    lora = Lora(enabled=True, rank=2)
+    folder = str(write_model_folder(tmp_path / "base"))
+    lora = LoraOptions(enabled=True, rank=2)
     for overrides, warned in ((("rms_norm_eps=1e-3",), True), ((), False)):
         caplog.clear()
         model, config = declare(one_device, lora, path=folder, overrides=overrides)
@@ -83,14 +83,14 @@ def test_changes_are_of_one_model_and_of_adapters_on_it(tmp_path):
     adapter.mkdir()
     described = {"base_model_name_or_path": folder, "peft_type": "LORA", "r": 2, "lora_alpha": 4}
     (adapter / "adapter_config.json").write_text(json.dumps(described | {"target_modules": ["q_proj"]}))
-    config = Config(model=Model(path=folder, overrides=("rms_norm_eps=1e-3",), tokenizer="t"))
-    assert of_model(folder, config).model == config.model
-    assert of_model("another/one", config).model == Model(path="another/one")
+    config = Config(model=ModelOptions(path=folder, overrides=("rms_norm_eps=1e-3",), tokenizer="t"))
+    assert config_for_model(folder, config).model == config.model
+    assert config_for_model("another/one", config).model == ModelOptions(path="another/one")
 
 
 def test_projections_that_start_at_zero_are_those_onto_the_residual_stream(tmp_path, one_device):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
-    folder = str(model_folder(tmp_path, "Qwen3Moe", **sizes))
+    folder = str(write_model_folder(tmp_path, "Qwen3Moe", **sizes))
     model, config = declare(one_device, path=folder, from_scratch=True, zero_projections=True)
     zero = {
         model.parameters[name].local for name, value in initial_parameters(model, config).items() if not np.any(value)

@@ -8,7 +8,18 @@ import pytest
 from tiny import spec
 
 from jaxtune.config.checks import check
-from jaxtune.config.schema import Attention, Config, Data, Dataset, Memory, Mesh, Model, Optim, Precision, Train
+from jaxtune.config.schema import (
+    AttentionOptions,
+    Config,
+    DataOptions,
+    Dataset,
+    MemoryOptions,
+    MeshOptions,
+    ModelOptions,
+    OptimOptions,
+    PrecisionOptions,
+    TrainOptions,
+)
 from jaxtune.models.parameters import randomize
 from jaxtune.parallel.layout import RULES, Rules
 from jaxtune.parallel.mesh import make_mesh
@@ -19,14 +30,16 @@ ROWS, TOKENS = 2, 16
 DROPPING: dict[str, Any] = {"hidden_dropout": 0.3, "attention_dropout": 0.3, "dropout_warmup_steps": 2}
 
 
-def losses(mesh: Mesh, devices: int, memory: Memory = Memory("block"), **train: Any) -> list[float]:
+def losses(
+    mesh: MeshOptions, devices: int, memory: MemoryOptions = MemoryOptions("block"), **train: Any
+) -> list[float]:
     """Return the losses of steps that change almost nothing, on the same rows."""
     made = make_mesh(mesh, jax.devices()[:devices])
     config = Config(
-        data=Data(seq_len=TOKENS),
-        train=Train(micro_batch_size=ROWS, grad_accum_steps=2, **train),
-        optim=Optim(learning_rate=1e-9, schedule="constant"),
-        precision=Precision("fp32"),
+        data=DataOptions(seq_len=TOKENS),
+        train=TrainOptions(micro_batch_size=ROWS, grad_accum_steps=2, **train),
+        optim=OptimOptions(learning_rate=1e-9, schedule="constant"),
+        precision=PrecisionOptions("fp32"),
         memory=memory,
     )
     program = assemble(Base(spec(2)), config, made)
@@ -51,18 +64,20 @@ def losses(mesh: Mesh, devices: int, memory: Memory = Memory("block"), **train: 
 
 
 def test_dropout_rises_and_is_the_same_on_a_mesh_and_without_recomputation():
-    plain, dropped = losses(Mesh(fsdp=1), 1), losses(Mesh(fsdp=1), 1, **DROPPING)
+    plain, dropped = losses(MeshOptions(fsdp=1), 1), losses(MeshOptions(fsdp=1), 1, **DROPPING)
     assert dropped[0] == pytest.approx(plain[0], rel=1e-6) and dropped[1] != pytest.approx(plain[1], rel=1e-4)
-    assert losses(Mesh(fsdp=1, stage=2, tensor=2), 4, Memory("none"), **DROPPING) == pytest.approx(dropped, rel=1e-6)
+    assert losses(MeshOptions(fsdp=1, stage=2, tensor=2), 4, MemoryOptions("none"), **DROPPING) == pytest.approx(
+        dropped, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(("backend", "refused"), [("auto", False), ("xla", False), ("triton", True)])
 def test_dropped_probabilities_and_a_kernel_exclude_each_other(backend, refused):
     config = Config(
-        model=Model(path="a"),
-        data=Data(datasets=(Dataset(path="b"),)),
-        train=Train(attention_dropout=0.1),
-        attention=Attention(backend),
+        model=ModelOptions(path="a"),
+        data=DataOptions(datasets=(Dataset(path="b"),)),
+        train=TrainOptions(attention_dropout=0.1),
+        attention=AttentionOptions(backend),
     )
     problems = [problem.text for problem in check(config)]
     assert any("train.attention_dropout = 0.1: no kernel supports it" in text for text in problems) == refused

@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import pytest
 from tiny import spec
 
-from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Precision, Preference
+from jaxtune.config.schema import (
+    Config,
+    DataOptions,
+    LoraOptions,
+    MeshOptions,
+    ModelOptions,
+    PrecisionOptions,
+    PreferenceOptions,
+)
 from jaxtune.evaluation.evaluator import _means, metric_names
 from jaxtune.objectives.objective import Sums
 from jaxtune.objectives.preference import preference
@@ -14,7 +22,7 @@ from jaxtune.training.assembly import assemble
 from jaxtune.weights.describe import describe_layout
 from jaxtune.weights.model import Base
 
-PLAIN = {"model": Model(dtype="float32"), "data": Data(seq_len=32), "precision": Precision("fp32")}
+PLAIN = {"model": ModelOptions(dtype="float32"), "data": DataOptions(seq_len=32), "precision": PrecisionOptions("fp32")}
 
 
 @pytest.mark.parametrize(
@@ -29,10 +37,10 @@ def test_a_single_set_is_reported_once(sets, apart, one_device):
 
 def test_a_mean_of_nothing_is_not_a_metric(one_device):
     """For example of unwanted answers if all are wanted: it would be shown as 0."""
-    options = Preference("kto")
+    options = PreferenceOptions("kto")
     sums = Sums(jnp.float32(2), jnp.int32(4), {"rewards/chosen": (3.0, 2), "rewards/rejected": (0.0, 0)})  # type: ignore[arg-type]
     assert _means(sums, preference(options)) == {"loss": 0.5, "rewards/chosen": 1.5}
-    program = assemble(Base(spec(2)), Config(**PLAIN, preference=options, lora=Lora(enabled=True)), one_device)
+    program = assemble(Base(spec(2)), Config(**PLAIN, preference=options, lora=LoraOptions(enabled=True)), one_device)
     arguments = program.state, {**program.frozen, **program.state.base}, program.batch, jnp.float32(1)
     _, metrics = jax.eval_shape(program.step, *arguments)
     kinds = {f"{metric}/{kind}" for metric in ("rewards", "logps") for kind in ("chosen", "rejected")}
@@ -40,12 +48,12 @@ def test_a_mean_of_nothing_is_not_a_metric(one_device):
 
 
 def test_a_mesh_is_described_in_words():
-    mesh = make_mesh(Mesh(fsdp=2, tensor=2), jax.devices()[:4])
+    mesh = make_mesh(MeshOptions(fsdp=2, tensor=2), jax.devices()[:4])
     layout = describe_layout(assemble(Base(spec(2)), Config(**PLAIN), mesh).model, mesh).partition("; ")[2]
     assert layout == (
         "4 devices, fsdp=2 tensor=2; weights, gradients, optimizer state: "
         "vocabulary, heads, kv_heads, mlp over tensor; embed over fsdp"
     )
-    mesh = make_mesh(Mesh(fsdp=1, data=2), jax.devices()[:2])
+    mesh = make_mesh(MeshOptions(fsdp=1, data=2), jax.devices()[:2])
     layout = describe_layout(assemble(Base(spec(2)), Config(**PLAIN), mesh).model, mesh).partition("; ")[2]
     assert layout == "2 devices, data=2; weights, gradients, optimizer state: whole on every device"

@@ -10,12 +10,12 @@ from functools import partial
 
 import numpy as np
 import pytest
-from runs import conversations
+from runs import write_conversations
 from safetensors import safe_open
-from tiny import CHATML, byte_tokenizer, model_folder
+from tiny import CHATML, byte_tokenizer, write_model_folder
 
 from jaxtune.checkpoint.storage import RemoteFolder, open_folder, upload
-from jaxtune.config.schema import Config, Data, Dataset, Lora, Model, Train
+from jaxtune.config.schema import Config, DataOptions, Dataset, LoraOptions, ModelOptions, TrainOptions
 from jaxtune.errors import UserError
 from jaxtune.evaluation.export_difference import loss_difference
 from jaxtune.export import check_output
@@ -31,13 +31,13 @@ MIXTURE = dict(WIDE, moe_intermediate_size=128, num_experts=2, num_experts_per_t
 
 
 def declare_folder(mesh, folder, **options):
-    config = Config(model=Model(path=str(folder), **options), data=Data(seq_len=32))
+    config = Config(model=ModelOptions(path=str(folder), **options), data=DataOptions(seq_len=32))
     return declare_model(read_base(config), config, mesh, train=False), config
 
 
 def test_what_blocks_do_not_divide_stays_with_what_is_multiplied_beside_it(tmp_path, one_device, caplog):
     """FP8's blocks have 128 rows, more than the 64 of keys and values."""
-    model, _ = declare_folder(one_device, model_folder(tmp_path, **WIDE))
+    model, _ = declare_folder(one_device, write_model_folder(tmp_path, **WIDE))
     with caplog.at_level(logging.INFO, "jaxtune"):
         chosen = choose(model, "fp8", "bfloat16")
     left = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(2) for name in "qkv"]
@@ -52,7 +52,7 @@ def test_what_blocks_do_not_divide_stays_with_what_is_multiplied_beside_it(tmp_p
 
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_experts_are_quantized_where_they_can_be_read_so(tmp_path, one_device, kind):
-    model, _ = declare_folder(one_device, model_folder(tmp_path, "Qwen3Moe", **MIXTURE))
+    model, _ = declare_folder(one_device, write_model_folder(tmp_path, "Qwen3Moe", **MIXTURE))
     if kind == "nvfp4":
         with pytest.raises(UserError, match=r"experts\.0\.\w+_proj\.weight .*experts in fp8 and int4 alone"):
             choose(model, kind, "bfloat16")
@@ -67,13 +67,13 @@ def test_experts_are_quantized_where_they_can_be_read_so(tmp_path, one_device, k
 
 
 def test_a_model_that_no_block_divides_is_refused(tmp_path, one_device):
-    model, _ = declare_folder(one_device, model_folder(tmp_path))
+    model, _ = declare_folder(one_device, write_model_folder(tmp_path))
     with pytest.raises(UserError, match=r"--quantize=nf4: no linear layer .*blocks of 1 x 64 do not divide 32 x 32"):
         choose(model, "nf4", "bfloat16")
 
 
 def test_nan_is_not_quantized(tmp_path, one_device):
-    model, config = declare_folder(one_device, model_folder(tmp_path, **WIDE))
+    model, config = declare_folder(one_device, write_model_folder(tmp_path, **WIDE))
     parameters = read_parameters(model, model.whole)
     name = next(name for name in parameters if name.endswith("mlp.down.weight"))
     parameters[name] = parameters[name] * np.nan
@@ -85,10 +85,10 @@ def test_nan_is_not_quantized(tmp_path, one_device):
 def test_without_validation_data_the_loss_is_of_training_data_and_without_those_logits_are_compared(
     tmp_path, one_device, caplog
 ):
-    folder, chats = model_folder(tmp_path / "model", **WIDE), conversations(tmp_path / "chat.jsonl")
-    data = Data(seq_len=64, datasets=(Dataset(path=str(chats), type="conversation"),))
-    train = Train(output_dir=str(tmp_path), micro_batch_size=4)
-    config = Config(model=Model(path=str(folder), dtype="float32"), data=data, train=train)
+    folder, chats = write_model_folder(tmp_path / "model", **WIDE), write_conversations(tmp_path / "chat.jsonl")
+    data = DataOptions(seq_len=64, datasets=(Dataset(path=str(chats), type="conversation"),))
+    train = TrainOptions(output_dir=str(tmp_path), micro_batch_size=4)
+    config = Config(model=ModelOptions(path=str(folder), dtype="float32"), data=data, train=train)
     model = declare_model(read_base(config), config, one_device, low_precision=False)
     parameters = read_parameters(model, model.whole)
     export_full(model, parameters, config, tmp_path / "out", "int4")
@@ -106,13 +106,13 @@ def test_without_validation_data_the_loss_is_of_training_data_and_without_those_
 def test_the_token_that_ends_an_answer_is_where_others_look(tmp_path, one_device, caplog, saved):
     """The base ends texts with another token. A full model names it in its config; for an adapter, log and card do."""
     transformers = pytest.importorskip("transformers")
-    folder = model_folder(tmp_path / "model", bos_token_id=257, eos_token_id=256)
+    folder = write_model_folder(tmp_path / "model", bos_token_id=257, eos_token_id=256)
     byte_tokenizer(folder, eos="<|endoftext|>")
     if saved:
         (folder / "generation_config.json").write_text(json.dumps(saved))
-    train, data = Train(output_dir=str(tmp_path)), Data(seq_len=32)
-    for kind, lora in (("hf", Lora()), ("peft", Lora(enabled=True, rank=2))):
-        config = Config(model=Model(path=str(folder), dtype="float32"), data=data, train=train, lora=lora)
+    train, data = TrainOptions(output_dir=str(tmp_path)), DataOptions(seq_len=32)
+    for kind, lora in (("hf", LoraOptions()), ("peft", LoraOptions(enabled=True, rank=2))):
+        config = Config(model=ModelOptions(path=str(folder), dtype="float32"), data=data, train=train, lora=lora)
         model = declare_model(read_base(config), config, one_device)
         parameters = {**frozen_parameters(model, config), **initial_parameters(model, config)}
         caplog.clear()
@@ -127,7 +127,7 @@ def test_the_token_that_ends_an_answer_is_where_others_look(tmp_path, one_device
 
 def test_an_export_that_was_killed_is_made_again_and_others_wait(tmp_path, one_device, monkeypatch):
     """An unfinished export has a mark and is replaced; a folder with anything else is not touched."""
-    model, config = declare_folder(one_device, model_folder(tmp_path / "model"), dtype="float32")
+    model, config = declare_folder(one_device, write_model_folder(tmp_path / "model"), dtype="float32")
     parameters, output = read_parameters(model, model.whole), tmp_path / "out"
     write = partial(export, model, parameters, config, RunFolder(tmp_path), output, steps=1, tokens=1)
     with pytest.raises(UserError, match="holds other things .* name a new folder"):
@@ -179,7 +179,7 @@ def stop():
 def test_llama_cpp_finds_all_that_its_converter_reads(tmp_path, one_device, kind, tied):
     """Checked by the converter's package: architecture, tensors, special tokens, chat template; nothing quantized."""
     gguf = pytest.importorskip("gguf")
-    folder = model_folder(tmp_path / "model", kind, tie_word_embeddings=tied)
+    folder = write_model_folder(tmp_path / "model", kind, tie_word_embeddings=tied)
     model, config = declare_folder(one_device, folder, dtype="bfloat16")
     export_full(model, read_parameters(model, model.whole), config, tmp_path / "out")
     saved = json.loads((tmp_path / "out" / "config.json").read_text())

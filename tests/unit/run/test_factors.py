@@ -8,7 +8,16 @@ from batches import make_batch, tokens
 from tiny import random_values, spec
 
 from jaxtune.config import checks
-from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Optim, Precision, Quant
+from jaxtune.config.schema import (
+    Config,
+    DataOptions,
+    LoraOptions,
+    MeshOptions,
+    ModelOptions,
+    OptimOptions,
+    PrecisionOptions,
+    QuantOptions,
+)
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import Base
 
@@ -17,12 +26,12 @@ def test_factors_train_on_a_quantized_base_as_on_what_it_stands_for(one_device):
     losses = {}
     for quant in (None, "int8"):
         config = Config(
-            model=Model(dtype="float32"),
-            data=Data(seq_len=32),
-            lora=Lora(enabled=True, kind="ia3"),
-            quant=Quant(quant, block_size="channel" if quant else None),
-            precision=Precision("fp32"),
-            optim=Optim(learning_rate=1e-2, weight_decay=0.0),
+            model=ModelOptions(dtype="float32"),
+            data=DataOptions(seq_len=32),
+            lora=LoraOptions(enabled=True, kind="ia3"),
+            quant=QuantOptions(quant, block_size="channel" if quant else None),
+            precision=PrecisionOptions("fp32"),
+            optim=OptimOptions(learning_rate=1e-2, weight_decay=0.0),
         )
         program = assemble(Base(spec(2)), config, one_device)
         values: dict = random_values(program.model.parameters)
@@ -44,5 +53,5 @@ def test_factors_train_on_a_quantized_base_as_on_what_it_stands_for(one_device):
 
 @pytest.mark.parametrize(("option", "value"), [("kind", "ia3"), ("bias", "all")])
 def test_a_pipeline_has_neither(option, value):
-    config = Config(lora=Lora(enabled=True, **{option: value}), mesh=Mesh(stage=2))
+    config = Config(lora=LoraOptions(enabled=True, **{option: value}), mesh=MeshOptions(stage=2))
     assert any(f"lora.{option} = {value!r}: not available with mesh.stage" in p.text for p in checks.check(config))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxtune.errors import UserError
-from jaxtune.scoring.memmap_cache import kept
+from jaxtune.scoring.memmap_cache import load_or_compute
 
 
 def test_it_is_written_once_and_mapped(tmp_path):
@@ -16,7 +16,7 @@ def test_it_is_written_once_and_mapped(tmp_path):
             np.save(stream, np.arange(5))
 
     for _ in range(2):
-        array = kept(file, write)
+        array = load_or_compute(file, write)
         assert isinstance(array, np.memmap) and array.tolist() == [0, 1, 2, 3, 4]
     assert len(written) == 1 and list(file.parent.iterdir()) == [file]
 
@@ -29,7 +29,7 @@ def test_what_fails_leaves_no_file_that_is_read(tmp_path):
         raise UserError("no room")
 
     with pytest.raises(UserError, match="no room"):
-        kept(file, write)
+        load_or_compute(file, write)
     assert not file.exists()
 
 
@@ -55,9 +55,9 @@ def test_a_damaged_file_is_said_and_made_again(tmp_path, caplog, damage):
         with path.open("wb") as stream:
             np.save(stream, values)
 
-    kept(file, write)
+    load_or_compute(file, write)
     damage(file)
     for warnings in (1, 0):
         caplog.clear()
-        assert np.array_equal(kept(file, write), values)
+        assert np.array_equal(load_or_compute(file, write), values)
         assert [f"{file} is damaged" in record.message for record in caplog.records] == [True] * warnings

@@ -4,7 +4,7 @@ import sys
 
 import jax
 import pytest
-from benchmark_tasks import without_those_of_the_harness, write_tasks
+from benchmark_tasks import hide_harness_tasks, write_tasks
 from runs import call
 
 from jaxtune.errors import UserError
@@ -38,7 +38,7 @@ def tasks(tmp_path_factory):
     ],
 )
 def test_what_cannot_be_asked_is_said(tasks, arguments, said, monkeypatch):
-    without_those_of_the_harness(monkeypatch)
+    hide_harness_tasks(monkeypatch)
     assert said in call("jaxtune.evaluate", "--model=MODEL", f"--include_path={tasks}", *arguments, code=2)
 
 
@@ -53,13 +53,13 @@ def test_what_the_harness_needs_is_said(monkeypatch, tmp_path):
     from jaxtune.evaluation import lm_evaluation_harness as harness
 
     with pytest.raises(UserError, match="include_path=.*absent: is not a folder"):
-        harness.Asked(("a",), include_path=str(tmp_path / "absent"))
+        harness.EvalRequest(("a",), include_path=str(tmp_path / "absent"))
     with pytest.raises(UserError, match="num_beams=4"):
         harness._sampling({"do_sample": False, "num_beams": 4})
     assert harness._sampling({"do_sample": False, "num_beams": 1, "top_p": 0.5}).top_p == 1
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UserError, match="runs in one process"):
-        harness.run_tasks(harness.Asked(("a",)), None, None, None, None, None)
+        harness.run_tasks(harness.EvalRequest(("a",)), None, None, None, None, None)
 
 
 def test_around_the_table_there_is_nothing(tmp_path, monkeypatch, capfd):

@@ -15,17 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import Config, Train
+from jaxtune.config.schema import Config, TrainOptions
 from jaxtune.errors import UserError
 from jaxtune.host.plugins import Callbacks
-from jaxtune.monitor.signals import Asked
-from jaxtune.run.best import Standing
-from jaxtune.run.loop import Moment, Position, Task, each, train
+from jaxtune.monitor.signals import StopReason
+from jaxtune.run.best import BestTracker
+from jaxtune.run.loop import Position, StepInfo, Task, every, train
 
 
 def test_a_position_is_what_it_was_saved_as():
     position = Position(
-        step=7, feed={"row": 2**53 + 1}, tokens=2**40, bad_steps=1, put_off=("eval",), standing=Standing(4, 0.5, 1)
+        step=7, feed={"row": 2**53 + 1}, tokens=2**40, bad_steps=1, put_off=("eval",), standing=BestTracker(4, 0.5, 1)
     )
     saved = json.loads(json.dumps({"data": "key"} | position.to_json()))
     assert Position.from_json(saved) == position
@@ -52,13 +52,13 @@ def run(
         goodput=SimpleNamespace(measure=lambda _: nullcontext()),
         profiler=SimpleNamespace(before_step=ignore, after_step=ignore),
         progress=SimpleNamespace(message=ignore),
-        stop=SimpleNamespace(agree=lambda end: Asked.NOTHING),
+        stop=SimpleNamespace(agree=lambda end: StopReason.NOTHING),
         plugins=Callbacks(),
         epoch=lambda feed: 0.0,
         step=report,
     )
     batches = batches or itertools.repeat(({}, {}))
-    config = Config(train=Train(**train_options))
+    config = Config(train=TrainOptions(**train_options))
     return train(config, step, jnp.float32(0), {}, batches, position or Position(), np.ones(steps), tasks, watch)
 
 
@@ -103,7 +103,7 @@ def test_the_seconds_of_a_step_are_between_results(one_device):
         return state, results()
 
     rows: list[Any] = []
-    save = Task("save", each(3), lambda state, at: time.sleep(0.5), at_end=False)
+    save = Task("save", every(3), lambda state, at: time.sleep(0.5), at_end=False)
     began = time.perf_counter()
     run(step, 6, [save], rows)
     seconds = [row[2] for row in rows]
@@ -140,8 +140,8 @@ def test_steps_leave_the_garbage_collector_nothing(one_device):
 
 def test_what_is_due_by_steps_and_by_passes_over_the_data():
     # 10 rows an epoch, 4 a step
-    at = [Moment(step, step * 0.4, (step - 1) * 0.4) for step in range(1, 11)]
-    due = lambda **options: [moment.step for moment in at if each(**options)(moment)]  # noqa: E731
+    at = [StepInfo(step, step * 0.4, (step - 1) * 0.4) for step in range(1, 11)]
+    due = lambda **options: [moment.step for moment in at if every(**options)(moment)]  # noqa: E731
     assert due() == []
     assert due(steps=4) == [4, 8]
     assert due(epochs=1.0) == [3, 5, 8, 10]

@@ -9,10 +9,10 @@ import jax
 import pytest
 from runs import call, recipe
 
-from jaxtune.config.schema import Config, Data, Dataset, Model
+from jaxtune.config.schema import Config, DataOptions, Dataset, ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.training import memory
-from jaxtune.training.memory import Limit, host_memory, out_of_memory_is_answered
+from jaxtune.training.memory import Limit, explain_out_of_memory, host_memory
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +117,9 @@ def test_what_is_close_is_a_warning(train, monkeypatch):
     ],
 )
 def test_running_out_all_the_same_is_one_answer(error):
-    config = Config(model=Model(path="model"), data=Data(datasets=(Dataset(path="data"),)))
+    config = Config(model=ModelOptions(path="model"), data=DataOptions(datasets=(Dataset(path="data"),)))
     refused = pytest.raises(UserError, match="out of memory.*optim.name='adamw_8bit'.*RUN/config.json resumes")
-    with refused, out_of_memory_is_answered(config):
+    with refused, explain_out_of_memory(config):
         raise error
 
 
@@ -128,7 +128,7 @@ def test_running_out_all_the_same_is_one_answer(error):
     [jax.errors.JaxRuntimeError("INTERNAL: something else"), OSError(errno.ENOSPC, "No space left"), ValueError("no")],
 )
 def test_other_errors_stay_what_they_are(error):
-    with pytest.raises(type(error)), out_of_memory_is_answered(Config()):
+    with pytest.raises(type(error)), explain_out_of_memory(Config()):
         raise error
 
 

@@ -9,7 +9,16 @@ import pytest
 from batches import make_batch, tokens
 from tiny import random_values, spec
 
-from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Optim, Precision, Quant
+from jaxtune.config.schema import (
+    Config,
+    DataOptions,
+    LoraOptions,
+    MeshOptions,
+    ModelOptions,
+    OptimOptions,
+    PrecisionOptions,
+    QuantOptions,
+)
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.quant import QuantizedArray
@@ -21,12 +30,12 @@ from jaxtune.weights.model import Base
 def assemble_run(mesh, quant=None, rank=2, noise=0.0, **lora):
     """Return (program, its first state, its frozen parameters, a batch)."""
     config = Config(
-        model=Model(dtype="float32"),
-        data=Data(seq_len=32),
-        lora=Lora(enabled=True, rank=rank, alpha=4.0, **lora),
-        quant=Quant(quant, block_size="channel" if quant else None, noise=noise),
-        precision=Precision("fp32"),
-        optim=Optim(weight_decay=0.0),
+        model=ModelOptions(dtype="float32"),
+        data=DataOptions(seq_len=32),
+        lora=LoraOptions(enabled=True, rank=rank, alpha=4.0, **lora),
+        quant=QuantOptions(quant, block_size="channel" if quant else None, noise=noise),
+        precision=PrecisionOptions("fp32"),
+        optim=OptimOptions(weight_decay=0.0),
     )
     program = assemble(Base(spec(2)), config, mesh)
     values: dict = random_values(program.model.parameters)
@@ -76,7 +85,7 @@ def test_the_adapters_of_a_step_are_in_the_base_after_it(one_device, quant, rese
 def test_between_merges_the_base_stays_and_on_a_mesh_it_is_the_same():
     parameters = []
     for devices, sizes in ((1, {}), (4, {"fsdp": 2, "tensor": 2})):
-        mesh = make_mesh(Mesh(**{"fsdp": 1, **sizes}), jax.devices()[:devices])
+        mesh = make_mesh(MeshOptions(**{"fsdp": 1, **sizes}), jax.devices()[:devices])
         program, state, frozen, batch = assemble_run(mesh, merge_interval=2)
         step = jax.jit(program.step)
         first = {name: np.asarray(value) for name, value in state.base.items()}
@@ -111,17 +120,21 @@ def test_noise_is_of_the_step_alone_and_falls_with_the_learning_rate(one_device)
 
 
 def test_what_cannot_be_merged_is_refused(one_device):
-    config = Config(lora=Lora(enabled=True, merge_interval=2), data=Data(seq_len=32), optim=Optim(ema_decay=0.9))
+    config = Config(
+        lora=LoraOptions(enabled=True, merge_interval=2),
+        data=DataOptions(seq_len=32),
+        optim=OptimOptions(ema_decay=0.9),
+    )
     with pytest.raises(UserError, match=r"lora.merge_interval=2: not with an average \(optim.ema_decay\)"):
         assemble(Base(spec(2)), config, one_device)
-    schedule_free = Optim(name="schedule_free", schedule="constant")
+    schedule_free = OptimOptions(name="schedule_free", schedule="constant")
     with pytest.raises(UserError, match="not with optim.name='schedule_free'"):
         assemble(Base(spec(2)), dataclasses.replace(config, optim=schedule_free), one_device)
 
 
 def test_a_device_is_told_by_its_parts():
     """The log's lines before training, for two devices that share the weights."""
-    mesh = make_mesh(Mesh(fsdp=2), jax.devices()[:2])
+    mesh = make_mesh(MeshOptions(fsdp=2), jax.devices()[:2])
     program, *_ = assemble_run(mesh, "int8", merge_interval=2)
     parts = parts_of(program)
     named = {"adapters", "frozen weights", "quantized weights", "optimizer state", "batch"}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.checkpoint import CheckpointManager
-from jaxtune.config.schema import Ckpt, Config, Train
+from jaxtune.config.schema import CkptOptions, Config, TrainOptions
 from jaxtune.errors import UserError
 from jaxtune.host.run_folder import RunFolder, run_folder
 from jaxtune.run import mirror_sync
@@ -15,15 +15,15 @@ from jaxtune.run import mirror_sync
 
 @pytest.fixture
 def config(tmp_path):
-    train = Train(output_dir=str(tmp_path / "here"), run_name="a")
-    return Config(train=train, ckpt=Ckpt(mirror=f"file://{tmp_path}/mirror/", keep_last=1, keep_best=True))
+    train = TrainOptions(output_dir=str(tmp_path / "here"), run_name="a")
+    return Config(train=train, ckpt=CkptOptions(mirror=f"file://{tmp_path}/mirror/", keep_last=1, keep_best=True))
 
 
 def save_steps(config, steps) -> RunFolder:
     """Return the folder of a run that has saved after these steps; the first one was the best."""
     folder = run_folder(config)
     folder.write_records(config, None)
-    with mirror_sync.mirrored(config, folder) as mirror:
+    with mirror_sync.mirror_run(config, folder) as mirror:
         checkpoints = CheckpointManager(folder.checkpoints, 1, mirror)
         for step in steps:
             checkpoints.save(step, {"x": jnp.ones(3)}, {"standing": {"step": steps[0]}}, best=steps[0])
@@ -37,7 +37,7 @@ def fetch_steps(config, name="there") -> list[int]:
     moved = dataclasses.replace(config, train=dataclasses.replace(config.train, output_dir=home))
     folder = run_folder(moved)
     folder.path.mkdir(parents=True, exist_ok=True)
-    with mirror_sync.mirrored(moved, folder) as mirror:
+    with mirror_sync.mirror_run(moved, folder) as mirror:
         checkpoints = CheckpointManager(folder.checkpoints, 1, mirror)
         mirror_sync.fetch(moved, folder, mirror, checkpoints)
         mirror_sync.begin(moved, mirror)
@@ -68,7 +68,7 @@ def lines():
 
 def test_what_is_here_comes_first_and_that_there_is_more_there_is_said(config, lines):
     folder = save_steps(config, [2, 4])
-    with mirror_sync.mirrored(config, folder) as mirror:
+    with mirror_sync.mirror_run(config, folder) as mirror:
         for step in (2, 4):
             (folder.checkpoints / str(step)).rename(folder.path / str(step))
         (folder.path / "2").rename(folder.checkpoints / "2")

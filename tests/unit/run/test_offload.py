@@ -11,7 +11,17 @@ import pytest
 from batches import make_batch, tokens
 from tiny import random_values, spec
 
-from jaxtune.config.schema import Config, Data, Lora, Memory, Mesh, Model, Optim, Precision, Train
+from jaxtune.config.schema import (
+    Config,
+    DataOptions,
+    LoraOptions,
+    MemoryOptions,
+    MeshOptions,
+    ModelOptions,
+    OptimOptions,
+    PrecisionOptions,
+    TrainOptions,
+)
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.offload import is_on_host
@@ -20,17 +30,20 @@ from jaxtune.training.memory import need_of
 from jaxtune.weights.model import Base
 
 STEPS = 3
-SECTIONS: dict[str, Any] = {"optim": Optim(max_grad_norm=0.0, no_decay="norm"), "precision": Precision("fp32")}
+SECTIONS: dict[str, Any] = {
+    "optim": OptimOptions(max_grad_norm=0.0, no_decay="norm"),
+    "precision": PrecisionOptions("fp32"),
+}
 
 
-def program_of(mesh, memory: Memory, **sections) -> Program:
+def program_of(mesh, memory: MemoryOptions, **sections) -> Program:
     """Return full training of a tiny model in bfloat16, so that weights and moments are rounded stochastically."""
-    sections = {"precision": Precision("bf16", master_dtype="bfloat16"), **sections}
-    config = Config(model=Model(dtype="bfloat16"), data=Data(seq_len=24), memory=memory, **sections)
+    sections = {"precision": PrecisionOptions("bf16", master_dtype="bfloat16"), **sections}
+    config = Config(model=ModelOptions(dtype="bfloat16"), data=DataOptions(seq_len=24), memory=memory, **sections)
     return assemble(Base(spec(4)), config, mesh)
 
 
-def trained_with(mesh, memory: Memory, **sections):
+def trained_with(mesh, memory: MemoryOptions, **sections):
     """Return the final state and the metrics of each step; a step has two micro-batches."""
     program = program_of(mesh, memory, **sections)
     rows = [make_batch(tokens(2, 24, seed), mesh, [10, 12]) for seed in (1, 2)]
@@ -54,9 +67,9 @@ def start(program: Program):
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor"])
 def test_an_optimizer_whose_state_waits_on_the_host_does_the_same(one_device, name):
-    optim = Optim(name=name, state_dtype="bfloat16", no_decay="norm", layerwise_lr_decay=0.9)
-    expected, _ = trained_with(one_device, Memory(), optim=optim)
-    offloaded, _ = trained_with(one_device, Memory(offload_optimizer=True), optim=optim)
+    optim = OptimOptions(name=name, state_dtype="bfloat16", no_decay="norm", layerwise_lr_decay=0.9)
+    expected, _ = trained_with(one_device, MemoryOptions(), optim=optim)
+    offloaded, _ = trained_with(one_device, MemoryOptions(offload_optimizer=True), optim=optim)
     moments = jax.tree.leaves(offloaded.optimizer.rules)
     assert moments and all(map(is_on_host, moments))
     jax.tree.map(np.testing.assert_array_equal, offloaded, expected)
@@ -64,16 +77,16 @@ def test_an_optimizer_whose_state_waits_on_the_host_does_the_same(one_device, na
 
 def test_matrices_are_orthogonalised_one_after_another(one_device):
     """Products of single matrices have other shapes and round differently."""
-    sections = {"optim": Optim(name="muon"), "precision": Precision("fp32")}
-    expected, _ = trained_with(one_device, Memory(), **sections)
-    offloaded, _ = trained_with(one_device, Memory(offload_optimizer=True), **sections)
+    sections = {"optim": OptimOptions(name="muon"), "precision": PrecisionOptions("fp32")}
+    expected, _ = trained_with(one_device, MemoryOptions(), **sections)
+    offloaded, _ = trained_with(one_device, MemoryOptions(offload_optimizer=True), **sections)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), offloaded.trained, expected.trained)
 
 
 def test_what_waits_is_counted_as_the_hosts(one_device):
-    need = need_of(program_of(one_device, Memory()), devices=2)
-    then = need_of(program_of(one_device, Memory(offload_optimizer=True)), devices=2)
-    moments = jax.tree.leaves(program_of(one_device, Memory()).state.optimizer.rules)
+    need = need_of(program_of(one_device, MemoryOptions()), devices=2)
+    then = need_of(program_of(one_device, MemoryOptions(offload_optimizer=True)), devices=2)
+    moments = jax.tree.leaves(program_of(one_device, MemoryOptions()).state.optimizer.rules)
     assert then.offloaded == 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in moments) > need.offloaded == 0
     assert then.offloaded == 2 * (need.state - then.state)
 
@@ -81,12 +94,12 @@ def test_what_waits_is_counted_as_the_hosts(one_device):
 @pytest.fixture(scope="module")
 def on_the_device():
     """Train with everything on the device, and without clipping, which would depend on the gradients' norm."""
-    return trained_with(make_mesh(Mesh(), jax.devices()[:1]), Memory("block"), **SECTIONS)
+    return trained_with(make_mesh(MeshOptions(), jax.devices()[:1]), MemoryOptions("block"), **SECTIONS)
 
 
 @pytest.mark.parametrize("parts", [("master",), ("gradients",), ("optimizer", "master", "gradients")])
 def test_full_training_from_the_hosts_memory_is_the_same(one_device, on_the_device, parts):
-    memory = dataclasses.replace(Memory("block"), **{f"offload_{part}": True for part in parts})
+    memory = dataclasses.replace(MemoryOptions("block"), **{f"offload_{part}": True for part in parts})
     (offloaded, rows), (expected, metrics) = trained_with(one_device, memory, **SECTIONS), on_the_device
     jax.tree.map(np.testing.assert_array_equal, offloaded, expected)
     assert [one["loss"] for one in rows] == [one["loss"] for one in metrics]
@@ -99,9 +112,9 @@ def test_full_training_from_the_hosts_memory_is_the_same(one_device, on_the_devi
 @pytest.mark.parametrize("part", ["master", "gradients"])
 def test_weights_of_layers_that_are_not_trained_are_refused(one_device, part):
     with pytest.raises(UserError, match=f"memory.offload_{part}=True: no weight of a layer is trained"):
-        program_of(one_device, Memory(**{f"offload_{part}": True}), train=Train(freeze="layers"))
+        program_of(one_device, MemoryOptions(**{f"offload_{part}": True}), train=TrainOptions(freeze="layers"))
 
 
 def test_quants_of_a_model_that_has_none_are_refused(one_device):
     with pytest.raises(UserError, match="memory.offload_quants=True: no weight is quantized; set quant.format"):
-        program_of(one_device, Memory(offload_quants=True), lora=Lora(enabled=True))
+        program_of(one_device, MemoryOptions(offload_quants=True), lora=LoraOptions(enabled=True))

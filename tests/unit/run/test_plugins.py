@@ -8,7 +8,7 @@ import pytest
 from jaxtune import evaluate, export, generate
 from jaxtune.config import to_json
 from jaxtune.config.recipe import read_recipe
-from jaxtune.config.schema import Config, Data, Dataset, Model, Rollout, Train
+from jaxtune.config.schema import Config, DataOptions, Dataset, ModelOptions, RolloutOptions, TrainOptions
 from jaxtune.errors import UserError
 from jaxtune.host import plugins
 
@@ -29,13 +29,13 @@ def test_a_plugin_that_cannot_be_used(tmp_path, text, message):
     file = tmp_path / "mine.py"
     file.write_text(text)
     with pytest.raises(UserError, match=message):
-        plugins.load(Config(train=Train(plugins=(str(file),))))
+        plugins.load(Config(train=TrainOptions(plugins=(str(file),))))
 
 
 def test_a_file_that_is_not_there_or_no_python():
     for name in ("nowhere.py", "mine.txt"):
         with pytest.raises(UserError, match=f"train.plugins.*{name}"):
-            plugins.load(Config(train=Train(plugins=(name,))))
+            plugins.load(Config(train=TrainOptions(plugins=(name,))))
 
 
 def test_a_run_has_one_objective(tmp_path):
@@ -44,9 +44,9 @@ def test_a_run_has_one_objective(tmp_path):
         (tmp_path / name).write_text("def objective(config): ...\n")
         names.append(str(tmp_path / name))
     with pytest.raises(UserError, match="define objective; only one of them may"):
-        plugins.load(Config(train=Train(plugins=tuple(names))))
+        plugins.load(Config(train=TrainOptions(plugins=tuple(names))))
     with pytest.raises(UserError, match="objective must return a Objective, not None"):
-        plugins.own_objective(Config(train=Train(plugins=(names[0],))))
+        plugins.plugin_objective(Config(train=TrainOptions(plugins=(names[0],))))
 
 
 def test_callbacks_share_a_state_that_must_be_json(tmp_path):
@@ -56,7 +56,7 @@ def test_callbacks_share_a_state_that_must_be_json(tmp_path):
         "def on_save(run, step, folder):\n    run.state['folder'] = folder\n"
         "def on_end(run, step):\n    raise ValueError('no')\n"
     )
-    config = Config(train=Train(plugins=(str(file),)))
+    config = Config(train=TrainOptions(plugins=(str(file),)))
     called = plugins.callbacks(config, tmp_path, {str(file): {"steps": 4}})
     called("on_step", 5, {})
     called("on_epoch", 5, 1)  # it has no on_epoch
@@ -70,7 +70,7 @@ def test_callbacks_share_a_state_that_must_be_json(tmp_path):
 
 def test_a_file_that_has_changed_is_run_again(tmp_path):
     file = tmp_path / "mine.py"
-    config = Config(train=Train(plugins=(str(file),)))
+    config = Config(train=TrainOptions(plugins=(str(file),)))
     for answer in ("one", "two"):
         file.write_text(f"def on_end(run, step):\n    run.state['answer'] = {answer!r}\n")
         called = plugins.callbacks(config, tmp_path, {})
@@ -87,12 +87,14 @@ def run_of_another(tmp_path):
         "from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\nf = g = on_end = lambda *_: None\n"
     )
     config = Config(
-        model=Model(path=str(tmp_path / "nowhere")),
-        data=Data(datasets=(Dataset(path="d.jsonl", function=f"{file}:f"),), validation_split=0.5),
-        train=Train(plugins=(str(file),)),
+        model=ModelOptions(path=str(tmp_path / "nowhere")),
+        data=DataOptions(datasets=(Dataset(path="d.jsonl", function=f"{file}:f"),), validation_split=0.5),
+        train=TrainOptions(plugins=(str(file),)),
     )
     (tmp_path / "run" / "config.json").write_text(to_json(config))
-    rewarded = dataclasses.replace(config, rollout=Rollout(rewards=("jaxtune.recipes.qwen_grpo:right", f"{file}:g")))
+    rewarded = dataclasses.replace(
+        config, rollout=RolloutOptions(rewards=("jaxtune.recipes.qwen_grpo:right", f"{file}:g"))
+    )
     (tmp_path / "run" / "rewarded.json").write_text(to_json(rewarded))
     return tmp_path / "run"
 
@@ -125,5 +127,5 @@ def test_functions_that_only_a_run_s_folder_names_are_not_run(run_of_another, ca
     assert evaluate.main([f"--run={run}", "--config.data.datasets[0].function=None"]) == 2 and not ran.exists()
     assert f"rollout.rewards = '{run.parent}/mine.py:g' {message}" in capsys.readouterr().err
     assert evaluate.main([f"--run={run}", f"--config={config}"]) == 2 and ran.exists()
-    (line,) = read_recipe(str(config)).resolve().opening_lines
+    (line,) = read_recipe(str(config)).resolve().startup_notes
     assert line.startswith(f"{config} names Python code, which is run: {run.parent}/mine.py, {run.parent}/mine.py:g, ")

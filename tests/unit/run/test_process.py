@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxtune.config.schema import Config, Data, Dataset, Device, Log, Train
+from jaxtune.config.schema import Config, DataOptions, Dataset, DeviceOptions, LogOptions, TrainOptions
 from jaxtune.errors import UserError
 from jaxtune.host import process
 from jaxtune.monitor.progress import Progress
@@ -41,7 +41,7 @@ def test_processes_must_have_the_same_options_code_and_jax():
     same = process.facts(Config())
     assert same == process.facts(Config())
     assert same["jax"] == jax.__version__ and {"jaxlib", "code of jaxtune"} < {*same}
-    changed = process.facts(Config(train=Train(seed=3), data=Data(datasets=(Dataset(path="a.jsonl"),))))
+    changed = process.facts(Config(train=TrainOptions(seed=3), data=DataOptions(datasets=(Dataset(path="a.jsonl"),))))
     assert changed["train.seed"] == "3" != same["train.seed"] and changed["data.datasets.0.path"] == "'a.jsonl'"
 
 
@@ -56,7 +56,7 @@ def test_processes_that_differ_do_not_start(monkeypatch):
 
     monkeypatch.setattr(process.multihost, "agree", differ)
     with pytest.raises(UserError, match="train.seed: 3"):
-        process.configure(Config(train=Train(seed=3)))
+        process.configure(Config(train=TrainOptions(seed=3)))
 
 
 def test_the_code_is_its_names_and_its_content(tmp_path):
@@ -90,7 +90,7 @@ else:
 """
 
 
-def configure(device: Device, when: str = "", **environment: str) -> str:
+def configure(device: DeviceOptions, when: str = "", **environment: str) -> str:
     """Return the last line of a new process with two CPU devices, without JAX_PLATFORMS by default."""
     left_out = {"JAX_PLATFORMS", "XLA_FLAGS"}
     env = {name: value for name, value in os.environ.items() if name not in left_out} | {"JAX_NUM_CPU_DEVICES": "2"}
@@ -102,26 +102,26 @@ def configure(device: Device, when: str = "", **environment: str) -> str:
 
 
 def test_the_platform_is_chosen_before_jax_looks_for_devices():
-    assert configure(Device(platform="cpu", gpus=1)) == "RESULT cpu cpu 1"
-    refused = configure(Device(platform="cuda"), "begun", CUDA_VISIBLE_DEVICES="")
+    assert configure(DeviceOptions(platform="cpu", gpus=1)) == "RESULT cpu cpu 1"
+    refused = configure(DeviceOptions(platform="cuda"), "begun", CUDA_VISIBLE_DEVICES="")
     assert refused.startswith("REFUSED device.platform = 'cuda': jax runs on 'cpu' here")
 
 
 def test_a_platform_that_is_not_there_is_an_error():
-    refused = configure(Device(platform="cuda"), CUDA_VISIBLE_DEVICES="")
+    refused = configure(DeviceOptions(platform="cuda"), CUDA_VISIBLE_DEVICES="")
     assert refused.startswith("REFUSED device.platform = 'cuda': ") and "cuda" in refused.partition(":")[2]
 
 
 @pytest.mark.parametrize(
     ("device", "part"),
     [
-        (Device(platform="cuda"), "device.platform = 'cuda': JAX_PLATFORMS is 'cpu'; remove one of the two"),
-        (Device(gpus=1000), "device.gpus = 1000: process 0 has 8 devices (cpu)"),
+        (DeviceOptions(platform="cuda"), "device.platform = 'cuda': JAX_PLATFORMS is 'cpu'; remove one of the two"),
+        (DeviceOptions(gpus=1000), "device.gpus = 1000: process 0 has 8 devices (cpu)"),
         (
-            Device(collective_timeout_seconds=60),
+            DeviceOptions(collective_timeout_seconds=60),
             "device.collective_timeout_seconds = 60: XLA has these limits only for GPUs",
         ),
-        (Device(command_buffers="off"), "device.command_buffers = 'off': only GPUs have CUDA graphs"),
+        (DeviceOptions(command_buffers="off"), "device.command_buffers = 'off': only GPUs have CUDA graphs"),
     ],
     ids=lambda value: "" if isinstance(value, str) else value,
 )
@@ -136,18 +136,18 @@ def test_an_option_of_the_device_that_cannot_take_effect_is_an_error(monkeypatch
 
 
 def test_cpu_devices_of_the_same_platform_are_no_contradiction():
-    process.choose_platform(Device(platform="cpu"))
-    process.open_devices(Device(platform="cpu"))
+    process.choose_platform(DeviceOptions(platform="cpu"))
+    process.open_devices(DeviceOptions(platform="cpu"))
 
 
 def test_a_run_takes_the_first_devices_of_each_process(monkeypatch):
     devices = [SimpleNamespace(process_index=i // 4, id=i, platform="gpu") for i in range(8)]
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    assert process.devices(Device()) == devices
-    assert [one.id for one in process.devices(Device(gpus=3))] == [0, 1, 2, 4, 5, 6]
+    assert process.devices(DeviceOptions()) == devices
+    assert [one.id for one in process.devices(DeviceOptions(gpus=3))] == [0, 1, 2, 4, 5, 6]
     monkeypatch.setattr(jax, "devices", lambda: devices[:6])
     with pytest.raises(UserError, match=r"device.gpus = 3: process 1 has 2 devices \(gpu\)"):
-        process.devices(Device(gpus=3))
+        process.devices(DeviceOptions(gpus=3))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_gpus_that_a_run_does_not_take_are_not_opened(monkeypatch, visible, gpus
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     jax.config.update("jax_cuda_visible_devices", visible)
     try:
-        process.open_devices(Device(gpus=gpus))
+        process.open_devices(DeviceOptions(gpus=gpus))
         assert jax.config.values["jax_cuda_visible_devices"] == opened
     finally:
         jax.config.update("jax_cuda_visible_devices", "all")
@@ -167,22 +167,22 @@ def test_gpus_that_a_run_does_not_take_are_not_opened(monkeypatch, visible, gpus
 def test_limits_of_collectives_reach_xla_and_do_not_replace_the_users(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere")
     for _ in range(2):  # another run in the same process logs the same
-        process.choose_platform(Device(collective_timeout_seconds=60))
+        process.choose_platform(DeviceOptions(collective_timeout_seconds=60))
     flags = os.environ["XLA_FLAGS"].split()
     assert flags == ["--xla_dump_to=/nowhere", *(f"--{name}=60" for name in process.COLLECTIVE_TIMEOUTS)]
     with pytest.raises(UserError, match="XLA_FLAGS sets xla_gpu_nccl_termination_timeout_seconds and .* remove one"):
-        process.choose_platform(Device(collective_timeout_seconds=90))
+        process.choose_platform(DeviceOptions(collective_timeout_seconds=90))
 
 
 @pytest.mark.every_jax
 def test_xla_knows_the_limits_of_collectives():
     """XLA ends a process with unknown flags; on a CPU the option is refused instead."""
-    device = Device(collective_timeout_seconds=60)
+    device = DeviceOptions(collective_timeout_seconds=60)
     assert configure(device).startswith(
         "REFUSED device.collective_timeout_seconds = 60: XLA has these limits only for GPUs"
     )
     flags = " ".join(f"--{name}=60" for name in process.COLLECTIVE_TIMEOUTS)
-    assert configure(Device(), XLA_FLAGS=flags, JAX_PLATFORMS="cpu") == "RESULT cpu cpu 2"
+    assert configure(DeviceOptions(), XLA_FLAGS=flags, JAX_PLATFORMS="cpu") == "RESULT cpu cpu 2"
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def loggers():
 def test_messages_have_a_level_and_other_processes_a_number(monkeypatch, capsys, loggers):
     log = logging.getLogger("jaxtune")
 
-    def shown(options: Log, process_index: int) -> list[str]:
+    def shown(options: LogOptions, process_index: int) -> list[str]:
         monkeypatch.setattr(jax, "process_index", lambda: process_index)
         monkeypatch.setattr(process.multihost, "is_main", lambda: process_index == 0)
         process._show_log(options)
@@ -208,15 +208,15 @@ def test_messages_have_a_level_and_other_processes_a_number(monkeypatch, capsys,
         log.warning("trouble")
         return capsys.readouterr().out.splitlines()
 
-    assert shown(Log(), 0) == ["news", "warning: trouble"]
-    assert shown(Log(level="debug"), 0) == ["detail", "news", "warning: trouble"]
-    assert shown(Log(level="error"), 0) == []
-    assert shown(Log(), 3) == ["process 3: warning: trouble"]
-    assert shown(Log(every_process=True), 3) == ["process 3: news", "process 3: warning: trouble"]
+    assert shown(LogOptions(), 0) == ["news", "warning: trouble"]
+    assert shown(LogOptions(level="debug"), 0) == ["detail", "news", "warning: trouble"]
+    assert shown(LogOptions(level="error"), 0) == []
+    assert shown(LogOptions(), 3) == ["process 3: warning: trouble"]
+    assert shown(LogOptions(every_process=True), 3) == ["process 3: news", "process 3: warning: trouble"]
 
 
 def test_what_is_shown_is_in_the_file_too(tmp_path, capsys, loggers):
-    process._show_log(Log())
+    process._show_log(LogOptions())
     config = Config()
     for run in range(2):  # the second appends to the first one's file
         with process.log_to_file(config, tmp_path):
@@ -242,10 +242,10 @@ def test_what_is_shown_is_in_the_file_too(tmp_path, capsys, loggers):
         "a note",
         "error: no such file",
     ]
-    elsewhere = dataclasses.replace(config, log=Log(file=str(tmp_path / "there" / "own.log")))
+    elsewhere = dataclasses.replace(config, log=LogOptions(file=str(tmp_path / "there" / "own.log")))
     with process.log_to_file(elsewhere, tmp_path / "run"):
         logging.getLogger("jaxtune").warning("there")
     assert "  warning: there\n" in (tmp_path / "there" / "own.log").read_text()
-    with process.log_to_file(dataclasses.replace(config, log=Log(file=None)), tmp_path / "none"):
+    with process.log_to_file(dataclasses.replace(config, log=LogOptions(file=None)), tmp_path / "none"):
         logging.getLogger("jaxtune").info("nowhere")
     assert not (tmp_path / "none").exists()

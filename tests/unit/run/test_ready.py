@@ -7,7 +7,17 @@ import sys
 import pytest
 
 from jaxtune import evaluate, export, generate
-from jaxtune.config.schema import Aim, Attention, Ckpt, Config, Data, Log, Model, Train, Wandb
+from jaxtune.config.schema import (
+    AimOptions,
+    AttentionOptions,
+    CkptOptions,
+    Config,
+    DataOptions,
+    LogOptions,
+    ModelOptions,
+    TrainOptions,
+    WandbOptions,
+)
 from jaxtune.errors import UserError
 from jaxtune.host.preflight import check_ready
 from jaxtune.host.run_folder import run_folder
@@ -17,8 +27,8 @@ from jaxtune.train import train
 @pytest.fixture
 def config(tmp_path):
     """Return the config of a run whose model does not exist."""
-    train = Train(output_dir=str(tmp_path / "runs"), run_name="a")
-    return Config(model=Model(path=str(tmp_path / "nowhere")), train=train)
+    train = TrainOptions(output_dir=str(tmp_path / "runs"), run_name="a")
+    return Config(model=ModelOptions(path=str(tmp_path / "nowhere")), train=train)
 
 
 def test_what_is_ready_stays_as_it_is(config, tmp_path):
@@ -31,15 +41,19 @@ def test_what_is_ready_stays_as_it_is(config, tmp_path):
     [
         (
             "tensorboardX",
-            Log(tensorboard=True),
+            LogOptions(tensorboard=True),
             r"log.tensorboard needs the package tensorboardX: pip install 'jaxtune\[",
         ),
         (
             "wandb",
-            Log(wandb=Wandb(enabled=True)),
+            LogOptions(wandb=WandbOptions(enabled=True)),
             r"log.wandb.enabled needs the package wandb: pip install 'jaxtune\[wandb\]'",
         ),
-        ("aim", Log(aim=Aim(enabled=True)), r"log.aim.enabled needs the package aim: pip install 'jaxtune\[aim\]'"),
+        (
+            "aim",
+            LogOptions(aim=AimOptions(enabled=True)),
+            r"log.aim.enabled needs the package aim: pip install 'jaxtune\[aim\]'",
+        ),
     ],
 )
 def test_a_package_that_is_missing_is_said_before_the_model_is_looked_for(config, monkeypatch, module, log, told):
@@ -62,13 +76,13 @@ def test_a_login_that_wandb_lacks_is_said_before_the_model_is_looked_for(config,
         else "nowhere"
     )
     with pytest.raises(UserError, match=message):
-        train(dataclasses.replace(config, log=Log(wandb=Wandb(enabled=True))))
+        train(dataclasses.replace(config, log=LogOptions(wandb=WandbOptions(enabled=True))))
     wandb.teardown()
 
 
 def test_the_package_of_a_kernel_is_looked_for(config, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    config = dataclasses.replace(config, attention=Attention(backend="fa3"))
+    config = dataclasses.replace(config, attention=AttentionOptions(backend="fa3"))
     with pytest.raises(UserError, match=r"needs the package flash-attn3-jax: pip install 'jaxtune\[hopper\]'"):
         check_ready(config, run_folder(config))
 
@@ -82,8 +96,8 @@ def test_a_folder_that_cannot_be_written_to_is_named(config, tmp_path, option):
     taken.write_text("")
     changed = {
         "train.output_dir": {"train": dataclasses.replace(config.train, output_dir=str(taken))},
-        "data.cache_dir": {"data": Data(cache_dir=str(taken / "cache"))},
-        "ckpt.dir": {"ckpt": Ckpt(dir=str(taken))},
+        "data.cache_dir": {"data": DataOptions(cache_dir=str(taken / "cache"))},
+        "ckpt.dir": {"ckpt": CkptOptions(dir=str(taken))},
         "export": {},
     }[option]
     config = dataclasses.replace(config, **changed)

@@ -6,10 +6,18 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import Config, Data, Grpo, Log, Mesh, Rollout, Train
+from jaxtune.config.schema import (
+    Config,
+    DataOptions,
+    GrpoOptions,
+    LogOptions,
+    MeshOptions,
+    RolloutOptions,
+    TrainOptions,
+)
 from jaxtune.data import abstract_batch
 from jaxtune.data.formats.prompts import Prompt
-from jaxtune.data.rows.prompt_feed import Asked
+from jaxtune.data.rows.prompt_feed import PromptBatch
 from jaxtune.errors import UserError
 from jaxtune.inference.generation import Completion
 from jaxtune.objectives.grpo import grpo
@@ -21,13 +29,13 @@ PROMPTS = [[11, 12, 13], [21], [31, 32], [41, 42, 43, 44]]
 FOUND = [Completion([1, 2], True), Completion([3, 4, 5], True), Completion([6], False), Completion([7, 8, 9], True)]
 
 
-def batch(grpo_options: Grpo) -> dict[str, np.ndarray]:
-    mesh = make_mesh(Mesh(), jax.devices()[:1])
+def batch(grpo_options: GrpoOptions) -> dict[str, np.ndarray]:
+    mesh = make_mesh(MeshOptions(), jax.devices()[:1])
     objective = grpo(grpo_options, 4)
     like = abstract_batch((2, 2, 8), jax.NamedSharding(mesh, P(None, *by_token())), objective.columns)
     prompts = [Prompt("", tokens, {}) for tokens in PROMPTS]
     made = rollouts.Rollout(prompts, FOUND, [""] * 4, {}, np.zeros(4))
-    config = Config(data=Data(seq_len=8), rollout=Rollout(("r.py:r",)), grpo=grpo_options)
+    config = Config(data=DataOptions(seq_len=8), rollout=RolloutOptions(("r.py:r",)), grpo=grpo_options)
     program = SimpleNamespace(objective=objective, batch=like)
     columns = rollouts._batch(config, program, made, np.array([0.5, -0.5, 2.0, -2.0]))  # pyright: ignore
     assert {name: (x.shape, x.dtype) for name, x in columns.items()} == {
@@ -37,7 +45,7 @@ def batch(grpo_options: Grpo) -> dict[str, np.ndarray]:
 
 
 def test_a_row_is_a_completion_whose_tokens_alone_are_targets():
-    rows = batch(Grpo(iterations=2))
+    rows = batch(GrpoOptions(iterations=2))
     for row, (prompt, completion) in enumerate(zip(PROMPTS, FOUND)):
         trained = rows["loss_weight"][row] > 0
         assert rows["targets"][row][trained].tolist() == completion.tokens
@@ -49,21 +57,25 @@ def test_a_row_is_a_completion_whose_tokens_alone_are_targets():
 
 
 def test_completions_that_did_not_end_may_teach_nothing():
-    assert (batch(Grpo(mask_truncated=True))["loss_weight"].sum(1) > 0).tolist() == [True, True, False, True]
+    assert (batch(GrpoOptions(mask_truncated=True))["loss_weight"].sum(1) > 0).tolist() == [True, True, False, True]
 
 
 def test_steps_without_any_reward_end_the_run(tmp_path, monkeypatch):
     """A step with a reward in between resets the count."""
     monkeypatch.setattr(rollouts, "_batch", lambda *_: {})
-    config = Config(rollout=Rollout(("r.py:r",), group_size=2), train=Train(max_bad_steps=2), log=Log(jsonl=False))
+    config = Config(
+        rollout=RolloutOptions(("r.py:r",), group_size=2),
+        train=TrainOptions(max_bad_steps=2),
+        log=LogOptions(jsonl=False),
+    )
     rewards = iter([np.nan, 1.0, np.nan, np.nan])
 
     def make(trained, frozen, prompts, numbers):
         return rollouts.Rollout(prompts, FOUND[:2], [""] * 2, {}, np.full(2, next(rewards)))
 
     program = SimpleNamespace(model=SimpleNamespace(linears=None))
-    step = rollouts.with_rollouts(config, program, make, lambda state, *_: (state, {}), tmp_path)  # pyright: ignore
-    state, batch = SimpleNamespace(trained={}), Asked([Prompt("", [1], {})], 0)
+    step = rollouts.make_rollout_step(config, program, make, lambda state, *_: (state, {}), tmp_path)  # pyright: ignore
+    state, batch = SimpleNamespace(trained={}), PromptBatch([Prompt("", [1], {})], 0)
     for _ in range(3):
         step(state, {}, batch, 0.0)
     with pytest.raises(UserError, match="None for every completion of 2 steps in a row .train.max_bad_steps., so"):

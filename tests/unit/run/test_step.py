@@ -11,14 +11,23 @@ from batches import make_batch, tokens
 from jax.extend.core import jaxprs_in_params
 from tiny import random_values, spec
 
-from jaxtune.config.schema import Config, Data, Lora, Memory, Model, Optim, Precision, Train
+from jaxtune.config.schema import (
+    Config,
+    DataOptions,
+    LoraOptions,
+    MemoryOptions,
+    ModelOptions,
+    OptimOptions,
+    PrecisionOptions,
+    TrainOptions,
+)
 from jaxtune.models.layers import mlp
 from jaxtune.objectives.objective import Sums
 from jaxtune.optim.build import Trained, build
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.training.assembly import Program, assemble
 from jaxtune.training.state import State, initial_state
-from jaxtune.training.step import Summed, make_train_step
+from jaxtune.training.step import GradientSums, make_train_step
 from jaxtune.weights.model import Base
 
 
@@ -27,11 +36,11 @@ def program_of(
 ) -> Program:
     """Return the program of a tiny model, made from its spec only; by default with adapters."""
     config = Config(
-        model=Model(dtype="bfloat16" if precision == "bf16" else "float32"),
-        data=Data(seq_len=24),
-        lora=Lora(enabled=True, rank=2) if lora is None else lora,
-        precision=Precision(precision, exclude=exclude),
-        memory=Memory(remat, unroll),
+        model=ModelOptions(dtype="bfloat16" if precision == "bf16" else "float32"),
+        data=DataOptions(seq_len=24),
+        lora=LoraOptions(enabled=True, rank=2) if lora is None else lora,
+        precision=PrecisionOptions(precision, exclude=exclude),
+        memory=MemoryOptions(remat, unroll),
         **sections,
     )
     return assemble(Base(spec(layers)), config, mesh)
@@ -56,7 +65,9 @@ def test_a_longer_training_or_another_rate_is_not_compiled_again(one_device):
     batch = jax.tree.map(lambda x: x[None], make_batch(tokens(1, 32), one_device))
 
     def lowered(steps: int, rate: float) -> str:
-        made = program_of(one_device, train=Train(max_steps=steps), optim=Optim(learning_rate=rate, schedule="cosine"))
+        made = program_of(
+            one_device, train=TrainOptions(max_steps=steps), optim=OptimOptions(learning_rate=rate, schedule="cosine")
+        )
         return jax.jit(made.step).lower(made.state, made.frozen, batch, jnp.float32(rate)).as_text()
 
     assert lowered(10, 1e-3) == lowered(20, 2e-3)
@@ -69,7 +80,7 @@ def test_no_array_is_sequence_by_sequence(one_device):
 
 
 def test_every_remat_policy_in_a_loop_or_without_gives_the_same_gradients(one_device):
-    lora = Lora(enabled=True, rank=2, dropout=0.3)
+    lora = LoraOptions(enabled=True, rank=2, dropout=0.3)
     declared = program_of(one_device, lora=lora).model.parameters
     values = random_values(declared)
     values |= {name: jnp.ones_like(value) * 0.1 for name, value in values.items() if name.endswith("lora_b")}
@@ -102,7 +113,7 @@ def test_every_remat_policy_in_a_loop_or_without_gives_the_same_gradients(one_de
 
 def scans_over_layers(remat, mesh):
     """Return the forward and the backward scan over layers of a bfloat16 LoRA step on 2 rows of 24 tokens."""
-    program = program_of(mesh, remat=remat, precision="bf16", lora=Lora(enabled=True, rank=2, dropout=0.3))
+    program = program_of(mesh, remat=remat, precision="bf16", lora=LoraOptions(enabled=True, rank=2, dropout=0.3))
     batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 24), mesh))
     traced = jax.make_jaxpr(program.gradients)(program.state.trained, program.frozen, batch, jnp.int32(0))
     scans = [e for e in equations(traced.jaxpr) if e.primitive.name == "scan" and e.params["length"] == 4]
@@ -165,7 +176,9 @@ def test_tiles_leave_the_amax_of_delayed_scales_as_it_is(one_device, monkeypatch
     amaxes = []
     for tokens_at_once in (2**14, 16):
         monkeypatch.setattr(mlp, "TILE", tokens_at_once)
-        program = program_of(one_device, remat="offload", precision="fp8_hybrid", lora=Lora(), exclude="[kv]_proj")
+        program = program_of(
+            one_device, remat="offload", precision="fp8_hybrid", lora=LoraOptions(), exclude="[kv]_proj"
+        )
         batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 24), one_device, [10, 12]))
         state = program.start(random_values(program.model.parameters))
         amaxes.append(jax.jit(program.step)(state, {}, batch, jnp.float32(1e-3))[0].scaling.amax)
@@ -190,12 +203,12 @@ def test_no_weight_is_multiplied_again_without_remat(one_device, remat, products
     assert sum(any(value.aval.shape in weights for value in dot.invars) for dot in dots) == products
 
 
-def step_on(gradient_of, optim: Optim, parameters, names, max_norm=0.0, steps=5, averaged=False):
+def step_on(gradient_of, optim: OptimOptions, parameters, names, max_norm=0.0, steps=5, averaged=False):
     """Return the state and metrics after steps whose gradient is `gradient_of(step)`; several names are a stack."""
     optimizer = build(optim, {key: Trained(one, (len(one),) if len(one) > 1 else ()) for key, one in names.items()}, 3)
 
     def gradients(trained, frozen, batch, step, *_):
-        return Summed(gradient_of(step), Sums(jnp.float32(1.0), jnp.int32(1)))
+        return GradientSums(gradient_of(step), Sums(jnp.float32(1.0), jnp.int32(1)))
 
     step = make_train_step(gradients, optimizer, max_norm, RECIPES["fp32"], ema_decay=optim.ema_decay or 0.0)
     state = initial_state(optimizer, parameters)._replace(average=parameters if averaged else {})
@@ -213,7 +226,7 @@ def test_adamw_equals_torch():
     rng = np.random.default_rng(0)
     start = rng.normal(size=(3, 4)).astype(np.float32)
     grads = rng.normal(size=(5, 3, 4)).astype(np.float32)
-    optim = Optim(learning_rate=1e-2, weight_decay=0.1, beta2=0.95, epsilon=1e-6)
+    optim = OptimOptions(learning_rate=1e-2, weight_decay=0.1, beta2=0.95, epsilon=1e-6)
     parameter = torch.nn.Parameter(torch.tensor(start))
     reference = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-6)
     for grad in grads:
@@ -230,10 +243,10 @@ def test_adamw_equals_torch():
 def test_newton_schulz_multiplies_as_exactly_as_the_recipe_says(one_device, recipe, precision):
     """On a GPU, float32 products of default precision would use TF32."""
     parameters = {"w": jnp.ones((2, 8, 4))}
-    optimizer = build(Optim("muon"), {"w": Trained(("a", "b"), (2,), is_matrix=True)}, 2, RECIPES[recipe].dtype)
+    optimizer = build(OptimOptions("muon"), {"w": Trained(("a", "b"), (2,), is_matrix=True)}, 2, RECIPES[recipe].dtype)
 
     def gradients(trained, *_):
-        return Summed(trained, Sums(jnp.float32(1.0), jnp.int32(1)))
+        return GradientSums(trained, Sums(jnp.float32(1.0), jnp.int32(1)))
 
     step = make_train_step(gradients, optimizer, 0.0, RECIPES[recipe])
     batch = {"segment_ids": jnp.ones((1, 1, 1), jnp.int32)}
@@ -248,7 +261,7 @@ def test_decay_is_chosen_by_name_and_layer():
     }
     start = {"stacked": jnp.ones((3, 2, 2)), "norm": jnp.ones((2,))}
     zeros = jax.tree.map(jnp.zeros_like, start)
-    optim = Optim(learning_rate=0.1, weight_decay=0.5, no_decay=r"norm|layers\.1\.")
+    optim = OptimOptions(learning_rate=0.1, weight_decay=0.5, no_decay=r"norm|layers\.1\.")
     state, _ = step_on(lambda _: zeros, optim, start, names, steps=1)
     np.testing.assert_allclose(state.trained["norm"], 1.0)
     np.testing.assert_allclose(state.trained["stacked"][:, 0, 0], [0.95, 1.0, 0.95], rtol=1e-6)
@@ -259,7 +272,7 @@ def test_moments_of_bfloat16_parameters_decay(one_device):
     names = {"w": ("w",)}
     start = {"w": jnp.ones(4, jnp.bfloat16)}
     once = lambda step: {"w": jnp.where(step == 0, 1.0, 0.0) * jnp.ones(4)}  # noqa: E731
-    state, _ = step_on(once, Optim(learning_rate=1e-3), start, names, steps=200)
+    state, _ = step_on(once, OptimOptions(learning_rate=1e-3), start, names, steps=200)
     moments = state.optimizer.rules["w"]
     assert state.trained["w"].dtype == jnp.bfloat16 and moments["nu"].dtype == jnp.float32
     np.testing.assert_allclose(moments["nu"], 0.001 * 0.999**199, rtol=1e-4)
@@ -267,7 +280,7 @@ def test_moments_of_bfloat16_parameters_decay(one_device):
 
 def test_the_average_follows_the_weights():
     start, names = {"w": jnp.arange(4.0)}, {"w": ("w",)}
-    optim = Optim("sgd", learning_rate=0.1, beta1=0.0, ema_decay=0.9)
+    optim = OptimOptions("sgd", learning_rate=0.1, beta1=0.0, ema_decay=0.9)
     state, _ = step_on(lambda _: {"w": jnp.ones(4)}, optim, start, names, steps=3, averaged=True)
     weights = [np.arange(4.0) - 0.1 * step for step in range(4)]
     expected = 0.9**3 * weights[0] + 0.1 * sum(0.9 ** (3 - step) * weights[step] for step in (1, 2, 3))
@@ -279,9 +292,9 @@ def test_the_average_follows_the_weights():
 def test_a_step_that_is_not_finite_changes_nothing(bad):
     start = {"w": jnp.arange(4.0)}
     names = {"w": ("w",)}
-    before, _ = step_on(lambda _: {"w": jnp.ones(4)}, Optim(), start, names, steps=2)
+    before, _ = step_on(lambda _: {"w": jnp.ones(4)}, OptimOptions(), start, names, steps=2)
     after, metrics = step_on(
-        lambda step: {"w": jnp.where(step < 2, 1.0, bad) * jnp.ones(4)}, Optim(), start, names, steps=3
+        lambda step: {"w": jnp.where(step < 2, 1.0, bad) * jnp.ones(4)}, OptimOptions(), start, names, steps=3
     )
     assert int(after.step) == 3 and not np.isfinite(metrics[-1]["grad_norm"])
     before, after = (State(0, state.trained, state.optimizer) for state in (before, after))

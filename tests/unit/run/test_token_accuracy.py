@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from batches import logits_of, make_batch, tokens
+from batches import compute_logits, make_batch, tokens
 from tiny import random_values, spec
 
-from jaxtune.config.schema import Config, Data, Mesh, Model, Precision
+from jaxtune.config.schema import Config, DataOptions, MeshOptions, ModelOptions, PrecisionOptions
 from jaxtune.objectives.cross_entropy import token_accuracy
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.precision.recipes import recipe_of
@@ -18,12 +18,14 @@ from jaxtune.weights.model import Base
 
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "tensor": 2}], ids=str)
 def test_it_counts_targets_that_are_the_likeliest_token(sizes):
-    config = Config(model=Model(dtype="float32"), data=Data(seq_len=32), precision=Precision("fp32"))
-    mesh = make_mesh(Mesh(**{"fsdp": 1, **sizes}), jax.devices()[: 4 if sizes else 1])
+    config = Config(
+        model=ModelOptions(dtype="float32"), data=DataOptions(seq_len=32), precision=PrecisionOptions("fp32")
+    )
+    mesh = make_mesh(MeshOptions(**{"fsdp": 1, **sizes}), jax.devices()[: 4 if sizes else 1])
     program = assemble(Base(spec(2)), config, mesh)
     values = random_values(program.model.parameters)
     batch = make_batch(tokens(2, 32), mesh)
-    likeliest = np.asarray(jax.jit(lambda: jnp.argmax(logits_of(program.model, values, batch), -1))())
+    likeliest = np.asarray(jax.jit(lambda: jnp.argmax(compute_logits(program.model, values, batch), -1))())
     # Every second target is the likeliest token, so that some predictions are right.
     chosen = np.where(np.arange(32) % 2 == 0, likeliest, np.asarray(batch["targets"])).astype(np.int32)
     batch["targets"] = jax.device_put(chosen, batch["targets"].sharding)

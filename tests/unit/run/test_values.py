@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny import model_folder
+from tiny import write_model_folder
 
-from jaxtune.config.schema import Config, Data, Lora, Model, Quant
+from jaxtune.config.schema import Config, DataOptions, LoraOptions, ModelOptions, QuantOptions
 from jaxtune.errors import UserError
 from jaxtune.weights.model import declare_model, read_base
 from jaxtune.weights.values import frozen_parameters
@@ -17,7 +17,10 @@ from jaxtune.weights.values import frozen_parameters
 
 def read_quantized(folder, mesh, **options):
     config = Config(
-        model=Model(path=str(folder)), data=Data(seq_len=32), lora=Lora(enabled=True), quant=Quant(**options)
+        model=ModelOptions(path=str(folder)),
+        data=DataOptions(seq_len=32),
+        lora=LoraOptions(enabled=True),
+        quant=QuantOptions(**options),
     )
     model = declare_model(read_base(config), config, mesh)
     return model, frozen_parameters(model, config)
@@ -25,7 +28,7 @@ def read_quantized(folder, mesh, **options):
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, 1e31])
 def test_a_weight_that_cannot_be_scaled_is_named(one_device, tmp_path, value):
-    folder = model_folder(tmp_path, hidden_size=64, intermediate_size=128, head_dim=16)
+    folder = write_model_folder(tmp_path, hidden_size=64, intermediate_size=128, head_dim=16)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][2, 3] = value
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -75,7 +78,7 @@ def test_loading_never_holds_two_whole_tensors_beside_the_quantized_model(tmp_pa
     if not sys.platform.startswith("linux"):
         pytest.skip("memory is read from /proc/self/status")
     sizes = dict(hidden_size=1024, intermediate_size=8192, num_attention_heads=8, num_key_value_heads=8, head_dim=128)
-    folder = model_folder(tmp_path, **sizes, num_hidden_layers=3)
+    folder = write_model_folder(tmp_path, **sizes, num_hidden_layers=3)
     # Freed arrays return to the system immediately.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", MEASURE, str(folder)]
