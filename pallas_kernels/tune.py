@@ -86,7 +86,7 @@ def seconds(call: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def ranked(make: Callable[[Tile], Callable[[], Any]], tiles: Iterable[Tile]) -> list[tuple[float, Tile]]:
+def rank_tiles(make: Callable[[Tile], Callable[[], Any]], tiles: Iterable[Tile]) -> list[tuple[float, Tile]]:
     """Return (seconds, tile), the fastest first, without tiles that do not compile for this GPU."""
     times = []
     for tile in tiles:
@@ -119,7 +119,7 @@ def main() -> None:
     best = {}
     for name, make in kernels.items():
         print(f"{name}, head_dim {sizes[-1]}, {options.dtype}, on {device}:", flush=True)
-        ranking = ranked(make, candidates(options.smoke))
+        ranking = rank_tiles(make, candidates(options.smoke))
         for duration, tile in ranking[:5]:
             print(f"    {duration * 1e3:9.3f} ms  {tile}")
         best[name] = ranking[0][1]

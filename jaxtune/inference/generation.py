@@ -55,11 +55,11 @@ def make_generate(
 ) -> Generate:
     """Make a function (parameters, prompts, numbers) -> an iterator over max_new_tokens next tokens of each prompt.
 
-    The iterator continues all prompts together. It does not stop at the end of an answer: the caller drops later tokens
-    (`take_until`, `collect_completions`) and may stop iterating. Random numbers depend only on the seed, the prompt's number
-    (its index, unless `numbers` is given) and the token's index, not on the other prompts. Rows are sharded over the axes of
-    the current mesh, except for axes that shard features. The iterator raises UserError for a prompt without tokens
-    and if the model has too few positions.
+    The iterator continues all prompts together. It does not stop at the end of an answer: the caller drops later
+    tokens (`take_until`, `collect_completions`) and may stop iterating. Random numbers depend only on the seed, the
+    prompt's number (its index, unless `numbers` is given) and the token's index, not on the other prompts. Rows are
+    sharded over the axes of the current mesh, except for axes that shard features. The iterator raises UserError
+    for a prompt without tokens and if the model has too few positions.
     """
 
     def keys(numbers: jax.Array, count: jax.Array) -> jax.Array:

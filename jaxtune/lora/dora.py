@@ -13,7 +13,7 @@ from jaxtune.lora.lora import LoRA, adapter_outputs, apply_dropout, matrices_of
 from jaxtune.models.declared import declare_parameter
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.linear import Linear
-from jaxtune.parallel.layout import P, gather, ungathered
+from jaxtune.parallel.layout import P, drop_gathered_axes, gather
 from jaxtune.quant.array import QuantizedArray
 
 
@@ -73,7 +73,7 @@ def _norms(linear: Linear, a: Float[Array, "r i"], b: Float[Array, "o r"]) -> Fl
     weight = jax.tree.map(gather, linear.weight.get_value())
     weight = weight.dequantize() if isinstance(weight, QuantizedArray) else weight
     weight, a, b = (jax.lax.stop_gradient(gather(array.astype(jnp.float32))) for array in (weight, a, b))
-    rows, scale = ungathered(jax.typeof(weight).sharding.spec[0]), linear.adapter.scale
+    rows, scale = drop_gathered_axes(jax.typeof(weight).sharding.spec[0]), linear.adapter.scale
     squares = jnp.sum(weight * weight, axis=-1)  # not a dot, because a recipe may round dot products
     crossed = jnp.einsum("oi,ri->or", weight, a, out_sharding=P(rows, None))
     gram = jnp.einsum("ri,si->rs", a, a, out_sharding=P(None, None))

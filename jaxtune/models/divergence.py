@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxtune.models.decoder import Decoder
 from jaxtune.models.pipeline import Batch
-from jaxtune.parallel.layout import P, by_token, gather, used
+from jaxtune.parallel.layout import P, by_token, gather, gathered_entry
 from pallas_kernels import cost
 from pallas_kernels.manual_axes import vary_over, varying_axes
 
@@ -70,7 +70,7 @@ def score_with_divergence(
 
     Both are computed from the same logits, a tile of tokens at a time.
     """
-    how = Head(decoder.spec.vocabulary, used("vocabulary"), decoder.spec.logit_cap)
+    how = Head(decoder.spec.vocabulary, gathered_entry("vocabulary"), decoder.spec.logit_cap)
 
     def kernel(hidden, head, targets, weight, tokens, log_probs):
         hidden, tokens, log_probs = (x.reshape(-1, x.shape[-1]) for x in (hidden, tokens, log_probs))
@@ -81,7 +81,14 @@ def score_with_divergence(
         )
         return tuple(x.reshape(targets.shape) for x in losses)
 
-    specs = by_token(None), P(used("vocabulary"), None), by_token(), by_token(), by_token(None), by_token(None)
+    specs = (
+        by_token(None),
+        P(gathered_entry("vocabulary"), None),
+        by_token(),
+        by_token(),
+        by_token(None),
+        by_token(None),
+    )
     columns = (batch[name] for name in ("targets", "loss_weight", "teacher_tokens", "teacher_log_probs"))
     mapped: Any = jax.shard_map(kernel, in_specs=specs, out_specs=(by_token(), by_token()))
     return mapped(states, head, *columns)
@@ -134,7 +141,7 @@ def likeliest(
 
     Probabilities are the softmax of the logits divided by `temperature`, over the first `vocabulary` tokens.
     """
-    how = Head(vocabulary, used("vocabulary"), decoder.spec.logit_cap)
+    how = Head(vocabulary, gathered_entry("vocabulary"), decoder.spec.logit_cap)
 
     def kernel(hidden, head):
         flat = hidden.reshape(-1, hidden.shape[-1])
@@ -156,7 +163,7 @@ def likeliest(
         return tuple(x.reshape(tiles * size, -1)[: len(flat)].reshape(*hidden.shape[:2], -1) for x in tiled)
 
     # check_vma=False: the result is all-gathered and so equal on all devices, which jax cannot infer.
-    specs = by_token(None), P(used("vocabulary"), None)
+    specs = by_token(None), P(gathered_entry("vocabulary"), None)
     mapped = jax.shard_map(kernel, in_specs=specs, out_specs=(by_token(None), by_token(None)), check_vma=False)
     return mapped(states, gather(decoder.head_weight.astype(dtype)))
 

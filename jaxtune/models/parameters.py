@@ -323,7 +323,7 @@ def draw_parameter(parameter: Parameter, key: Array) -> Array:
     return jax.vmap(draw)(keys)
 
 
-def undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: jax.sharding.Mesh) -> list[str]:
+def find_undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: jax.sharding.Mesh) -> list[str]:
     """Return complaints about dimensions that the mesh does not divide, each with sizes that would fit."""
     rules, mixers, divided = RULES.value, {layer.mixer for layer in spec.layers}, set()
     for stack in spec.stacks:

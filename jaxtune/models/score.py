@@ -18,7 +18,7 @@ from jaxtune.models.divergence import Divergence, likeliest, score_with_divergen
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.lookup import lookup
 from jaxtune.models.pipeline import Batch
-from jaxtune.parallel.layout import P, by_token, gather, used
+from jaxtune.parallel.layout import P, by_token, gather, gathered_entry
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 
 
@@ -131,12 +131,12 @@ def _cross_entropy(
             soft_cap=decoder.spec.logit_cap,
             z_loss=z_loss,
             head_gradient=head_gradient,
-            vocabulary_axis=used("vocabulary"),
+            vocabulary_axis=gathered_entry("vocabulary"),
         )
         return -loss.reshape(targets.shape), (loss * weight).reshape(targets.shape)
 
     # In a shard_map: each device has the logits of its tokens and its part of the vocabulary.
-    by_device = (by_token(None), P(used("vocabulary"), None), by_token(), by_token())
+    by_device = (by_token(None), P(gathered_entry("vocabulary"), None), by_token(), by_token())
     mapped = jax.shard_map(kernel, in_specs=by_device, out_specs=by_token())
     return mapped(states, head, batch["targets"], batch["loss_weight"])
 
@@ -184,7 +184,7 @@ def logits(decoder: Decoder, hidden: Float[Array, "*b d"], dtype: jnp.dtype) -> 
     """Return float32 logits over the whole vocabulary, on the devices that have the hidden states; for few tokens."""
     rows = jax.typeof(hidden).sharding.spec[:-1]
     head = gather(decoder.head_weight.astype(dtype))
-    by_row = P(*rows, used("vocabulary"))
+    by_row = P(*rows, gathered_entry("vocabulary"))
     scores = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32, out_sharding=by_row)
     scores, cap = jax.reshard(scores, P(*rows, None))[..., : decoder.spec.vocabulary], decoder.spec.logit_cap
     return scores if cap is None else cap * jnp.tanh(scores / cap)

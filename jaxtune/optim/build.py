@@ -134,7 +134,7 @@ def build(
 
         def of_all(name: str, parameter: Array) -> RuleState:
             init_one, parameter = partial(one, name), reshard_to(parameter, trained[name].place)
-            if not staged(parameter):
+            if not is_staged(parameter):
                 return init_one(parameter)
             shapes = jax.eval_shape(init_one, jax.ShapeDtypeStruct(parameter.shape, parameter.dtype))
             return by_stage(init_one, jax.P("stage"), jax.tree.map(over_stages, shapes))(parameter)
@@ -159,7 +159,7 @@ def build(
             resharded, gradient = (reshard_to(x, properties.place) for x in (parameter, gradients[name]))
             run = (
                 partial(on_stages, partial(_advance, rule, properties))
-                if staged(resharded)
+                if is_staged(resharded)
                 else partial(_advance, rule, properties)
             )
             factors = rates[name] * properties.rate, decays[name]
@@ -180,7 +180,7 @@ def build(
     return Optimizer(init, update, point)
 
 
-def staged(parameter: Array) -> bool:
+def is_staged(parameter: Array) -> bool:
     """Return whether a parameter's layers are divided over the stages of a pipeline."""
     return jax.typeof(parameter).sharding.spec[:1] == ("stage",)
 

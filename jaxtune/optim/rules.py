@@ -1,7 +1,8 @@
 """The interface of an optimizer, a `Rule` for one parameter; and the rules that are made from optax's.
 
 `Hyperparameters.count` replaces optax's counters, so that a state has only arrays of the parameter. Weight
-decay is decoupled in every rule (Loshchilov & Hutter 2019), even if the published rule adds it to the gradient or has none.
+decay is decoupled in every rule (Loshchilov & Hutter 2019), even if the published rule adds it to the gradient or has
+none.
 """
 
 from collections.abc import Callable

@@ -127,7 +127,7 @@ def sharding(*names: str | None) -> jax.NamedSharding:
 def by_token(*names: str | None) -> jax.P:
     """Return the PartitionSpec of activations (rows, positions, *names), named as the weights' output dimensions."""
     rules = RULES.value
-    return P(_entry(rules.batch), _entry(rules.positions), *map(used, names))
+    return P(_entry(rules.batch), _entry(rules.positions), *map(gathered_entry, names))
 
 
 def by_residual() -> jax.P:
@@ -143,15 +143,15 @@ def by_head(kept: Axes = ()) -> jax.P:
     """
     rules = RULES.value
     exchanged = (axis for axis in rules.positions if axis not in kept)
-    return P(_entry(rules.batch), _entry(kept), _entry((*axes_in(used("heads")), *exchanged)), None)
+    return P(_entry(rules.batch), _entry(kept), _entry((*axes_in(gathered_entry("heads")), *exchanged)), None)
 
 
-def used(name: str | None) -> Entry:
+def gathered_entry(name: str | None) -> Entry:
     """Return a logical dimension's entry in the PartitionSpec of a gathered weight, and of its output."""
-    return ungathered(axes_of(name))
+    return drop_gathered_axes(axes_of(name))
 
 
-def ungathered(entry: Entry) -> Entry:
+def drop_gathered_axes(entry: Entry) -> Entry:
     """Return a PartitionSpec's entry without the axes over which weights are gathered."""
     return _entry(tuple(axis for axis in axes_in(entry) if axis not in RULES.value.gathered))
 
@@ -169,7 +169,7 @@ def gather(weight: Array, stacked: int = 0) -> Array:
     policy names GATHERED), and the gradient is reduce-scattered.
     """
     places = tuple(jax.typeof(weight).sharding.spec)
-    whole = jax.reshard(weight, P(*places[:stacked], *map(ungathered, places[stacked:])))
+    whole = jax.reshard(weight, P(*places[:stacked], *map(drop_gathered_axes, places[stacked:])))
     return checkpoint_name(whole, GATHERED)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxtune.parallel.layout import RULES, Entry, P, axes_in, by_token, gather, ungathered
+from jaxtune.parallel.layout import RULES, Entry, P, axes_in, by_token, drop_gathered_axes, gather
 from jaxtune.precision.operands import MatmulFormat, Operands, operands_at
 from jaxtune.quant.array import QuantizedArray
 from pallas_kernels.manual_axes import varying_axes
@@ -141,7 +141,7 @@ def _inner(weight: LowPrecision) -> Entry:
     """Return the mesh axes that still shard i in a product, after the weight is gathered."""
     stored = weight.operands.forward.codes if weight.operands is not None else weight.weight
     codes = stored.codes if isinstance(stored, QuantizedArray) else stored
-    return ungathered(jax.typeof(codes).sharding.spec[1])
+    return drop_gathered_axes(jax.typeof(codes).sharding.spec[1])
 
 
 def _sum_gradient(gradient: Float[Array, "o i"] | None, trained: WeightGradient | None) -> Float[Array, "..."] | None:

@@ -19,7 +19,7 @@ from jaxtune.host import plugins
 from jaxtune.lora.inject import inject
 from jaxtune.lora.lora import FROM_WEIGHT, LoRA
 from jaxtune.models import families
-from jaxtune.models.parameters import Parameter, declare, undivided, undivided_blocks
+from jaxtune.models.parameters import Parameter, declare, find_undivided, undivided_blocks
 from jaxtune.models.spec import DeltaNet, Experts, Heads, Layer, ModelSpec, classifier
 from jaxtune.models.treatment import freeze, freeze_corrections, multiply, select_linears, treat_sites
 from jaxtune.models.treatment import linears as linears_by_name
@@ -293,7 +293,7 @@ def _on_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh, config: Config) -> ModelS
 
     def replicate_kv(layer: Layer) -> Layer:
         mixer = layer.mixer
-        # Numbers of heads that devices do not divide are refused later (`undivided`).
+        # Numbers of heads that devices do not divide are refused later (`find_undivided`).
         if not isinstance(mixer, Heads) or mixer.latent or mixer.kv_heads >= parts or parts % mixer.kv_heads:
             return layer
         return dataclasses.replace(layer, mixer=dataclasses.replace(mixer, kv_whole=True))
@@ -348,7 +348,7 @@ def _check_mesh(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:
     parameters, quant, precision = model.parameters, config.quant, config.precision
     formats = {name: p.treatment.stored for name, p in model.quantized.items()}
     _refuse_misfits(model, formats, f"quant.format={quant.format!r}", "quant", quant.exclude)
-    complaints = undivided(model.spec, parameters, mesh)
+    complaints = find_undivided(model.spec, parameters, mesh)
     if axes_of("experts") and not model.spec.has_experts:
         complaints.append(
             f"mesh.expert={mesh.shape['expert']}: the model, a {model.spec.family}, has no experts; take mesh.fsdp"

@@ -183,9 +183,9 @@ def _forward_kernel(
 
         def block(step, carry, masked):
             (k,) = keys.take(step)
-            (products,) = multiply((None, q, transposed(k)), then=pass_turn, call=call)
+            (products,) = multiply((None, q, transpose_ref(k)), then=pass_turn, call=call)
             keys.release(step)
-            logits, unit = capped(products, call.variant), unit_of(call.variant)
+            logits, unit = cap_products(products, call.variant), unit_of(call.variant)
             if masked:
                 start = order.masked_block(step) * tile.streamed
                 logits = jnp.where(within(bounds, start, logits.shape, PER_ROW), logits, -jnp.inf)
@@ -351,13 +351,13 @@ def within(bounds, start, shape: tuple[int, ...], layout):
     return (key >= first) & (key < end)
 
 
-def capped(products, variant: Variant):
+def cap_products(products, variant: Variant):
     """Return the logits divided by `unit_of`, so that the scale and the change to base 2 are one multiplication."""
     return products if variant.soft_cap is None else jnp.tanh(products * (variant.scale / variant.soft_cap))
 
 
 def unit_of(variant: Variant) -> float:
-    """Return the factor that turns the results of `capped` into logits to base 2."""
+    """Return the factor that turns the results of `cap_products` into logits to base 2."""
     return (variant.scale if variant.soft_cap is None else variant.soft_cap) * LOG2_E
 
 
@@ -371,7 +371,7 @@ def load_pair(ref, layout):
     return load(ref.at[0], layout), load(ref.at[1], layout)
 
 
-def transposed(ref):
+def transpose_ref(ref):
     """Return a transposed view of the same shared memory."""
     return ref.transpose((1, 0))
 

@@ -18,7 +18,7 @@ from pallas_kernels.flash_attention.mosaic import (
     KernelCall,
     Order,
     StreamTile,
-    capped,
+    cap_products,
     kernel,
     like,
     load_pair,
@@ -26,7 +26,7 @@ from pallas_kernels.flash_attention.mosaic import (
     multiply,
     silence,
     spread,
-    transposed,
+    transpose_ref,
     unit_of,
     within,
 )
@@ -129,8 +129,8 @@ def _dq_kernel(
         # Bounds and statistics are loaded in every step: keeping them in registers would spill.
         def block(step, dq, masked):
             k, v = keys.take(step)
-            products, d_weights = multiply((None, q, transposed(k)), (None, d_out, transposed(v)), call=call)
-            logits = capped(products, call.variant)
+            products, d_weights = multiply((None, q, transpose_ref(k)), (None, d_out, transpose_ref(v)), call=call)
+            logits = cap_products(products, call.variant)
             lse = load(statistics.at[0], PER_ROW)
             weights = jnp.exp2(logits * unit_of(call.variant) - spread(lse, logits, PER_ROW))
             if masked:
@@ -218,8 +218,8 @@ def _dkdv_kernel(
                 dk, dv = carry
                 count = member * order.total + step
                 q, d_out, bounds, statistics = queries.take(count)
-                (products,) = multiply((None, k, transposed(q)), call=call)
-                logits = capped(products, call.variant)
+                (products,) = multiply((None, k, transpose_ref(q)), call=call)
+                logits = cap_products(products, call.variant)
                 lse = spread(load(statistics.at[0], PER_COLUMN), logits, PER_COLUMN)
                 weights = jnp.exp2(logits * unit_of(call.variant) - lse)
                 if masked:
@@ -229,7 +229,7 @@ def _dkdv_kernel(
                 operand, weights = weights.astype(v.dtype), weights * _slope(logits, call.variant)
                 # One product at a time: two in flight need more registers than a thread can have.
                 (dv,) = multiply((dv, operand, d_out), call=call)
-                (d_weights,) = multiply((None, v, transposed(d_out)), call=call)
+                (d_weights,) = multiply((None, v, transpose_ref(d_out)), call=call)
                 delta = spread(load(statistics.at[1], PER_COLUMN), weights, PER_COLUMN)
                 (dk,) = multiply((dk, (weights * (d_weights - delta)).astype(k.dtype), q), call=call)
                 # Bounds and statistics were read by plain loads: commit these before TMA writes to the slot again.
@@ -267,5 +267,5 @@ def _dkdv_kernel(
 
 
 def _slope(logits, variant: Variant):
-    """Return the derivative of the soft-cap, from the result of `capped`."""
+    """Return the derivative of the soft-cap, from the result of `cap_products`."""
     return 1.0 if variant.soft_cap is None else 1.0 - logits * logits

@@ -1,7 +1,7 @@
 """A user's work with a recipe: train, be interrupted, resume, evaluate, export, load elsewhere.
 
-`check_killed_run` trains in processes that are killed by SIGKILL and resumed. For other recipes `check_resumed_run` calls the same
-commands in this process and interrupts the run by removing its newest checkpoint.
+`check_killed_run` trains in processes that are killed by SIGKILL and resumed. For other recipes `check_resumed_run`
+calls the same commands in this process and interrupts the run by removing its newest checkpoint.
 """
 
 import shutil

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune.config.schema import MeshOptions
-from jaxtune.parallel.layout import P, by_token, spec, used
+from jaxtune.parallel.layout import P, by_token, gathered_entry, spec
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.random import Noise
 from jaxtune.precision.fp8 import Fp8Matmul
@@ -48,7 +48,7 @@ def compute_products(numbers, axes, mesh: MeshOptions, devices: int, dyadic: boo
     """Return (operands, y, dx, dW, amax), fetched; dW is for both layers, each computed by a scan."""
     make_mesh(mesh, jax.devices()[:devices])
     w, x, dy = case(axes, dyadic)
-    axis, place = used(axes[0]), spec(*axes)
+    axis, place = gathered_entry(axes[0]), spec(*axes)
     x, dy = jax.device_put(x, by_token(axes[1])), jax.device_put(dy, by_token(axes[0]))
     w, rows = jax.device_put(w, P(None, *place)), jax.device_put(np.arange(ROWS, dtype=np.int32), P(by_token()[0]))
     scales = jnp.asarray([[7 / 448, 7 / 57344]] * LAYERS, jnp.float32) if numbers.delayed else None

@@ -225,7 +225,7 @@ class Tokeniser:
 
 
 def say_across(count: int, first: str) -> str:
-    """Return the line about samples whose prompts end inside a token; `first`: of the lines of `TokenisedBlock.across`."""
+    """Return the line about samples whose prompts end inside a token; `first`: the first of `TokenisedBlock.across`."""
     return (
         f"{count:,} samples have an answer that begins inside a token, often because the prompt ends in a space: given "
         f"the prompt, the model sees other tokens than in training; the first: {first}. End the prompt before the "

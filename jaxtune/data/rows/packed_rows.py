@@ -88,7 +88,7 @@ class Rows:
             data: its seq_len, packing, packing_method, group_by_length, truncation, shuffle, shuffle_each and seed.
             epochs: number of passes; all rows after them are padding. None: the rows never end.
             columns: the columns of a row.
-            max_documents_per_row: the most documents of a row, for an attention kernel that has a bound. None: any number.
+            max_documents_per_row: the most documents of a row, if the attention kernel has a bound. None: any number.
             rows_per_step: rows of a step, which data.group_by_length makes similar in length. None: it groups no rows.
             name: name of the documents in the error that no document is left.
 

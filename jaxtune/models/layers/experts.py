@@ -105,7 +105,7 @@ def dense(experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: Forwar
     return jax.lax.scan(add, jnp.zeros_like(x, jnp.float32), (values, by_expert))[0]
 
 
-def grouped(
+def compute_grouped(
     backend: str, experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: ForwardOptions
 ) -> Float[Array, "b s d"]:
     """Run each token through its chosen experts: each device sorts its own tokens by expert.
@@ -223,7 +223,7 @@ def _weights(experts: MLP) -> list[Any]:
 
 # In order of preference.
 BACKENDS = (
-    Backend("kernel", partial(grouped, "triton"), refuses_kernel, {ANY_GPU: "interpreted tests"}),
-    Backend("loop", partial(grouped, "xla"), refuses_grouped, {ANY_GPU: "tests"}),
+    Backend("kernel", partial(compute_grouped, "triton"), refuses_kernel, {ANY_GPU: "interpreted tests"}),
+    Backend("loop", partial(compute_grouped, "xla"), refuses_grouped, {ANY_GPU: "tests"}),
     Backend("dense", dense, refuses_dense, {ANY_GPU: "tests"}),
 )

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxtune.models.declared import Kind, declare_parameter
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.spec import Layer, ModelSpec
-from jaxtune.parallel.layout import RULES, P, by_token, gather, shards, used
+from jaxtune.parallel.layout import RULES, P, by_token, gather, gathered_entry, shards
 from jaxtune.parallel.random import Noise
 from jaxtune.precision.matmul import LowPrecision
 from jaxtune.quant.array import QuantizedArray
@@ -104,7 +104,7 @@ def matmul(
             product = grouped_matmul(rows, weight, groups)
         return product.reshape(*x.shape[:2], -1)
     if not isinstance(weight, jax.Array):  # quantized and low-precision weights have their own product
-        return weight.matmul(x, used(out), noise)
+        return weight.matmul(x, gathered_entry(out), noise)
     weight = gather(weight.astype(x.dtype))
     # Rows and positions are merged unless positions are sharded, because a product of two matrices is several times
     # faster on a CPU. Merging a sharded dimension would move every token, and would keep XLA from reduce-scattering the
@@ -112,7 +112,7 @@ def matmul(
     if shards(RULES.value.residual, jax.sharding.get_abstract_mesh()) > 1:
         return jnp.einsum("bsi,oi->bso", x, weight, out_sharding=by_token(out))
     rows = x.reshape(-1, x.shape[-1])
-    product = jnp.einsum("ti,oi->to", rows, weight, out_sharding=P(by_token()[0], used(out)))
+    product = jnp.einsum("ti,oi->to", rows, weight, out_sharding=P(by_token()[0], gathered_entry(out)))
     return jax.reshard(product.reshape(*x.shape[:2], -1), by_token(out))
 
 

@@ -18,7 +18,7 @@ from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import score
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.objectives.objective import Sums
-from jaxtune.parallel.layout import by_token, used
+from jaxtune.parallel.layout import by_token, gathered_entry
 
 Z_LOSS, POSITIONS, TRAINED, WIDTH, PADDED = 1e-2, 16, 8, 8, 512
 SMOOTHING = 0.1
@@ -52,7 +52,7 @@ def make(mesh):
         return jax.device_put(x, jax.NamedSharding(mesh, spec))
 
     batch |= {"loss_weight": place(weight, by_token())}
-    return place(hidden, by_token(None)), place(head, jax.P(used("vocabulary"), None)), batch
+    return place(hidden, by_token(None)), place(head, jax.P(gathered_entry("vocabulary"), None)), batch
 
 
 def test_loss_and_gradients_are_those_of_the_definition(one_device):

@@ -19,7 +19,7 @@ from jaxtune.models.divergence import likeliest
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import score
 from jaxtune.objectives.distillation import distillation
-from jaxtune.parallel.layout import by_token, used
+from jaxtune.parallel.layout import by_token, gathered_entry
 from jaxtune.parallel.mesh import make_mesh
 
 POSITIONS, TRAINED, WIDTH, PADDED, CAP = 16, 9, 8, 512, 5.0
@@ -94,7 +94,7 @@ def compute(options: DistillOptions, student, teacher, mesh, cap=None, rows=1):
     batch = make_batch(tokens(rows, POSITIONS), mesh)
     weight = np.where(np.arange(POSITIONS) < TRAINED, 1 + np.arange(POSITIONS) % 2, 0).astype(np.float32)
     batch |= {"loss_weight": place(np.broadcast_to(weight, (rows, POSITIONS)), by_token())}
-    specs = by_token(None), jax.P(used("vocabulary"), None)
+    specs = by_token(None), jax.P(gathered_entry("vocabulary"), None)
     (hidden, head), (of_teacher, teacher_head) = (
         [place(x, spec) for x, spec in zip(pair, specs)] for pair in (student, teacher)
     )

@@ -6,7 +6,19 @@ import pytest
 
 from jaxtune.config.schema import MeshOptions
 from jaxtune.errors import UserError
-from jaxtune.parallel.layout import RULES, Layout, P, Rules, axes_of, by_head, by_token, gather, shards, spec, used
+from jaxtune.parallel.layout import (
+    RULES,
+    Layout,
+    P,
+    Rules,
+    axes_of,
+    by_head,
+    by_token,
+    gather,
+    gathered_entry,
+    shards,
+    spec,
+)
 from jaxtune.parallel.mesh import data_shards, make_mesh, misfit
 
 BOTH = Layout(embed=("tensor", "fsdp", "expert"))
@@ -34,7 +46,7 @@ def test_other_rules_hold_inside_their_context_alone():
     with pytest.raises(ZeroDivisionError), RULES(RULES_OF_BOTH):
         assert axes_of("embed") == ("tensor", "fsdp", "expert")
         assert spec("embed", layout=Layout()) == P(("fsdp", "context", "sequence"))
-        assert used("embed") == "tensor" and used("mlp") == "tensor"
+        assert gathered_entry("embed") == "tensor" and gathered_entry("mlp") == "tensor"
         assert by_token(None) == P(("data", "fsdp", "expert"), ("context", "sequence"), None)
         laid_out(1.0)
         raise ZeroDivisionError
