@@ -16,6 +16,6 @@ __all__ = ["CheckpointManager", "RestoredCheckpoint", "fingerprint", "verify_fin
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in ("CheckpointManager", "Restored"):
+    if name in ("CheckpointManager", "RestoredCheckpoint"):
         return getattr(importlib.import_module("jaxtune.checkpoint.manager"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
