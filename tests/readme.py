@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import model_folder, run, write_answers, write_conversations
+from runs import run, write_answers, write_conversations, write_model_folder
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -30,7 +30,7 @@ def empty_folder(made: pytest.TempPathFactory) -> Iterator[Path]:
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(wheel), str(source)]
     subprocess.run(pip, check=True, timeout=300)
     for name in ("model", "teacher"):
-        model_folder(folder / "my" / name, max_position_embeddings=4096)
+        write_model_folder(folder / "my" / name, max_position_embeddings=4096)
     write_conversations(folder / "chats.jsonl", 200)
     write_conversations(folder / "held_out.jsonl", 8)
     write_answers(folder / "pairs.jsonl")

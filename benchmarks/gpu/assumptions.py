@@ -23,7 +23,7 @@ from scipy.optimize import brentq
 
 from gpu import models, train_step
 from gpu.attention import refusal
-from gpu.predicted import beside, compile_and_read, known_gpu
+from gpu.predicted import compare_prediction, compile_and_read, known_gpu
 from gpu.qwen3 import CONFIGS
 from gpu.timing import Call, seconds_per_call
 from gpu.workers import Job, Piece, Row
@@ -256,7 +256,7 @@ def measure(contender: str, case: str, smoke: bool, rows: dict[str, Row] | None 
             kind: sum(launch.count for launch in reads[contender].program.launches if launch.kind == kind)
             for kind in sorted({launch.kind for launch in reads[contender].program.launches})
         },
-        **beside(reads[contender], seconds[contender]),
+        **compare_prediction(reads[contender], seconds[contender]),
     }
     rates, value = SCENARIOS["central"], None
     for rate in calls:

@@ -58,7 +58,7 @@ def measure(recipe: str, quant: str | None, smoke: bool) -> Row:
     chosen = models.log_choices()
     jax.set_mesh(models.one_device_mesh(jax.devices()[0]))
     config = CONFIGS["tiny" if smoke else "small"]
-    optim, precision = models.Optim(learning_rate=RATE), models.Precision(recipe=recipe)
+    optim, precision = models.OptimOptions(learning_rate=RATE), models.PrecisionOptions(recipe=recipe)
     model = models.training(config, quant=quant, optim=optim, precision=precision)
     trained, frozen = models.values(model)
     length, documents = (64, (25, 1, 19, 19)) if smoke else (LENGTH, DOCUMENTS)

@@ -111,7 +111,7 @@ def losses(recipe: str, smoke: bool) -> Row:
 
 def last_loss(recipe: str, smoke: bool) -> float:
     """Return the mean loss over seeds and the last LAST of STEPS LoRA steps; each step has new random words."""
-    optim, precision = models.Optim(learning_rate=RATE), models.Precision(recipe=recipe)
+    optim, precision = models.OptimOptions(learning_rate=RATE), models.PrecisionOptions(recipe=recipe)
     model = models.training(CONFIGS["tiny" if smoke else "small"], optim=optim, precision=precision)
     step = jax.jit(model.step, donate_argnums=0, compiler_options=compiler_options())
     start, rate, last = jax.jit(model.start, donate_argnums=0), jnp.float32(RATE), []

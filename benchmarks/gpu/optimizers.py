@@ -18,7 +18,7 @@ from gpu.qwen3 import CONFIGS
 from gpu.timing import Call, seconds_per_call
 from gpu.workers import Job, Piece, Row
 from jaxtune.host.process import compiler_options
-from jaxtune.optim.build import Step
+from jaxtune.optim.build import UpdateInputs
 from pallas_kernels.gpus import GPUS
 
 NAMES = ("adamw_8bit", "adamw", "normuon", "muon")
@@ -57,8 +57,8 @@ def measure(name: str, size: str, dtype: str, smoke: bool) -> Row:
     device = jax.devices()[0]
     jax.set_mesh(models.one_device_mesh(device))
     room = (device.memory_stats() or {}).get("bytes_limit", float("inf")) * ROOM
-    optim = models.Optim(name=name, learning_rate=models.RATE, weight_decay=0.1, state_dtype=dtype)
-    precision = models.Precision(master_dtype=dtype)
+    optim = models.OptimOptions(name=name, learning_rate=models.RATE, weight_decay=0.1, state_dtype=dtype)
+    precision = models.PrecisionOptions(master_dtype=dtype)
     reference = optax.adamw(models.RATE, weight_decay=0.1)
 
     for layers in range(CONFIGS[size]["num_hidden_layers"], 0, -1):
@@ -77,7 +77,7 @@ def measure(name: str, size: str, dtype: str, smoke: bool) -> Row:
 
     def by_jaxtune(gradients: Any, held: Held) -> Held:
         now, state = held
-        step = Step(jnp.float32(models.RATE), jnp.float32(1.0), jnp.bool(True), jax.random.key(0))
+        step = UpdateInputs(jnp.float32(models.RATE), jnp.float32(1.0), jnp.bool(True), jax.random.key(0))
         return built.optimizer.update(gradients, state, now, step)
 
     def by_optax(gradients: Any, held: Held) -> Held:

@@ -72,16 +72,16 @@ def measure(contender: str, size: str, smoke: bool, accumulation: int = 1) -> Ro
     options: dict[str, Any] = {"lora": kind == "lora"}
     if kind == "lora":
         accumulation, rows, length = ACCUMULATION, ROWS, train_step.LENGTH
-        options["precision"] = models.Precision(recipe=RECIPES[short])
+        options["precision"] = models.PrecisionOptions(recipe=RECIPES[short])
     elif kind == "whole":
         accumulation, rows, length = *WHOLE.get(size, (2, 2)), LENGTH
-        options["precision"] = models.Precision(
+        options["precision"] = models.PrecisionOptions(
             recipe=RECIPES[short], master_dtype="bfloat16", gradient_dtype="bfloat16"
         )
-        options["optim"] = models.Optim(name="adamw_8bit", learning_rate=models.RATE)
+        options["optim"] = models.OptimOptions(name="adamw_8bit", learning_rate=models.RATE)
     else:
         rows, length = 8, LENGTH
-        options["optim"] = models.Optim(name=contender, learning_rate=models.RATE)
+        options["optim"] = models.OptimOptions(name=contender, learning_rate=models.RATE)
     shape = accumulation, rows, SMOKE_LENGTH if smoke else length
     steps, remats = 2 if smoke else 5, ("block",) if size in ONLY_BLOCK else REMATS
     row = measure_step(CONFIGS[size], shape, steps, remats, **options)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gpu import models
-from gpu.predicted import beside, compile_and_read
+from gpu.predicted import compare_prediction, compile_and_read
 from gpu.qwen3 import CONFIGS, adapter_parameters, matrix_parameters
 from gpu.workers import Job, Piece, Row
 from jaxtune.monitor import throughput
@@ -155,7 +155,7 @@ def measure_step(
     seconds = time_steps(one, steps)
     stats = device.memory_stats() or {}
     result = row(config, shape, seconds, device.device_kind, options.get("lora", True))
-    predicted = beside(read, result["seconds"], measured) if read else {}
+    predicted = compare_prediction(read, result["seconds"], measured) if read else {}
     return (
         result
         | predicted

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu.qwen3 import ALPHA, CONFIGS, RANK
 from gpu.torch_kernels import attention_kernels, device, synchronize
-from gpu.train_step import row, shape, timed
+from gpu.train_step import row, shape, time_steps
 from gpu.workers import Row
 
 
@@ -57,7 +57,7 @@ def _measure(size: str, smoke: bool, remat: bool) -> Row:
 
     kernels = attention_kernels(lambda: micro(tokens[0]))
     optimizer.zero_grad()
-    seconds = timed(step, 2 if smoke else 5)
+    seconds = time_steps(step, 2 if smoke else 5)
     name = torch.cuda.get_device_name() if device() == "cuda" else "cpu"
     result = row(CONFIGS[size], shape(smoke), seconds, name) | {"remat": "block" if remat else "none", "losses": losses}
     if device() == "cuda":

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtune.config.schema import MeshOptions, OptimOptions
-from jaxtune.optim.build import Step, Trained, build
+from jaxtune.optim.build import Trained, UpdateInputs, build
 from jaxtune.parallel.mesh import make_mesh
 from pallas_kernels import aot
 
@@ -29,7 +29,7 @@ def compiled_update(mesh: MeshOptions, devices: int) -> aot.Compiled:
         return {name: jax.ShapeDtypeStruct(SHAPES[name], jnp.bfloat16, sharding=places[name]) for name in SHAPES}
 
     state = jax.eval_shape(optimizer.init, arrays())
-    step = jax.eval_shape(lambda: Step(jnp.float32(0), jnp.float32(0), jnp.bool(True), jax.random.key(0), 0))
+    step = jax.eval_shape(lambda: UpdateInputs(jnp.float32(0), jnp.float32(0), jnp.bool(True), jax.random.key(0), 0))
     return aot.compile_for("h100", optimizer.update, arrays(), state, arrays(), step, mesh=made, donate_argnums=(1, 2))
 
 

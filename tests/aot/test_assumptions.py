@@ -12,7 +12,7 @@ pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from gpu import assumptions, models, qwen3
-from gpu.predicted import Read
+from gpu.predicted import ReadProgram
 
 from jaxtune.host.process import GPU_OPTIONS
 from jaxtune.plan.calibration import PLAUSIBLE, with_value
@@ -38,7 +38,7 @@ LAUNCHES = {
 EXECUTED = {"launch": {"graphs": 1}, "stream": {"graphs": 0, "outside": 256}, "graph": {"graphs": 64}}
 
 
-def compiled(rate: str, case: str) -> Read:
+def compiled(rate: str, case: str) -> ReadProgram:
     mesh = jax.sharding.Mesh(np.array(aot.devices(GPU)), ("one",), axis_types=(jax.sharding.AxisType.Explicit,))
     held = []
 
@@ -51,7 +51,7 @@ def compiled(rate: str, case: str) -> Read:
     options = {**GPU_OPTIONS, **xla_options(GPU), **held[0].options}
     made = aot.compile_for(GPU, held[0].function, *shapes, mesh=mesh, compiler_options=options)
     program = read_program(made.hlo)
-    return Read(GPU, program, count_executed(made.thunks, program.trips))
+    return ReadProgram(GPU, program, count_executed(made.thunks, program.trips))
 
 
 CASES = [(rate, case) for rate, (_, cases) in assumptions.PROGRAMS.items() for case in cases]

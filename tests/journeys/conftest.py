@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from runs import model_folder, write_conversations
+from runs import write_conversations, write_model_folder
 
 # Dimensions that are whole blocks of 16, and matrices large enough for 8-bit moments.
 SIZES = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
@@ -25,7 +25,7 @@ def share_compilation_cache(tmp_path_factory):
 def home(request, tmp_path_factory):
     """Return a folder with a tiny Qwen3 (with the file's SIZES, if any), some conversations and a folder of text."""
     folder = tmp_path_factory.mktemp("home")
-    model_folder(folder / "model", **getattr(request.module, "SIZES", SIZES))
+    write_model_folder(folder / "model", **getattr(request.module, "SIZES", SIZES))
     write_conversations(folder / "chat.jsonl")
     (folder / "text").mkdir()
     for i in range(20):

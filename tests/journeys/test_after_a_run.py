@@ -9,7 +9,7 @@ import pytest
 from benchmark_tasks import TASK_OPTIONS, hide_harness_tasks, write_tasks
 from hub_server import HubServer
 from huggingface_hub import ModelCard
-from runs import call, metrics, model_folder, recipe_command
+from runs import call, metrics, recipe_command, write_model_folder
 from safetensors.numpy import load_file, save_file
 from tiny import byte_tokenizer
 
@@ -230,7 +230,7 @@ def test_a_merged_model_is_written_quantized_with_the_losses_before_and_after(ho
 
 def test_a_run_that_ends_in_nan_fails_and_exports_nothing(home):
     """All steps are bad, though fewer than train.max_bad_steps."""
-    folder = model_folder(home / "nan")
+    folder = write_model_folder(home / "nan")
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] = np.full_like(weights["model.norm.weight"], np.nan)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from runs import CONFIGS, call, model_folder, recipe_command
+from runs import CONFIGS, call, recipe_command, write_model_folder
 
 
 def test_what_a_run_is_made_of_is_neither_overwritten_nor_exchanged(home):
@@ -77,7 +77,7 @@ MISFITS = {
 @pytest.mark.parametrize(("recipe", "width", "patterns"), MISFITS.values(), ids=MISFITS)
 def test_a_model_of_other_sizes_is_refused_by_name(home, recipe, width, patterns):
     small = home / f"hidden-{width}"
-    model_folder(small, hidden_size=width)
+    write_model_folder(small, hidden_size=width)
     arguments = recipe_command(home, recipe, "refused")
     arguments[1] = f"--config={CONFIGS / recipe}:{small}"
     output = call(*arguments, code=2)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import metrics, model_folder, write_conversations
+from runs import metrics, write_conversations, write_model_folder
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--config.train.max_steps=3", "--config.eval.max_batches=1")
@@ -69,7 +69,7 @@ def bin(tmp_path_factory):
     execute(sys.executable, "-m", "venv", str(fresh))
     (wheel,) = wheels.glob("jaxtune-*.whl")
     execute(str(fresh / "bin" / "pip"), "install", "-q", "--no-compile", str(wheel), "nbclient", "ipykernel")
-    model_folder(home / "my" / "model")
+    write_model_folder(home / "my" / "model")
     write_conversations(home / "chats.jsonl")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.attention_cases import Case, arguments, assert_close, in_float64, outputs_and_gradients, poisoned
+from kernels.attention_cases import Case, arguments, assert_close, in_float64, outputs_and_gradients, poison_unseen
 
 from pallas_kernels.flash_attention import RESIDUALS, MaskSpec, fa3, flash_attention, reference
 from pallas_kernels.flash_attention.mask import intervals
@@ -186,7 +186,7 @@ def test_padding_never_leaks(kernels, name):
     clean = without_lse(arguments(case))
     blind = np.asarray(clean.first >= clean.end)
     assert blind.any()
-    poison = poisoned(clean, blind, blind)
+    poison = poison_unseen(clean, blind, blind)
     got = run(case, poison._replace(d_lse=clean.d_lse))
     for tensor, expected in run(case, clean).items():
         if tensor != "lse":

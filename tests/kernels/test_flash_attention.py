@@ -20,7 +20,7 @@ from kernels.attention_cases import (
     by_intervals_alone,
     in_float64,
     outputs_and_gradients,
-    poisoned,
+    poison_unseen,
 )
 
 from pallas_kernels.flash_attention import MaskSpec, cudnn, differentiate, flash_attention, reference, triton, xla
@@ -134,7 +134,7 @@ def test_what_is_not_seen_never_leaks(backend, name):
     unseen = ~np.asarray(reference.visible(clean.first, clean.end, clean.k.shape[1])).any(axis=1)
     assert blind.any() or unseen.any()
 
-    poison = poisoned(clean, blind, unseen)
+    poison = poison_unseen(clean, blind, unseen)
     got = run(backend, case, poison)
     for tensor, expected in run(backend, case, clean).items():
         np.testing.assert_array_equal(got[tensor], expected, err_msg=tensor)

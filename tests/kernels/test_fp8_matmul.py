@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.fp8_cases import BLOCKS, ROW, TENSOR, Arguments, Case, arguments, assert_close, dequantized
+from kernels.fp8_cases import BLOCKS, ROW, TENSOR, Arguments, Case, arguments, assert_close, dequantize_in_float64
 
 from pallas_kernels import registry
 from pallas_kernels.fp8_matmul import BACKENDS, block_scales, cublaslt, fp8_matmul, mosaic, quantize
@@ -64,7 +64,7 @@ def test_quantized_products_of_any_shape(blocks, size, data):
         scale = jax.jit(block_scales, static_argnums=1)(values, (size, depth_size))
         assert scale.shape == (blocks, depth_blocks)
         codes = jax.jit(quantize)(values, scale)
-        error, unit = np.abs(dequantized(codes, scale) - values), dequantized(np.ones(shape), scale)
+        error, unit = np.abs(dequantize_in_float64(codes, scale) - values), dequantize_in_float64(np.ones(shape), scale)
         # Three bits of mantissa; 2^-9 is the smallest number.
         assert (error <= np.maximum(np.abs(values) * 2**-4, unit * 2**-10) * (1 + 1e-5)).all()
         return codes, scale
@@ -176,7 +176,7 @@ def test_scales_of_the_dtype_of_the_result_are_a_part_of_the_product(backend):
     multiply = {one.name: one.run for one in BACKENDS}[backend]
     request = request_for(given.x, given.weight, *scales)
     found = np.asarray(multiply(given.x, given.weight, *scales, request=request), np.float64)
-    expected = dequantized(given.x, scales[0]) @ dequantized(given.weight, scales[1]).T
+    expected = dequantize_in_float64(given.x, scales[0]) @ dequantize_in_float64(given.weight, scales[1]).T
     assert np.abs(found - expected).max() <= 0.01 * np.abs(expected).max()
 
 
@@ -252,7 +252,7 @@ def test_differentiating_is_an_error():
     def linear(x):
         return fp8_matmul(quantize(x, given.x_scale), *given[1:], dtype="float32")
 
-    weight = jnp.asarray(dequantized(given.weight, given.weight_scale), jnp.float32)
+    weight = jnp.asarray(dequantize_in_float64(given.weight, given.weight_scale), jnp.float32)
     linear.defvjp(lambda x: (linear(x), None), lambda _, d_out: (d_out @ weight,))
     d_x = jax.grad(lambda x: jnp.sum(jax.checkpoint(linear)(x)))(x)
     np.testing.assert_allclose(d_x, jnp.ones((24, 256)) @ weight, rtol=1e-5)

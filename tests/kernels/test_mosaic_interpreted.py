@@ -19,7 +19,7 @@ from kernels.attention_cases import (
     by_intervals_alone,
     in_float64,
     outputs_and_gradients,
-    poisoned,
+    poison_unseen,
 )
 
 from pallas_kernels.flash_attention import mosaic, mosaic_backward, reference
@@ -63,7 +63,7 @@ def test_what_is_not_seen_never_leaks():
     unseen = ~np.asarray(reference.visible(clean.first, clean.end, clean.k.shape[1])).any(axis=1)
     assert blind.any() and unseen.any()
 
-    poison = poisoned(clean, blind, unseen)
+    poison = poison_unseen(clean, blind, unseen)
     got = outputs_and_gradients(OP, by_intervals_alone(case.variant), poison)
     assert_close(got, in_float64(case, clean), case.dtype)
     for tensor, silent in {"out": blind, "d_q": blind, "d_k": unseen, "d_v": unseen}.items():

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from runs import model_folder
+from runs import write_model_folder
 
 from jaxtune.config.checks import check
 from jaxtune.config.schema import (
@@ -299,7 +299,7 @@ def folder(model: str, tied: bool, whole: bool) -> Path:
     windows = {"use_sliding_window": True, "sliding_window": 8, "layer_types": layers} if model == "dense" else {}
     layers_of = {"layer_types": layers} if model == "hybrid" else windows
     sizes = {**SIZES, **named.sizes, "num_hidden_layers": len(layers), **layers_of}
-    return model_folder(path, named.kind, tie_word_embeddings=tied, **sizes)
+    return write_model_folder(path, named.kind, tie_word_embeddings=tied, **sizes)
 
 
 @functools.cache

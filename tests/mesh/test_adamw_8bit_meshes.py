@@ -9,7 +9,7 @@ import pytest
 
 from jaxtune.config.schema import MeshOptions, OptimOptions
 from jaxtune.optim.adamw_8bit import adamw_8bit
-from jaxtune.optim.build import Step, Trained, build
+from jaxtune.optim.build import Trained, UpdateInputs, build
 from jaxtune.optim.rules import Hyperparameters
 from jaxtune.parallel.mesh import make_mesh
 
@@ -105,7 +105,7 @@ def test_bfloat16_is_rounded_by_the_same_bits_on_any_mesh(name):
         parameters, update = values(), jax.jit(optimizer.update)
         state = jax.jit(optimizer.init)(parameters)
         for number in range(2):
-            step = Step(jnp.float32(RATE), jnp.float32(1), jnp.bool(True), jax.random.key(number))
+            step = UpdateInputs(jnp.float32(RATE), jnp.float32(1), jnp.bool(True), jax.random.key(number))
             parameters, state = update(values(), state, parameters, step)
         return jax.tree.map(lambda array: np.asarray(array, np.float32), parameters)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh.harness import MESHES, ROWS, SEQUENCE, fetched, fields, micro_batches
+from mesh.harness import MESHES, ROWS, SEQUENCE, fetch_arrays, fields, micro_batches
 from safetensors.numpy import load_file
 from tiny import layer, read_model, spec, write_model_folder
 
@@ -151,7 +151,7 @@ def train(
         }
         state, metrics = step(state, frozen, batch, jnp.float32(1e-3))
         losses.append(float(metrics["loss"]))
-    return np.array(losses), fetched(state.trained)
+    return np.array(losses), fetch_arrays(state.trained)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_experts_are_read_where_they_are_divided_and_exported_as_from_one_device
         assert experts
         for leaf in jax.tree.leaves([parameters[name] for name in experts]) if devices > 1 else ():
             assert leaf.sharding.shard_shape(leaf.shape)[1] == 2
-        held.append(fetched(parameters))
+        held.append(fetch_arrays(parameters))
         export_full(model, {**parameters, **randomize(model.new, 0)}, config, tmp_path / str(devices))
         written.append(load_file(tmp_path / str(devices) / "model.safetensors"))
     # Codes are the same; a mean over NF4's scales is summed in another order.

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh.products import LAYERS, MESHES, NUMBERS, SHAPES, assert_eight_devices_equal_one, case, computed
+from mesh.products import LAYERS, MESHES, NUMBERS, SHAPES, assert_eight_devices_equal_one, case, compute_products
 
 from jaxtune.config.schema import MeshOptions
 from jaxtune.models.parameters import Parameter
@@ -24,7 +24,7 @@ def test_eight_devices_equal_one(mesh, numbers, axes):
 def test_numbers_that_fp8_holds_are_multiplied_exactly_on_any_mesh(axes):
     w, x, dy = case(axes, dyadic=True)
     for mesh, devices in ((MeshOptions(fsdp=1), 1), (MESHES["fsdp tensor"], 8), (MESHES["sequence"], 8)):
-        _, y, dx, dw, _ = computed(NUMBERS["fp8"], axes, mesh, devices, dyadic=True)
+        _, y, dx, dw, _ = compute_products(NUMBERS["fp8"], axes, mesh, devices, dyadic=True)
         np.testing.assert_array_equal(y, np.einsum("bsi,loi->lbso", x, w))
         np.testing.assert_array_equal(dx, np.einsum("bso,loi->bsi", dy, w))
         np.testing.assert_array_equal(dw, np.broadcast_to(np.einsum("bso,bsi->oi", dy, x), w.shape))

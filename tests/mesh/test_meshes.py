@@ -26,8 +26,8 @@ from mesh.harness import (
     STORAGE,
     Case,
     assert_equal,
+    assert_equals_one_device,
     config_of,
-    equal,
     is_refused,
     one_device,
     train,
@@ -88,7 +88,7 @@ def is_wanted(pair: Pair) -> bool:
 
 def test_a_classifier_equals_one_device():
     """Its head is trained in full together with adapters."""
-    equal(Case("data=2 fsdp=2 tensor=2", adapter="lora", objective=CLASSIFICATION))
+    assert_equals_one_device(Case("data=2 fsdp=2 tensor=2", adapter="lora", objective=CLASSIFICATION))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_classifier_equals_one_device():
 )
 def test_preferences_equal_one_device(mesh, adapter, objective):
     """A row is a pair, and devices may share its positions. The reference is a copy, no adapters, or a column."""
-    equal(Case(mesh, adapter=adapter, objective=objective))
+    assert_equals_one_device(Case(mesh, adapter=adapter, objective=objective))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_preferences_equal_one_device(mesh, adapter, objective):
 )
 def test_distillation_equals_one_device(mesh, adapter):
     """The teacher's predictions are columns of several values a position; the vocabulary may be sharded."""
-    equal(Case(mesh, adapter=adapter, objective=DISTILLED))
+    assert_equals_one_device(Case(mesh, adapter=adapter, objective=DISTILLED))
 
 
 @pytest.mark.parametrize(
@@ -122,13 +122,13 @@ def test_distillation_equals_one_device(mesh, adapter):
 )
 def test_rewarded_completions_equal_one_device(mesh, adapter):
     """Sequence-level ratios are over a whole row. The reference is the model without adapters, or a copy."""
-    equal(Case(mesh, adapter=adapter, objective=REWARDED))
+    assert_equals_one_device(Case(mesh, adapter=adapter, objective=REWARDED))
 
 
 def test_tiles_of_positions_that_devices_share_equal_one_device(monkeypatch):
     """Each device has 4 rows of 12 positions here: with 16 tokens at a time, three tiles of 4 positions."""
     monkeypatch.setattr(mlp, "TILE", 16)
-    equal(Case("fsdp=2 sequence=2 tensor=2", remat="offload"))
+    assert_equals_one_device(Case("fsdp=2 sequence=2 tensor=2", remat="offload"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
@@ -137,7 +137,7 @@ def test_equals_one_device(case):
         with pytest.raises(UserError, match=r"XLA of jax .* aborts the process.*; use mesh.fsdp, another optimizer"):
             train(case, MESHES[case.mesh], 8)
         return
-    equal(case)
+    assert_equals_one_device(case)
 
 
 def is_aborted_by_xla(case: Case) -> bool:

@@ -1,7 +1,7 @@
 """FP8 training with options that no other test combines: a quantized base, two stacks, delayed scales."""
 
 import pytest
-from runs import call, metrics, model_folder, recipe_command, write_conversations
+from runs import call, metrics, recipe_command, write_conversations, write_model_folder
 
 COVERS = ("jaxtune/precision", "jaxtune/models", "jaxtune/recipes/qwen_fp8.py")
 
@@ -23,7 +23,7 @@ COVERS = ("jaxtune/precision", "jaxtune/models", "jaxtune/recipes/qwen_fp8.py")
     ],
 )
 def test_fp8_trains_with_other_options(tmp_path, options):
-    model_folder(tmp_path / "model", hidden_size=64, intermediate_size=128, head_dim=32)
+    write_model_folder(tmp_path / "model", hidden_size=64, intermediate_size=128, head_dim=32)
     write_conversations(tmp_path / "chat.jsonl")
     call(*recipe_command(tmp_path, "qwen_fp8.py", "fp8", **options), devices=options.get("mesh.fsdp", 1))
     found = [row["loss"] for row in metrics(tmp_path / "runs" / "fp8") if "loss" in row]

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from runs import call, metrics, model_folder
+from runs import call, metrics, write_model_folder
 
 # Its rows of 2048 tokens are long for a CPU.
 COVERS = ("docs/gpus.md", "jaxtune/recipes")
@@ -19,7 +19,7 @@ def home(tmp_path_factory):
     """Return a folder with the model of the page and rows of instructions."""
     folder = tmp_path_factory.mktemp("home")
     sizes = dict(hidden_size=64, intermediate_size=128, head_dim=32, max_position_embeddings=2048)
-    model_folder(folder / "Qwen" / "Qwen3-8B", **sizes)
+    write_model_folder(folder / "Qwen" / "Qwen3-8B", **sizes)
     rows = [{"instruction": f"count to {i}", "output": " ".join(map(str, range(i)))} for i in range(100, 150)]
     (folder / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import make_batch
-from mesh.harness import MESHES, OPTIMIZERS, SIZES, STORAGE, Case, equal, fetched
+from mesh.harness import MESHES, OPTIMIZERS, SIZES, STORAGE, Case, assert_equals_one_device, fetch_arrays
 from mesh.products import MESHES as PRODUCT_MESHES
 from mesh.products import NUMBERS, SHAPES, assert_eight_devices_equal_one
-from runs import model_folder
+from runs import write_model_folder
 
 from jaxtune.config.schema import (
     Config,
@@ -50,19 +50,19 @@ CASES += [Case(mesh, optimizer=name) for name in OPTIMIZERS if name != "adamw" f
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.optimizer}, {case.mesh}")
 def test_every_mesh_and_every_optimizer_equal_one_device(case):
-    losses = equal(case, STEPS, whole=True)
+    losses = assert_equals_one_device(case, STEPS, whole=True)
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("storage", STORAGE)
 def test_adapters_on_every_storage_equal_one_device(storage):
-    equal(Case(ALL_AXES, storage, "lora"), STEPS, whole=True)
+    assert_equals_one_device(Case(ALL_AXES, storage, "lora"), STEPS, whole=True)
 
 
 @pytest.fixture(scope="module")
 def square(tmp_path_factory):
     """Write a model whose matrices divide into whole blocks on every axis."""
-    return model_folder(tmp_path_factory.mktemp("square"), **{**SIZES, "intermediate_size": 256})
+    return write_model_folder(tmp_path_factory.mktemp("square"), **{**SIZES, "intermediate_size": 256})
 
 
 def gradients(path: Path, storage: str, mesh: MeshOptions, devices: int):
@@ -84,7 +84,7 @@ def gradients(path: Path, storage: str, mesh: MeshOptions, devices: int):
     batch = jax.tree.map(lambda x: x[None], make_batch(rows, made, [20, 12]))
     with jax.default_matmul_precision("highest"):
         summed = jax.jit(program.gradients)(trained, frozen, batch, jnp.int32(0))
-    return fetched(frozen), summed.sums.loss.item(), fetched(summed.gradients)
+    return fetch_arrays(frozen), summed.sums.loss.item(), fetch_arrays(summed.gradients)
 
 
 @pytest.mark.parametrize("storage", QUANTIZED)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from hosts.test_train import ROOT, losses_are_those_of_one, training, undisturbed, wait_for
+from hosts.test_train import ROOT, check_losses, train_undisturbed, training, wait_for
 
 COVERS = (
     "launch/ray_train.py",
@@ -20,7 +20,7 @@ COVERS = (
 
 def test_a_killed_worker_is_started_again_and_the_run_goes_on(tmp_path):
     pytest.importorskip("ray", reason="needs Ray: pip install 'jaxtune[ray]'")
-    home = undisturbed(tmp_path)
+    home = train_undisturbed(tmp_path)
     output, folder = tmp_path / "output", home / "runs" / "ray"
     environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     with output.open("w") as file:
@@ -40,4 +40,4 @@ def test_a_killed_worker_is_started_again_and_the_run_goes_on(tmp_path):
     os.kill(json.loads((folder / "lock").read_text())["process"], signal.SIGKILL)
     assert driver.wait(timeout=300) == 0, output.read_text()
     assert "resumed from step" in output.read_text()
-    losses_are_those_of_one(home, "ray")
+    check_losses(home, "ray")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtune.optim import rules
-from jaxtune.optim.adamw_8bit import Moment, adamw_8bit
+from jaxtune.optim.adamw_8bit import QuantizedMoment, adamw_8bit
 from jaxtune.optim.rules import Hyperparameters
 from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP, TABLES, UNSIGNED_DYNAMIC_MAP, decode
 
@@ -30,9 +30,9 @@ def run(steps: int):
     theirs = bitsandbytes.optim.AdamW8bit([parameter], lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY)
     state, before = theirs.state[parameter], None
 
-    def moment(number: int) -> Moment:
+    def moment(number: int) -> QuantizedMoment:
         absmax = state[f"absmax{number}"].numpy().reshape(SHAPE[0], -1)
-        return Moment(state[f"state{number}"].numpy().copy(), absmax.copy())
+        return QuantizedMoment(state[f"state{number}"].numpy().copy(), absmax.copy())
 
     for _ in range(steps):
         gradient = rng.normal(size=SHAPE).astype(np.float32)
@@ -46,7 +46,7 @@ def run(steps: int):
     return steps_taken
 
 
-def dequantized(state: dict[str, Moment]) -> dict[str, np.ndarray]:
+def dequantized(state: dict[str, QuantizedMoment]) -> dict[str, np.ndarray]:
     return {
         name: np.asarray(decode(moment.codes, TABLES[name == "mu"])) * np.repeat(moment.absmax, 256, axis=1)
         for name, moment in state.items()

@@ -19,8 +19,8 @@ BANDWIDTH, PEAK = 3352.32e9, 989.4e12  # of an H100
 CENTRAL = SCENARIOS["central"]
 
 
-def read(*launches: Launch, **executed: int) -> predicted.Read:
-    return predicted.Read("h100", LaunchedProgram(list(launches)), {"graphs": 0, "outside": 0} | executed)
+def read(*launches: Launch, **executed: int) -> predicted.ReadProgram:
+    return predicted.ReadProgram("h100", LaunchedProgram(list(launches)), {"graphs": 0, "outside": 0} | executed)
 
 
 def product(m, n, k):
@@ -83,13 +83,13 @@ def test_a_calibration_is_the_median_of_each_rate():
 
 def test_prediction_beside_measurement():
     seconds = 2 * 4096**3 / 700e12
-    row = predicted.beside(read(product(4096, 4096, 4096)), seconds, {"sustained": 700 / 780})
+    row = predicted.compare_prediction(read(product(4096, 4096, 4096)), seconds, {"sustained": 700 / 780})
     assert row["predicted_microseconds"] == pytest.approx(2 * 4096**3 / (0.92 * 780e12) * 1e6)
     assert row["error_percent"] == pytest.approx(100 * (700 / (0.92 * 780) - 1))  # -2.5: the prediction is too fast
     fast, slow = row["range_microseconds"]
     assert fast < row["predicted_microseconds"] < slow
     assert row["calibrated_error_percent"] == pytest.approx(0)
-    assert not any(key.startswith("calibrated") for key in predicted.beside(read(fusion(1e6)), 1.0))
+    assert not any(key.startswith("calibrated") for key in predicted.compare_prediction(read(fusion(1e6)), 1.0))
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def measure_in(monkeypatch):
         }
         order = iter([*assumptions.BEFORE.get(contender, ()), contender])
         times_by_name = dict(zip([*assumptions.BEFORE.get(contender, ()), contender], times))
-        made = assumptions.Made(lambda x: x, (np.ones(4, np.float32),))
+        made = assumptions.MeasuredProgram(lambda x: x, (np.ones(4, np.float32),))
         patched = {rate: (lambda case, smoke: made, ("one",)) for rate in assumptions.PROGRAMS}
         monkeypatch.setattr(assumptions, "PROGRAMS", patched)
         monkeypatch.setattr(assumptions, "compile_and_read", lambda *_, **__: (lambda *x: x, programs[next(order)]))

@@ -81,7 +81,7 @@ def test_steps_are_compared_with_those_of_their_peer():
     }
     rows = {name: {"seconds": second, "tokens_per_second": 6 / second} for name, second in seconds.items()}
     rows["whole-bf16/0.6B"] = {"error": "out of memory"}
-    assert precision_step.compared(rows) == {
+    assert precision_step.compare_recipes(rows) == {
         "lora-fp8/8B: tokens/s over bfloat16's": 1.5,
         "normuon/0.6B-x1: time over AdamW's, at most 1.15 is wanted": 1.2,
     }
@@ -191,7 +191,7 @@ def test_an_update_moves_gradients_once_and_parameters_and_state_twice(monkeypat
 @pytest.mark.parametrize(("size", "bytes_per_weight"), [("0.6B", 2.06), ("1.7B", 2.04)])
 def test_the_8_bit_optimizer_keeps_two_bytes_a_weight_of_a_real_model(size, bytes_per_weight, one_device):
     """Each block of 256 has a scale as well; of 128 in a model 1024 wide, so that 8 devices can share its rows."""
-    optim = models.Optim(name="adamw_8bit")
+    optim = models.OptimOptions(name="adamw_8bit")
     state = models.training(qwen3.CONFIGS[size], lora=False, optim=optim).state
     count = sum(leaf.size for leaf in jax.tree.leaves(state.trained))
     assert 2 < optimizers.size_of(state.optimizer) / count <= bytes_per_weight

@@ -408,7 +408,7 @@ def test_a_full_disk_is_named_with_its_folder_and_option(tokenizer, tmp_path, mo
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(documents_module.cache, "write", full)
+    monkeypatch.setattr(documents_module.token_cache, "write", full)
     entry, cache = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS))), tmp_path / "cache"
     with pytest.raises(UserError, match=f"^{cache}: No space left on device; make room there, or set data.cache_dir"):
         work((entry,), tokenizer, cache)

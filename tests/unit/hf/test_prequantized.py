@@ -185,7 +185,7 @@ def test_a_small_part_is_read_at_a_time(folder, monkeypatch, limit):
     one_device()
     whole = read(folder)
     held = []
-    rows = weights.Source.rows
+    rows = weights.TensorSource.rows
 
     def recorded(self, *arguments):
         part = rows(self, *arguments)
@@ -193,7 +193,7 @@ def test_a_small_part_is_read_at_a_time(folder, monkeypatch, limit):
         return part
 
     monkeypatch.setattr(weights, "_LARGEST_CHUNK", limit)
-    monkeypatch.setattr(weights.Source, "rows", recorded)
+    monkeypatch.setattr(weights.TensorSource, "rows", recorded)
     for leaf, wanted in zip(jax.tree.leaves(read(folder)), jax.tree.leaves(whole)):
         np.testing.assert_array_equal(leaf, wanted)
     assert max(held) <= max(limit, 1024)  # a row, or a table of bitsandbytes

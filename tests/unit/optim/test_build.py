@@ -9,7 +9,7 @@ import pytest
 
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config.schema import OptimOptions
-from jaxtune.optim.build import Step, Trained, build
+from jaxtune.optim.build import Trained, UpdateInputs, build
 from jaxtune.optim.driver import round_stochastically
 
 LAYERS = 3
@@ -27,8 +27,8 @@ def parameters(dtype=jnp.float32, seed=0):
     return {name: jax.random.normal(key, shape).astype(dtype) for key, (name, shape) in zip(keys, shapes.items())}
 
 
-def at(rate=1e-2, factor=1.0, finite=True, key=0) -> Step:
-    return Step(jnp.float32(rate), jnp.float32(factor), jnp.bool_(finite), jax.random.key(key))
+def at(rate=1e-2, factor=1.0, finite=True, key=0) -> UpdateInputs:
+    return UpdateInputs(jnp.float32(rate), jnp.float32(factor), jnp.bool_(finite), jax.random.key(key))
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxtune.config.schema import MuonOptions, NormuonOptions, OptimOptions
-from jaxtune.optim.build import Step, Trained, build
+from jaxtune.optim.build import Trained, UpdateInputs, build
 
 NAMES = {
     "matrix": tuple(f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(2)),
@@ -26,7 +26,7 @@ def after(optim, gradients, steps=1, sizes=(1.0,)):
 
     @jax.jit
     def update(parameters, state, number, size):
-        step = Step(jnp.float32(optim.learning_rate), size, jnp.bool(True), jax.random.key(number))
+        step = UpdateInputs(jnp.float32(optim.learning_rate), size, jnp.bool(True), jax.random.key(number))
         return optimizer.update(gradients, state, parameters, step)
 
     parameters = jax.tree.map(jnp.zeros_like, gradients)

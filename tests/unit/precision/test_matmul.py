@@ -245,7 +245,7 @@ def test_what_does_not_fit_is_refused():
     for numbers in (FP8, NVFP4):
         assert numbers.misfit((32, 64)) is None
         assert numbers.misfit((3, 40, 64)) == "blocks of 16 x 16 do not divide 40 x 64"
-    with pytest.raises(ValueError, match="Nvfp4Numbers has no delayed scaling"):
+    with pytest.raises(ValueError, match="Nvfp4Matmul has no delayed scaling"):
         LowPrecision(None, w, jnp.ones(2), NVFP4).matmul(x, None, None)
     with pytest.raises(ValueError, match="needs operands, or a weight"):
         LowPrecision(None, None, None, FP8).matmul(x, None, None)

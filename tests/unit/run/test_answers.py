@@ -54,7 +54,9 @@ def answering(tokenizer, tmp_path, monkeypatch, chat: bool, prefix: str | None =
     model: Any = SimpleNamespace(graph=None, spec=SimpleNamespace(max_positions=1000))
     parameters: Any = {"embed.weight": np.zeros(1)}
     config = Config(chat=ChatOptions(response_prefix=prefix))
-    return answers.AnswerGenerator(answers.Opened(config, model, parameters, tmp_path), answers.Manner(chat=chat))
+    return answers.AnswerGenerator(
+        answers.Opened(config, model, parameters, tmp_path), answers.SamplingOptions(chat=chat)
+    )
 
 
 @pytest.mark.parametrize(

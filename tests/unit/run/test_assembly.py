@@ -8,7 +8,7 @@ from tiny import write_model_folder
 
 from jaxtune.config.schema import Config, DataOptions, OptimOptions, PrecisionOptions
 from jaxtune.config.schema import ModelOptions as ModelOptions
-from jaxtune.optim.build import Step
+from jaxtune.optim.build import UpdateInputs
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import read_base
 from jaxtune.weights.values import initial_parameters
@@ -29,7 +29,7 @@ def test_orthogonalised_updates_ignore_the_size_of_gradients_also_in_float16(one
     random = jax.random.normal(jax.random.key(0), parameters["stacks.0.blocks.0.mlp.up.weight"].shape)
     gradients = {key: jnp.ones_like(value) for key, value in parameters.items()}
     gradients["stacks.0.blocks.0.mlp.up.weight"] = random
-    step = Step(jnp.float32(0.1), jnp.float32(1.0), jnp.bool(True), jax.random.key(0))
+    step = UpdateInputs(jnp.float32(0.1), jnp.float32(1.0), jnp.bool(True), jax.random.key(0))
 
     update = jax.jit(optimizer.update)
 
