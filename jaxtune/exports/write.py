@@ -154,7 +154,7 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
         part, start = gather_element(parameters[name], index), f"{name}_start"
         if start not in parameters:
             return part
-        # The adapter is B A - B_start A_start (`lora.LoRA`), which peft reads as one product of twice the rank.
+        # The adapter is B A - B_start A_start (`lora.lora.LoRA`), which peft reads as one product of twice the rank.
         start = gather_element(parameters[start], index)
         return jnp.concatenate([part, start]) if name.endswith("lora_a") else jnp.concatenate([part, -start], axis=1)
 

@@ -133,7 +133,7 @@ def deferred_sum_axes(config: Config, recipe: PrecisionRecipe, mesh: jax.shardin
     rules, axes = RULES.value, [axis for axis, size in mesh.shape.items() if size > 1]
     dividing = set(itertools.chain(*astuple(rules.parameters), *astuple(rules.gradients)))
     summed = tuple(axis for axis in rules.batch if axis in axes and axis not in dividing)
-    # Before jax 0.11, axes that are not summed last would be gathered (`parallel.apart`).
+    # Before jax 0.11, axes that are not summed last would be gathered (`parallel.manual_axes`).
     return () if GATHERS_OTHER_AXES and set(summed) != set(axes) else summed
 
 

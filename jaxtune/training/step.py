@@ -56,7 +56,7 @@ class GradientSums(NamedTuple):
 
 
 # (trained, frozen, batch with a leading axis of micro-batches, step, scaling, reference) -> sums. There are two:
-# `accumulated_gradients` below, and `run.pipelined.pipelined_gradients`.
+# `accumulated_gradients` below, and `pipelined_step.pipelined_gradients`.
 Gradients = Callable[..., GradientSums]
 
 
