@@ -75,18 +75,12 @@ def jaxtune_step(folder: str, model_kind: str, lora: bool, remat: bool):
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxtune.config.schema import (
-        Config,
-        DataOptions,
-        LoraOptions,
-        MemoryOptions,
-        MeshOptions,
-        ModelOptions,
-        OptimOptions,
-        PrecisionOptions,
-        TrainOptions,
-    )
+    from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, TrainOptions
+    from jaxtune.lora.options import LoraOptions
+    from jaxtune.optim.options import OptimOptions
     from jaxtune.parallel.mesh import make_mesh
+    from jaxtune.parallel.options import MeshOptions
+    from jaxtune.precision.options import PrecisionOptions
     from jaxtune.training.assembly import assemble
     from jaxtune.weights.model import read_base
     from jaxtune.weights.values import frozen_parameters, initial_parameters

@@ -12,9 +12,8 @@ from typing import get_args, get_type_hints
 
 from absl import flags
 
-from jaxtune.config.schema import QuantOptions
-from jaxtune.config.schemes import SCHEMES
 from jaxtune.inference.sampling import BOUNDS, SamplingOptions
+from jaxtune.quant.options import SCHEMES, QuantOptions
 
 _NUMBERS = {
     "max_new_tokens": "maximum number of tokens to generate",

@@ -19,7 +19,7 @@ from absl import flags
 from jaxtune import hf
 from jaxtune.checkpoint import storage
 from jaxtune.checkpoint.storage import RemoteFolder, open_folder
-from jaxtune.config.schema import Config, MeshOptions
+from jaxtune.config.schema import Config
 from jaxtune.data.reading.files import is_url
 from jaxtune.errors import UserError
 from jaxtune.evaluation.export_difference import loss_difference, merge_difference
@@ -27,7 +27,8 @@ from jaxtune.exports.write import CARD, UNFINISHED, check_apart, check_kind, exp
 from jaxtune.host.preflight import check_writable
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.quant import format_of
+from jaxtune.parallel.options import MeshOptions
+from jaxtune.quant.format_names import format_of
 from jaxtune.weights.model import Base
 from jaxtune.weights.trusted_code import base_of_run
 from jaxtune.weights.values import open_run

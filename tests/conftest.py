@@ -101,7 +101,7 @@ def reset_log():
 @pytest.fixture
 def one_device():
     """Return a mesh of one device and make it the current mesh."""
-    from jaxtune.config.schema import MeshOptions
     from jaxtune.parallel.mesh import make_mesh
+    from jaxtune.parallel.options import MeshOptions
 
     return make_mesh(MeshOptions(), jax.devices()[:1])

@@ -14,11 +14,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from jaxtune.columns import Column
-from jaxtune.config.schema import Config, DataOptions, LoraOptions, ModelOptions, QuantOptions
+from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.data.formats.units import Documents, TokenisedDataset
+from jaxtune.lora.options import LoraOptions
 from jaxtune.models import families
 from jaxtune.models.parameters import Parameter, declare
 from jaxtune.models.spec import FeedForward, Heads, Layer, ModelSpec, Norm, Rope
+from jaxtune.quant.options import QuantOptions
 from jaxtune.weights.model import declare_model, read_base
 from jaxtune.weights.values import read_parameters
 

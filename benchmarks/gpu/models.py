@@ -8,21 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from gpu.qwen3 import ALPHA, RANK
-from jaxtune.config.schema import (
-    Config,
-    LoraOptions,
-    MemoryOptions,
-    ModelOptions,
-    OptimOptions,
-    PrecisionOptions,
-    QuantOptions,
-)
+from jaxtune.config.schema import Config, MemoryOptions, ModelOptions
+from jaxtune.lora.options import LoraOptions
 from jaxtune.models import families
 from jaxtune.models.parameters import Parameter, randomize
 from jaxtune.models.score import Batch
+from jaxtune.optim.options import OptimOptions
 from jaxtune.parallel.layout import AXES, by_token
 from jaxtune.parallel.random import named_key
+from jaxtune.precision.options import PrecisionOptions
 from jaxtune.precision.recipes import RECIPES
+from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import Program, assemble
 from jaxtune.weights.model import Base
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from gpu.workers import Row
-from jaxtune.quant import Format, format_of
+from jaxtune.quant.format import Format
+from jaxtune.quant.format_names import format_of
 
 # Arguments of the kernels: codes, scales, tensor_scale.
 Weight = tuple[Array, Array, Array | None]

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxtune.config.option_rules import Problem, find_broken_rules
 from jaxtune.config.schema import MESSAGE_SELECTIONS, TEXT_WEIGHTINGS, ChatOptions, Config
-from jaxtune.config.schemes import ANY_SIZE, BLOCK_SIZES
+from jaxtune.quant.options import ANY_SIZE, BLOCK_SIZES
 
 PER_MATRIX_OPTIMIZERS = (
     "adafactor",

@@ -6,35 +6,21 @@ receives a typed and checked `Config`.
 """
 
 import dataclasses
-import re
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxtune.errors import hide_secrets, shorten
+from jaxtune.lora.options import LoraOptions
+from jaxtune.models.options import AttentionOptions, ExpertsOptions
+from jaxtune.objectives.options import DistillOptions, GrpoOptions, PreferenceOptions
+from jaxtune.optim.options import OptimOptions
+from jaxtune.option_field import option, section
+from jaxtune.parallel.options import MeshOptions, ParallelOptions
+from jaxtune.precision.options import PrecisionOptions
+from jaxtune.quant.options import QuantOptions
 
 # This file is a table, with one or two lines per option; ruff would spread each option over more.
 # fmt: off
-
-
-def option(default: Any, doc: str, unit: str = "", when: str = "") -> Any:
-    """Return a dataclass field with the meaning of an option and the rules for its value.
-
-    Args:
-        default: The value if the option is not set.
-        doc: The meaning of the option, shown to users.
-        unit: The unit and interval of a number: "steps [1, inf)", "(0, inf)", "fraction [0, 1)"; or the form of a text,
-            which is checked: "regex", "REGEX=FACTOR", "KEY=NAME", "KEY=JSON".
-        when: The condition under which it has an effect: a Python expression over options, such as
-            "optim.name == 'muon'"; for an option of a list entry, over the options of the same entry.
-    """
-    unit, bracket, interval = re.fullmatch(r"(.*?) ?([\[(]|$)(.*)", unit).groups()  # type: ignore[union-attr]
-    rules = {"doc": doc, "unit": unit, "within": bracket + interval, "when": when}
-    return dataclasses.field(default=default, metadata=rules)
-
-
-def section(default: Any, when: str) -> Any:
-    """Return a field for a section whose options all have this condition, except those that the condition reads."""
-    return dataclasses.field(default=default, metadata={"when": when})
 
 
 # The options that each dataset type reads: (options that name required columns, other options). An option listed here
@@ -332,159 +318,6 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
-class MuonOptions:
-    """Muon (Jordan et al. 2024): momentum of matrices, orthogonalised; AdamW for embeddings, norms, biases and head."""
-
-    learning_rate: float | None = option(None,
-        "peak learning rate of the matrices; start_lr and min_lr scale in proportion; unset: optim.learning_rate",
-        "(0, inf)")
-    momentum: float = option(0.95, "decay of the momentum", "[0, 1)")
-    nesterov: bool = option(True, "use Nesterov momentum")
-    ns_steps: int = option(5, "Newton-Schulz iterations", "iterations [1, inf)")
-    adjust_lr: Literal["original", "match_rms_adamw"] = option("original",
-        "learning-rate factor of a matrix: original: sqrt(max(1, rows / columns)); match_rms_adamw: 0.2 * "
-        "sqrt(max(rows, columns))")
-
-
-@dataclass(frozen=True)
-class NormuonOptions:
-    """NorMuon (Li et al. 2025, arXiv:2510.05491): Muon whose rows are normalised by their second moment."""
-
-    momentum: float = option(0.95, "decay of the momentum", "[0, 1)")
-    beta2: float = option(0.95, "decay of the per-row second moment", "[0, 1)")
-    ns_steps: int = option(5, "Newton-Schulz iterations", "iterations [1, inf)")
-    cautious_wd: bool = option(True,
-        "apply weight decay only where update and weight have the same sign (arXiv:2510.12402)")
-
-
-@dataclass(frozen=True)
-class OptimOptions:
-    """Optimizer and learning-rate schedule."""
-
-    name: Literal["adamw", "adamw_8bit", "sgd", "adafactor", "lion", "schedule_free", "muon", "normuon"] = option(
-        "adamw", "optimizer; schedule_free is AdamW without a schedule (Defazio et al. 2024)")
-    state_dtype: Literal["float32", "bfloat16"] = option("float32",
-        "dtype of moments and momentum; bfloat16 uses stochastic rounding",
-        when="optim.name in ('adamw', 'lion', 'muon', 'normuon') or (optim.name == 'sgd' and optim.beta1)")
-    learning_rate: float = option(2e-4, "peak learning rate", "(0, inf)")
-    ema_decay: float | None = option(None,
-        "per-step decay of an exponential moving average of the trained weights, such as 0.999; the average is "
-        "evaluated and exported", "(0, 1)")
-    schedule: Literal[
-        "linear", "cosine", "wsd", "constant", "polynomial", "inverse_sqrt", "cosine_with_restarts"
-    ] = option("linear", "shape of the learning rate after warm-up")
-    start_lr: float = option(0.0,
-        "learning rate of the first step, from which warm-up rises; at 0 that step changes nothing, as in "
-        "transformers", "[0, inf)", when="optim.warmup_steps or optim.warmup_ratio")
-    warmup_steps: int = option(0, "linear warm-up in steps; for a fraction of all steps use optim.warmup_ratio",
-        "steps [0, inf)")
-    warmup_ratio: float = option(0.0, "linear warm-up as a fraction of all steps; not with warmup_steps",
-        "fraction [0, 1]", when="not optim.warmup_steps")
-    decay_ratio: float = option(1.0, "fraction of all steps after which the final learning rate is reached and kept",
-        "fraction (0, 1]", when="optim.schedule in ('linear', 'cosine', 'cosine_with_restarts', 'polynomial')")
-    cooldown_steps: int = option(0,
-        "last steps, over which the learning rate falls linearly from its current to its final value", "steps [0, inf)")
-    final_lr_fraction: float = option(0.0, "final learning rate as a fraction of the peak", "fraction [0, 1]",
-        when="optim.min_lr is None and (optim.schedule != 'constant' or optim.cooldown_steps)")
-    min_lr: float | None = option(None, "final learning rate; not with final_lr_fraction", "[0, inf)",
-        when="optim.schedule != 'constant' or optim.cooldown_steps")
-    cycles: float | None = option(None,
-        "cosine: waves (unset: 0.5, one descent); cosine_with_restarts: restarts (unset: 1)", "cycles (0, inf)",
-        when="optim.schedule in ('cosine', 'cosine_with_restarts')")
-    power: float = option(1.0, "exponent of the polynomial schedule", "(0, inf)", when="optim.schedule == 'polynomial'")
-    lr_multipliers: tuple[str, ...] = option((), "learning-rate factors by Hugging Face name; the last match counts",
-        "REGEX=FACTOR")
-    layerwise_lr_decay: float = option(1.0,
-        "learning-rate factor for each layer further from the head (Clark et al. 2020)", "(0, 1]")
-    layerwise_lr_decay_bound: float = option(1.0,
-        "learning-rate factor at the embedding, rising linearly to 1 at the head (ERNIEKit)", "(0, 1]",
-        when="optim.layerwise_lr_decay == 1")
-    weight_decay: float = option(0.0, "decoupled weight decay", "[0, inf)")
-    no_decay: str | None = option(None,
-        "parameters without weight decay, by Hugging Face name; unset: norms, biases and embeddings", "regex",
-        when="optim.weight_decay")
-    decay_multipliers: tuple[str, ...] = option((), "weight-decay factors by Hugging Face name; the last match counts",
-        "REGEX=FACTOR", when="optim.weight_decay")
-    max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: no clipping", "[0, inf)")
-    beta1: float = option(0.9, "decay of the first moment; momentum of sgd", "[0, 1)", when="optim.name != 'adafactor'")
-    beta2: float = option(0.999, "decay of the second moment", "[0, 1)", when="optim.name not in ('sgd', 'adafactor')")
-    epsilon: float = option(1e-8, "added to the square root of the second moment", "(0, inf)",
-        when="optim.name not in ('sgd', 'lion', 'adafactor')")
-    muon: MuonOptions = section(MuonOptions(), when="optim.name == 'muon'")
-    normuon: NormuonOptions = section(NormuonOptions(), when="optim.name == 'normuon'")
-
-
-@dataclass(frozen=True)
-class LoraOptions:
-    """Low-rank adapters (Hu et al. 2021); all other parameters are frozen, except a classifier's head."""
-
-    enabled: bool = option(False, "train adapters instead of the model")
-    rank: int = option(16, "rank of an adapter", "[1, inf)", when="lora.kind == 'lora'")
-    alpha: float = option(32.0, "scale: alpha / rank, or alpha / sqrt(rank) with use_rslora", "(0, inf)",
-        when="lora.kind == 'lora'")
-    dropout: float = option(0.0, "dropout on the adapter's input", "fraction [0, 1)", when="lora.kind == 'lora'")
-    target_modules: str | tuple[str, ...] = option("all-linear",
-        "modules with adapters: all-linear (all but the head; for ia3: keys, values and down projections), a list of "
-        "module names, or a regex over Hugging Face names", "regex")
-    dtype: Literal["float32", "bfloat16"] = option("float32",
-        "dtype of everything trained: adapters, biases, and the head of a classifier")
-    use_rslora: bool = option(False, "rank-stabilised scale (Kalajdzievski 2023)", when="lora.kind == 'lora'")
-    path: str | None = option(None, "PEFT adapter folder to start from")
-    merge_interval: int = option(0,
-        "steps between merges of the adapters into their weights, which are requantized if quantized, and restarts of "
-        "the adapters (ReLoRA, 2023); the whole model is exported then; 0: never", "steps [0, inf)")
-    reset_on_merge: bool = option(False, "reset the optimizer state of everything trained when adapters are merged",
-        when="lora.merge_interval")
-    lr_ratio: float = option(1.0,
-        "learning rate of B, biases and other vectors, relative to A, such as 16 (LoRA+, Hayou et al. 2024); A has "
-        "optim.learning_rate", "(0, inf)", when="lora.kind == 'lora'")
-    bias: Literal["none", "all", "lora_only"] = option("none",
-        "biases of the model trained with the adapters: none, all, or only in layers with an adapter (lora_only)",
-        when="lora.kind == 'lora'")
-    kind: Literal["lora", "ia3"] = option("lora",
-        "lora: low-rank matrices added to the weights; ia3: learned factors on the input of down projections and the "
-        "output of other layers ((IA)^3, Liu et al. 2022)")
-    use_dora: bool = option(False,
-        "weight-decomposed adapters: a trained magnitude for each row of the weight and its adapter (DoRA, Liu et al. "
-        "2024)", when="lora.kind == 'lora'")
-    init: Literal["uniform", "gaussian", "pissa", "olora"] = option("uniform",
-        "uniform, gaussian: random A and zero B, as in peft; pissa (2024): the weight's top singular vectors; olora "
-        "(2024): its first columns, orthonormalised. pissa and olora subtract the adapter from the weight, and export "
-        "plain adapters of twice the rank", when="lora.kind == 'lora' and lora.path is None")
-    freeze_a: bool = option(False, "train only B (LoRA-FA, Zhang et al. 2023)", when="lora.kind == 'lora'")
-    rank_pattern: tuple[str, ...] = option((), "rank by Hugging Face name; the last match counts: ('q_proj=8',)",
-        "REGEX=FACTOR", when="lora.kind == 'lora'")
-    alpha_pattern: tuple[str, ...] = option((), "alpha by Hugging Face name; the last match counts: ('q_proj=16',)",
-        "REGEX=FACTOR", when="lora.kind == 'lora'")
-    layers_to_transform: tuple[int, ...] = option((), "layers that have adapters, numbered from 0; (): all",
-        "layers [0, inf)")
-    modules_to_save: tuple[str, ...] = option((),
-        "modules trained in full together with the adapters, such as ('embed_tokens', 'lm_head')")
-
-
-@dataclass(frozen=True)
-class QuantOptions:
-    """Frozen 4- or 8-bit base weights under LoRA (QLoRA, Dettmers et al. 2023), except the embedding and the head."""
-
-    format: Literal["nf4", "fp4", "fp8", "nvfp4", "mxfp4", "int8", "int4", "weight_only_mix"] | None = option(None,
-        "format of the linear layers' weights; unset: model.dtype, or the format of a quantized checkpoint")
-    block_size: Literal["channel", "tensor"] | int | None = option(None,
-        "weights per scale. nf4, fp4: 64 (unset), 128, 256 or 512 elements of a row; fp8: squares of 64, 128 (unset) "
-        "or 256, 'channel' (a row) or 'tensor'; int8, int4: 'channel' (unset) or elements of a row; nvfp4: 16; mxfp4: "
-        "32")
-    double_quant: bool = option(True, "nf4, fp4: quantize the scales too, to 8 bits",
-        when="quant.format in ('nf4', 'fp4')")
-    four_over_six: bool = option(True, "nvfp4: scale a block to 4 instead of 6 if that lowers its error",
-        when="quant.format == 'nvfp4'")
-    skip_first_layers: int = option(0, "first layers that are not quantized", "layers [0, inf)")
-    skip_last_layers: int = option(0, "last layers that are not quantized", "layers [0, inf)")
-    exclude: str | None = option(None, "linear layers that are not quantized, by Hugging Face name", "regex")
-    noise: float = option(0.0,
-        "standard deviation of noise added each step to the norms before quantized layers, for exploration, such as "
-        "0.01 (AQN of QeRL, 2025); it falls with the learning rate", "[0, inf)")
-
-
-@dataclass(frozen=True)
 class DeviceOptions:
     """Devices for training and evaluation, and XLA settings for them."""
 
@@ -497,44 +330,6 @@ class DeviceOptions:
     collective_timeout_seconds: int | None = option(None,
         "end the run if the first collectives wait this long for other GPUs; for later steps see train.hang_seconds; "
         "unset: XLA's own limits, which include an unlimited wait", "seconds [1, inf)")
-
-
-@dataclass(frozen=True)
-class MeshOptions:
-    """The number of devices along each axis; -1 takes the remaining devices."""
-
-    data: int = option(1, "data parallelism: replicas, each with its own rows", "devices")
-    fsdp: int = option(-1, "fully sharded data parallelism: parameters and rows are sharded", "devices")
-    stage: int = option(1, "pipeline parallelism: stages", "devices")
-    expert: int = option(1, "expert parallelism: experts are sharded", "devices")
-    context: int = option(1, "context parallelism: positions of a row are sharded; attention gathers keys and values",
-        "devices")
-    sequence: int = option(1,
-        "sequence parallelism (DeepSpeed-Ulysses): positions of a row are sharded; attention exchanges them for heads",
-        "devices")
-    tensor: int = option(1, "tensor parallelism: heads, hidden units and vocabulary are sharded", "devices")
-
-
-@dataclass(frozen=True)
-class ParallelOptions:
-    """Sharding over the mesh axes, and communication between devices."""
-
-    zero: Literal[1, 2, 3] = option(3,
-        "ZeRO stage (Rajbhandari et al. 2020): shard 1 the optimizer state, 2 also gradients, 3 also weights, over "
-        "the devices that compute different tokens")
-    reshard_after_forward: bool = option(True,
-        "gather a layer's weights again in the backward pass; False keeps them gathered until then, which takes "
-        "memory for all gathered weights", when="parallel.zero == 3 and precision.recipe in ('bf16', 'fp16', 'fp32')")
-    shard_residual: bool = option(True,
-        "shard positions over mesh.tensor between attention and feed-forward (Megatron-LM sequence parallelism, "
-        "2022): less activation memory, but half as much again is sent for quantized or low-precision weights")
-    pipeline: Literal["1f1b", "gpipe"] = option("1f1b",
-        "pipeline schedule: 1f1b runs each backward pass as early as possible and keeps activations of few "
-        "micro-batches; gpipe runs all forward passes first", when="mesh.stage != 1")
-    virtual_stages: int = option(1,
-        "virtual stages per stage (interleaved 1F1B): stages wait less for each other but send more; "
-        "train.grad_accum_steps must then be a multiple of mesh.stage", "virtual stages [1, inf)",
-        when="mesh.stage != 1")
 
 
 @dataclass(frozen=True)
@@ -566,109 +361,6 @@ class MemoryOptions:
     offload_quants: bool = option(False,
         "keep the quantized weights of layers in pinned host memory; each layer is copied to the device for its "
         "forward and backward pass")
-
-
-@dataclass(frozen=True)
-class AttentionOptions:
-    """The attention kernel."""
-
-    backend: Literal["auto", "cudnn", "fa3", "mosaic", "triton", "xla"] = option("auto",
-        "attention kernel; auto: the first one tested on this kind of GPU; fa3: FlashAttention 3 for Hopper, a "
-        "separate package (pip install 'jaxtune[hopper]')")
-    fallback: Literal["error", "warn"] = option("error",
-        "if that kernel cannot run: refuse and explain why (error), or warn and use auto",
-        when="attention.backend != 'auto'")
-    documents_per_row: int = option(32,
-        "most documents in a row with fa3; data with more is refused, naming the number needed; unused slots cost "
-        "time and memory in the backward pass", "[1, inf)", when="attention.backend == 'fa3'")
-
-    @property
-    def max_documents_per_row(self) -> int | None:
-        """The most documents that the kernel supports in a row; None: any number."""
-        return self.documents_per_row if self.backend == "fa3" else None
-
-
-@dataclass(frozen=True)
-class ExpertsOptions:
-    """Computation and load balancing of a mixture of experts."""
-
-    backend: Literal["auto", "dense", "loop", "kernel"] = option("auto",
-        "kernel: GPU kernels run only the routed experts of each token; loop: the same in XLA; dense: every expert on "
-        "every token, as low precision needs; auto: the first that can run")
-    dispatch: Literal["all_gather", "all_to_all"] = option("all_gather",
-        "how tokens reach experts on other devices: all_gather: each device gets all tokens; all_to_all: only those "
-        "routed to its experts", when="mesh.expert != 1")
-    capacity_factor: float = option(1.25,
-        "rows that a device sends to each other device per round, relative to even routing; the rest follow in "
-        "further rounds, none are dropped. Lower takes less memory, higher fewer rounds", "(0, inf)",
-        when="experts.dispatch == 'all_to_all'")
-    router_loss: float | None = option(None,
-        "coefficient of the load-balancing loss (Switch Transformer, 2021), a mean over layers, added to the training "
-        "loss; unset: from config.json", "[0, inf)")
-    router_loss_over: Literal["batch", "sequence"] = option("batch",
-        "load that is balanced: batch: of a micro-batch on all devices, as in transformers; sequence: of each row "
-        "(DeepSeek-V3, 2024)", when="experts.router_loss")
-    router_z_loss: float = option(0.0,
-        "coefficient of the mean of log(sum(exp(router logits)))^2, added to the training loss (router z-loss of "
-        "ST-MoE, 2022)", "[0, inf)")
-    bias_update_rate: float = option(0.0,
-        "update rate of the router's expert bias (auxiliary-loss-free balancing, DeepSeek-V3, 2024): added for "
-        "experts with less than their layer's mean load, else subtracted; 0: biases stay fixed", "[0, inf)",
-        when="not lora.enabled")
-
-
-@dataclass(frozen=True)
-class Fp16Options:
-    """Dynamic loss scaling (Micikevicius et al. 2017)."""
-
-    loss_scale: float = option(2.0**15, "initial loss scale; halved when gradients overflow", "[1, 1.7e38]")
-    growth_steps: int = option(2000, "steps without overflow after which the loss scale doubles", "steps [1, inf)")
-
-
-@dataclass(frozen=True)
-class Fp8Options:
-    """FP8 training: e4m3 weights and activations, e5m2 gradients, one scale per tensor (Micikevicius et al. 2022)."""
-
-    scaling: Literal["delayed", "current"] = option("delayed",
-        "delayed: a tensor's scale comes from its amax in earlier steps; current: from its current amax")
-    amax_history: int = option(1024, "length of the amax history (delayed)", "steps [1, inf)",
-        when="precision.fp8.scaling == 'delayed'")
-    online_scale_steps: int = option(0, "first steps that use current scaling (delayed)", "steps [0, inf)",
-        when="precision.fp8.scaling == 'delayed'")
-    hadamard: bool = option(False, "Hadamard transform in blocks of 16 before rounding, which spreads outliers")
-
-
-@dataclass(frozen=True)
-class Nvfp4Options:
-    """NVFP4 training (NVIDIA 2025, arXiv:2509.25149): e2m1 with an e4m3 scale for each block of 16."""
-
-    stochastic_rounding: bool = option(True, "stochastic rounding of gradients")
-    hadamard: bool = option(True, "random Hadamard transform of the operands of weight gradients, in blocks of 16",
-        when="not lora.enabled")
-    four_over_six: bool = option(True, "scale a block to 4 instead of 6 if that lowers its error")
-
-
-@dataclass(frozen=True)
-class PrecisionOptions:
-    """Number formats of the computation."""
-
-    recipe: Literal["bf16", "fp32", "fp16", "fp8_hybrid", "nvfp4"] = option("bf16",
-        "format of matrix products and activations; fp8_hybrid and nvfp4 apply to the layers' linear layers, the rest "
-        "is bf16")
-    master_dtype: Literal["float32", "bfloat16"] = option("float32",
-        "dtype of the master weights; bfloat16 uses stochastic rounding", when="not lora.enabled")
-    gradient_dtype: Literal["float32", "bfloat16"] = option("float32",
-        "dtype in which the gradients of a step are accumulated")
-    skip_first_layers: int = option(0, "first layers whose linear layers use the higher precision of precision.exclude",
-        "layers [0, inf)", when="precision.recipe != 'fp32'")
-    skip_last_layers: int = option(0, "last layers whose linear layers use the higher precision of precision.exclude",
-        "layers [0, inf)", when="precision.recipe != 'fp32'")
-    exclude: str | None = option(None,
-        "linear layers multiplied in bf16 (fp8_hybrid, nvfp4) or float32 (bf16, fp16), by Hugging Face name", "regex",
-        when="precision.recipe != 'fp32'")
-    fp16: Fp16Options = section(Fp16Options(), when="precision.recipe == 'fp16'")
-    fp8: Fp8Options = section(Fp8Options(), when="precision.recipe == 'fp8_hybrid'")
-    nvfp4: Nvfp4Options = section(Nvfp4Options(), when="precision.recipe == 'nvfp4'")
 
 
 @dataclass(frozen=True)
@@ -827,71 +519,6 @@ class Provenance(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PreferenceOptions:
-    """Preference learning, from pairs of answers or from single answers marked as desirable or not."""
-
-    loss: Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
-                  "apo_zero", "apo_down", "kto_pair", "simpo", "cpo", "orpo", "kto", "bradley_terry"] | None = option(
-        None,
-        "DPO (sigmoid) and related losses, by TRL's names; simpo, cpo, orpo: no reference; kto: single answers; "
-        "bradley_terry: a reward model (model.head='classification'); unset: next-token loss")
-    beta: float = option(0.1,
-        "strength of the penalty for moving away from the reference; for SimPO the scale of rewards, for ORPO the "
-        "weight of the odds-ratio loss", "(0, inf)", when="preference.loss != 'bradley_terry'")
-    label_smoothing: float = option(0.0, "assumed share of wrong labels", "fraction [0, 0.5)",
-        when="preference.loss in ('sigmoid', 'sigmoid_norm', 'robust', 'exo_pair', 'simpo', 'cpo')")
-    simpo_gamma: float = option(0.5, "reward margin of SimPO", "[0, inf)", when="preference.loss == 'simpo'")
-    offset_alpha: float = option(0.0,
-        "the margin grows by this times the log of the difference of the answers' scores (ODPO)", "[0, inf)",
-        when="preference.loss not in ('kto', 'bradley_terry')")
-    loss_weight: float = option(1.0, "weight of the pairwise loss", "(0, inf)",
-        when="preference.loss not in ('kto', 'bradley_terry')")
-    sft_weight: float | None = option(None,
-        "weight of the added cross-entropy on chosen answers, without their prompts (TRL's ORPO includes them); "
-        "unset: 1 for cpo and orpo, else 0", "[0, inf)", when="preference.loss not in ('kto', 'bradley_terry')")
-    desirable_weight: float = option(1.0, "weight of desirable answers", "[0, inf)", when="preference.loss == 'kto'")
-    undesirable_weight: float = option(1.0, "weight of undesirable answers", "[0, inf)",
-        when="preference.loss == 'kto'")
-    reference: str | None = option("start",
-        "reference model: start: the model before its first step; a folder or hub id of a similar model, or of an "
-        "adapter with lora.enabled; None: reference-free",
-        when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry')")
-    precompute_reference: bool = option(False,
-        "compute the reference log-probabilities once, before the first step, and keep them in data.cache_dir: a step "
-        "then needs no second forward pass and no copy of the weights",
-        when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry') and preference.reference is not None "
-        "and preference.reference_update_steps is None")
-    reference_update_steps: int | None = option(None,
-        "steps after which the current model becomes the reference, each time; an evaluation at that point compares "
-        "the model with itself", "steps [1, inf)",
-        when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry')")
-
-
-@dataclass(frozen=True)
-class DistillOptions:
-    """Distillation: the student learns the teacher's next-token distribution."""
-
-    teacher: str | None = option(None,
-        "a larger model with the same tokenizer: Hugging Face folder, hub id or adapter; scores the documents once, "
-        "before the first step, into data.cache_dir: 8 * top_k + 4 bytes a token",
-        when="model.head == 'lm' and preference.loss is None and not rollout.rewards")
-    divergence: Literal["forward_kl", "reverse_kl", "js"] = option("forward_kl",
-        "divergence of teacher p and student q: KL(p||q), KL(q||p), or between them the generalised Jensen-Shannon "
-        "divergence (js) of GKD (Agarwal et al. 2024)")
-    js_beta: float = option(0.5,
-        "teacher's share in the mixture m = js_beta p + (1 - js_beta) q, and weight of KL(p||m) relative to KL(q||m)",
-        "(0, 1)", when="distill.divergence == 'js'")
-    temperature: float = option(1.0,
-        "divides the logits of both models; the divergence is not multiplied by its square (nor in TRL's GKD)",
-        "(0, inf)")
-    top_k: int = option(64, "most likely teacher tokens that are kept; all others count as a single token",
-        "tokens [1, inf)")
-    weight: float = option(1.0,
-        "share of the divergence in the loss; the rest is the cross-entropy of the targets; 1 leaves it out, because "
-        "the teacher has seen the targets too", "fraction (0, 1]")
-
-
-@dataclass(frozen=True)
 class RolloutOptions:
     """Reinforcement learning: the model generates completions and Python reward functions score them."""
 
@@ -916,26 +543,6 @@ class RolloutOptions:
         "unset: the devices of the run generate them")
     server_seconds: int = option(600, "time limit for a response of the server", "seconds [1, inf)",
         when="rollout.server is not None")
-
-
-@dataclass(frozen=True)
-class GrpoOptions:
-    """GRPO (Shao et al. 2024, arXiv:2402.03300) and variants: rewards relative to the mean of each prompt."""
-
-    loss: Literal["grpo", "dr_grpo", "dapo"] = option("dapo",
-        "grpo: mean over completions of their token mean; dr_grpo: of their token sum / rollout.max_new_tokens (Dr. "
-        "GRPO, 2025); dapo: mean over all tokens of the step (DAPO, 2025), TRL's default")
-    importance: Literal["token", "sequence"] = option("token",
-        "importance ratio that is clipped: token: of each token; sequence: of each completion (GSPO, 2025)")
-    advantage_scale: Literal["group", "batch", "none"] = option("group",
-        "divide rewards, less their group mean, by the standard deviation of the group, of all completions of the "
-        "step (batch), or by nothing (none, Dr. GRPO)")
-    clip_low: float = option(0.2,
-        "lower clipping range: ratios below 1 - clip_low get no gradient that lowers them further", "fraction [0, 1]")
-    clip_high: float | None = option(None, "upper clipping range, above 1; unset: clip_low", "[0, inf)")
-    beta: float = option(0.0, "coefficient of the KL divergence from the model before its first step", "[0, inf)")
-    iterations: int = option(1, "optimizer updates with the completions of a step", "updates [1, inf)")
-    mask_truncated: bool = option(False, "mask truncated completions out of the loss (DAPO)")
 
 
 @dataclass(frozen=True)

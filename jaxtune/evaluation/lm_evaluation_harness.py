@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from jaxtune import data, hf
 from jaxtune.columns import LOSS_WEIGHT, NEXT_TOKEN, TOKENS
-from jaxtune.config.schema import Config, DataOptions, PrecisionOptions
+from jaxtune.config.schema import Config, DataOptions
 from jaxtune.data.chat.sandbox import Template
 from jaxtune.data.formats.prompts import Prompts
 from jaxtune.data.formats.units import Documents, TokenisedDataset
@@ -43,6 +43,7 @@ from jaxtune.models.score import Batch, score
 from jaxtune.objectives.document_sums import sum_documents
 from jaxtune.parallel.layout import RULES, P, by_token, shards
 from jaxtune.parallel.mesh import data_shards
+from jaxtune.precision.options import PrecisionOptions
 from jaxtune.precision.recipes import PrecisionRecipe, recipe_of
 from jaxtune.training.assembly import call_of
 from jaxtune.training.memory import explain_out_of_memory

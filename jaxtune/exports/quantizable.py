@@ -5,13 +5,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from jaxtune.config.schemes import SCHEMES
 from jaxtune.errors import UserError
 from jaxtune.hf.quantized.written import ALL_EXPERTS_FORMATS, EXPERT_FORMATS, fusion_group, quantization_config
 from jaxtune.models.families import names_of
 from jaxtune.models.parameters import Parameter, loaded_names
 from jaxtune.models.places import Place
-from jaxtune.quant import Format, format_of
+from jaxtune.quant.format import Format
+from jaxtune.quant.format_names import format_of
+from jaxtune.quant.options import SCHEMES
 from jaxtune.weights.model import Model
 
 log = logging.getLogger("jaxtune")

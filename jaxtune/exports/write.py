@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtune import data, hf
-from jaxtune.config.schema import Config, LoraOptions
+from jaxtune.config.schema import Config
 from jaxtune.data.formats.sample_formats import ends_texts
 from jaxtune.errors import UserError
 from jaxtune.exports.card import card_datasets, card_evaluation, card_recipe, card_rows
@@ -22,6 +22,7 @@ from jaxtune.exports.quantizable import choose
 from jaxtune.host.lock import hold_lock
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.lora.lora import LoRA
+from jaxtune.lora.options import LoraOptions
 from jaxtune.models import families
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.parameters import Parameter, loaded_names

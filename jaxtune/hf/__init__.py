@@ -1,6 +1,5 @@
 """Hugging Face folders, read and written: config, weights, tokenizer, PEFT adapters, model card; and uploads."""
 
-from jaxtune.config.schemes import SCHEMES
 from jaxtune.hf.description import (
     SINGLE_MODEL_DEFAULTS,
     Folders,
@@ -36,3 +35,4 @@ from jaxtune.hf.weights import (
     read_tensors,
     write,
 )
+from jaxtune.quant.options import SCHEMES

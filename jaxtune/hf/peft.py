@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 
-from jaxtune.config.schema import LoraOptions
 from jaxtune.errors import UserError
 from jaxtune.hf.model_folder import staging_folder
 from jaxtune.hf.tensor_sources import DTYPES, TensorSource, current_name, open_sources
 from jaxtune.hf.weights import OutputTensor, write
 from jaxtune.json_file import read_json
+from jaxtune.lora.options import LoraOptions
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HEAD = "score.weight"  # the head of a classifier, which is trained in full together with the adapters

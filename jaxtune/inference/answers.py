@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxtune import hf
-from jaxtune.config.schema import Config, DataOptions, Dataset, MeshOptions, QuantOptions
+from jaxtune.config.schema import Config, DataOptions, Dataset
 from jaxtune.config.schema import ModelOptions as ModelOptions
 from jaxtune.data.formats.prompts import Prompt, Prompts, Sample
 from jaxtune.errors import UserError
@@ -30,6 +30,8 @@ from jaxtune.models.decode import Sampling
 from jaxtune.models.decoder import Parameters
 from jaxtune.parallel.layout import AXES
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
+from jaxtune.quant.options import QuantOptions
 from jaxtune.weights.model import Model, declare_model, read_base
 from jaxtune.weights.trusted_code import with_plugins
 from jaxtune.weights.values import config_for_model, initial_parameters, open_run, read_parameters, tokenizer_folder

@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Mapping, Set
 
-from jaxtune.config.schema import LoraOptions
 from jaxtune.errors import UserError
 from jaxtune.lora.dora import DoRA
 from jaxtune.lora.ia3 import IA3
 from jaxtune.lora.lora import FROM_WEIGHT, LoRA
+from jaxtune.lora.options import LoraOptions
 from jaxtune.models.parameters import Site, loaded_names, sites
 from jaxtune.models.selection import select
 from jaxtune.models.spec import ModelSpec

@@ -223,7 +223,7 @@ class Treatment(NamedTuple):
     Attributes:
         trained: whether a training step updates it.
         stored: its quantization format, a `quant.Format`; None: an array.
-        multiplied: the low-precision format of its products, a `precision.operands.MatmulFormat`; None: the compute dtype.
+        multiplied: the low-precision format of its products, a `MatmulFormat`; None: the compute dtype.
         float32: whether its products are in float32, as in recipe fp32.
         adapter: the adapter that is trained with it, an `Adapter` of models.layers.linear; None: none.
     """

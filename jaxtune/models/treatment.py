@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxtune.config.schema import PrecisionOptions, QuantOptions
 from jaxtune.errors import UserError
 from jaxtune.models.parameters import Site, sites
 from jaxtune.models.selection import select
 from jaxtune.models.spec import ModelSpec, with_treatment
+from jaxtune.precision.options import PrecisionOptions
 from jaxtune.precision.recipes import matmul_format
+from jaxtune.quant.options import QuantOptions
 
 
 def treat(spec: ModelSpec, names: Iterable[str], **change: Any) -> ModelSpec:

@@ -5,10 +5,10 @@ from functools import partial
 import jax.numpy as jnp
 
 from jaxtune.columns import NEXT_TOKEN, teacher_columns
-from jaxtune.config.schema import DistillOptions
 from jaxtune.models.divergence import Divergence
 from jaxtune.models.score import Batch, Scores
 from jaxtune.objectives.objective import Objective, Sums
+from jaxtune.objectives.options import DistillOptions
 
 
 def distillation(options: DistillOptions, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Objective:

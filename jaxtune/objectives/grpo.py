@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Float64
 
 from jaxtune.columns import ADVANTAGE, NEXT_TOKEN, OLD_LOG_PROB
-from jaxtune.config.schema import GrpoOptions
 from jaxtune.models.score import Batch, Scores
 from jaxtune.objectives.objective import Objective, Sums
+from jaxtune.objectives.options import GrpoOptions
 
 EPSILON = 1e-4  # added to a standard deviation, as in TRL
 

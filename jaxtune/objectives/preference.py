@@ -17,10 +17,10 @@ from jax.nn import log_sigmoid, relu, sigmoid
 from jaxtyping import Array, Bool, Float
 
 from jaxtune.columns import DESIRABLE, LAST, NEXT_TOKEN, REFERENCE, SCORE_DELTA, SCORED
-from jaxtune.config.schema import PreferenceOptions
 from jaxtune.models.score import Batch, LabelScores, Scores
 from jaxtune.objectives.document_sums import sum_documents
 from jaxtune.objectives.objective import Objective, Sums
+from jaxtune.objectives.options import PreferenceOptions
 
 REFERENCE_FREE = ("simpo", "cpo", "orpo")
 """Losses that have no reference model."""

@@ -10,11 +10,11 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxtune.config.schema import OptimOptions
 from jaxtune.optim import multipliers, rules
 from jaxtune.optim.adamw_8bit import adamw_8bit
 from jaxtune.optim.driver import apply_rule, on_stages, over_stages, update_by_layer
 from jaxtune.optim.muon import muon, normuon
+from jaxtune.optim.options import OptimOptions
 from jaxtune.optim.rules import Hyperparameters, Rule, RuleState, Updated, UpdateInputs
 from jaxtune.parallel.layout import reshard_to
 from jaxtune.parallel.offload import is_on_host, put_like, to_device

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from jaxtyping import Float
 
-from jaxtune.config.schema import OptimOptions
 from jaxtune.errors import UserError
 from jaxtune.models.selection import select
+from jaxtune.optim.options import OptimOptions
 
 EMBEDDING = "embed_tokens"
 NO_DECAY = rf"norm|bias|A_log|sinks|{EMBEDDING}"

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from jaxtune.config.schema import OptimOptions
 from jaxtune.errors import UserError
+from jaxtune.optim.options import OptimOptions
 
 log = logging.getLogger("jaxtune")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from jaxtune.config.schema import MeshOptions, ParallelOptions
 from jaxtune.errors import UserError
 from jaxtune.parallel.layout import AXES, RULES, Axes, Layout, Rules, shards
+from jaxtune.parallel.options import MeshOptions, ParallelOptions
 
 
 def make_mesh(

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxtune.config.schema import PrecisionOptions
 from jaxtune.errors import UserError
 from jaxtune.precision.fp8 import Fp8Matmul
 from jaxtune.precision.linears import Linears, LinearWeight
 from jaxtune.precision.nvfp4 import Nvfp4Matmul, native
 from jaxtune.precision.operands import MatmulFormat
+from jaxtune.precision.options import PrecisionOptions
 from pallas_kernels.gpus import Device
 
 

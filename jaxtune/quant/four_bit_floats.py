@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from jaxtune.config.schema import QuantOptions
-from jaxtune.config.schemes import BLOCK_SIZES
 from jaxtune.quant.array import SCALES_PER_OUTER, TINY, QuantizedArray, block_absmax, by_block, in_blocks, nearest, pack
 from jaxtune.quant.format import Format
+from jaxtune.quant.options import BLOCK_SIZES, QuantOptions
 from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxtune.config.schema import QuantOptions
 from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, divisors, in_blocks
 from jaxtune.quant.format import Format
+from jaxtune.quant.options import QuantOptions
 
 LARGEST = 448.0  # the largest e4m3 number
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxtune.config.schema import QuantOptions
 from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, divisors, in_blocks, pack
 from jaxtune.quant.format import Format
+from jaxtune.quant.options import QuantOptions
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 
 

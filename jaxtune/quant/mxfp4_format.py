@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from jaxtune.config.schema import QuantOptions
-from jaxtune.config.schemes import BLOCK_SIZES
 from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, e8m0, in_blocks, pack
 from jaxtune.quant.format import Format
 from jaxtune.quant.nvfp4_format import nearest_e2m1
+from jaxtune.quant.options import BLOCK_SIZES, QuantOptions
 
 LARGEST_EXPONENT = 2  # the largest e2m1 exponent
 

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from jaxtune.config.schema import QuantOptions
-from jaxtune.config.schemes import BLOCK_SIZES
 from jaxtune.quant.array import TINY, QuantizedArray, block_absmax, by_block, divisors, in_blocks, pack
 from jaxtune.quant.format import Format
+from jaxtune.quant.options import BLOCK_SIZES, QuantOptions
 from pallas_kernels.quant_matmul.elements import ELEMENTS, e4m3
 
 LARGEST, LARGEST_SCALE = 6.0, 448.0

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.config.schema import Config, DataOptions, MemoryOptions, MeshOptions, OptimOptions, TrainOptions
+from jaxtune.config.schema import Config, DataOptions, MemoryOptions, TrainOptions
 from jaxtune.config.schema import ModelOptions as ModelOptions
 from jaxtune.models import families
+from jaxtune.optim.options import OptimOptions
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 from jaxtune.training.assembly import Program, assemble
 from jaxtune.weights.model import Base
 from jaxtune.weights.values import frozen_parameters, initial_parameters

@@ -15,16 +15,19 @@ import numpy as np
 from jaxtune import data, hf
 from jaxtune.checkpoint import fingerprint
 from jaxtune.columns import teacher_columns
-from jaxtune.config.schema import Config, ExpertsOptions, MemoryOptions, PrecisionOptions, QuantOptions
+from jaxtune.config.schema import Config, MemoryOptions
 from jaxtune.data.rows.splits import cache_folder
 from jaxtune.errors import UserError
 from jaxtune.host.process import compiler_options
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.divergence import likeliest
+from jaxtune.models.options import ExpertsOptions
 from jaxtune.models.score import Batch, hidden_states
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import data_shards
+from jaxtune.precision.options import PrecisionOptions
 from jaxtune.precision.recipes import recipe_of
+from jaxtune.quant.options import QuantOptions
 from jaxtune.scoring.memmap_cache import load_or_compute
 from jaxtune.training.assembly import call_of
 from jaxtune.weights.model import Model, declare_model, read_base

@@ -29,7 +29,8 @@ from jaxtune.parallel.mesh import misfit
 from jaxtune.precision.linears import Frozen, Linears
 from jaxtune.precision.operands import MatmulFormat
 from jaxtune.precision.recipes import check_device, linears_of
-from jaxtune.quant import Format, format_of
+from jaxtune.quant.format import Format
+from jaxtune.quant.format_names import format_of
 from jaxtune.weights.architecture import spec_of
 from pallas_kernels.gpus import current_device
 

@@ -18,7 +18,7 @@ from jaxtune.models.decoder import Parameters
 from jaxtune.models.parameters import Parameter, draw_parameter
 from jaxtune.parallel.layout import P
 from jaxtune.parallel.random import named_key
-from jaxtune.quant import QuantizedArray
+from jaxtune.quant.array import QuantizedArray
 from jaxtune.weights.model import Model
 
 

@@ -13,15 +13,17 @@ import jax.numpy as jnp
 
 from jaxtune import hf
 from jaxtune.checkpoint import CheckpointManager, RestoredCheckpoint, verify_fingerprint
-from jaxtune.config.schema import Config, LoraOptions, QuantOptions
+from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.lora.lora import LoRA
+from jaxtune.lora.options import LoraOptions
 from jaxtune.models import families
 from jaxtune.models.decoder import Parameters, cast_like
 from jaxtune.models.parameters import Parameter, abstract, randomize
 from jaxtune.precision.linears import Frozen
 from jaxtune.quant.mxfp4_format import Mxfp4
+from jaxtune.quant.options import QuantOptions
 from jaxtune.weights.adapter_start import begin_adapters
 from jaxtune.weights.model import Model, abstract_average, declare_model, read_base
 from jaxtune.weights.reference import abstract_reference

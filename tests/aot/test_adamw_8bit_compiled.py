@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtune.config.schema import MeshOptions, OptimOptions
 from jaxtune.optim.build import Trained, UpdateInputs, build
+from jaxtune.optim.options import OptimOptions
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 from pallas_kernels import aot
 
 # The MLP gate projections of Qwen3-8B, its embedding, and the scales of a norm.

@@ -8,10 +8,11 @@ import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from jaxtune.config.schema import Config, DeviceOptions, MeshOptions
+from jaxtune.config.schema import Config, DeviceOptions
 from jaxtune.errors import UserError
 from jaxtune.host.process import GPU_OPTIONS, compiler_options
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 from jaxtune.plan.launches import count_executed, read_program
 from pallas_kernels import aot
 

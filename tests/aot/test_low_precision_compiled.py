@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtune.config.schema import MeshOptions
 from jaxtune.host.process import compiler_options
 from jaxtune.parallel.layout import by_token, sharding
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 from jaxtune.parallel.random import Noise
 from jaxtune.precision.fp8 import Fp8Matmul
 from jaxtune.precision.matmul import MAXIMA, LowPrecision

@@ -10,8 +10,8 @@ from runs import call, write_conversations
 from tiny import read_model, write_model_folder
 
 from jaxtune.config import load_recipe, resolve
-from jaxtune.config.schema import QuantOptions
 from jaxtune.exports.write import export_full
+from jaxtune.quant.options import QuantOptions
 
 SIZES = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts_per_tok=2)
 # Families whose files have a module for each expert, and families with all experts in one tensor.

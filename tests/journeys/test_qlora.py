@@ -11,8 +11,8 @@ from journey import check_resumed_run, load_in_transformers
 from runs import call, metrics, recipe_command
 from safetensors import safe_open
 
-from jaxtune.config.schema import QuantOptions
-from jaxtune.quant import format_of
+from jaxtune.quant.format_names import format_of
+from jaxtune.quant.options import QuantOptions
 
 # Dimensions that are whole blocks in every format.
 SIZES = dict(hidden_size=128, intermediate_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=32)

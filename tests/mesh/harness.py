@@ -15,23 +15,20 @@ from jaxtune.config.schema import (
     Config,
     DataOptions,
     Dataset,
-    DistillOptions,
-    GrpoOptions,
-    LoraOptions,
     MemoryOptions,
-    MeshOptions,
     ModelOptions,
-    OptimOptions,
-    ParallelOptions,
-    PrecisionOptions,
-    PreferenceOptions,
-    QuantOptions,
     RolloutOptions,
     TrainOptions,
 )
 from jaxtune.data.rows.deal import deal_row
+from jaxtune.lora.options import LoraOptions
+from jaxtune.objectives.options import DistillOptions, GrpoOptions, PreferenceOptions
+from jaxtune.optim.options import OptimOptions
 from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel.mesh import data_shards, make_mesh
+from jaxtune.parallel.options import MeshOptions, ParallelOptions
+from jaxtune.precision.options import PrecisionOptions
+from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import assemble, compile_step
 from jaxtune.weights.model import read_base
 from jaxtune.weights.values import frozen_parameters, initial_parameters

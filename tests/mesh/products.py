@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.config.schema import MeshOptions
 from jaxtune.parallel.layout import P, by_token, gathered_entry, spec
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 from jaxtune.parallel.random import Noise
 from jaxtune.precision.fp8 import Fp8Matmul
 from jaxtune.precision.matmul import LowPrecision

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import MeshOptions, OptimOptions
 from jaxtune.optim.adamw_8bit import adamw_8bit
 from jaxtune.optim.build import Trained, UpdateInputs, build
+from jaxtune.optim.options import OptimOptions
 from jaxtune.optim.rules import Hyperparameters
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 
 RATE = 1e-2
 RULE = adamw_8bit(0.9, 0.99, 1e-8)

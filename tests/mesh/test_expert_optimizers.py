@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import MeshOptions, OptimOptions
 from jaxtune.optim.build import Trained, build
+from jaxtune.optim.options import OptimOptions
 from jaxtune.optim.rules import UpdateInputs
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 
 LAYERS, EXPERTS = 2, 4
 NAMES = tuple(

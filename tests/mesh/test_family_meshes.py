@@ -14,24 +14,17 @@ from mesh.harness import MESHES, ROWS, SEQUENCE, fetch_arrays, fields, micro_bat
 from safetensors.numpy import load_file
 from tiny import layer, read_model, spec, write_model_folder
 
-from jaxtune.config.schema import (
-    Config,
-    DataOptions,
-    LoraOptions,
-    MemoryOptions,
-    MeshOptions,
-    ModelOptions,
-    ParallelOptions,
-    PrecisionOptions,
-    QuantOptions,
-    TrainOptions,
-)
-from jaxtune.config.schema import ExpertsOptions as Options
+from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, TrainOptions
 from jaxtune.exports.write import export_full
+from jaxtune.lora.options import LoraOptions
+from jaxtune.models.options import ExpertsOptions as Options
 from jaxtune.models.parameters import randomize
 from jaxtune.models.spec import ClampedSilu, DeltaNet, Experts, FeedForward, Heads, Latent, Norm, Rope
 from jaxtune.parallel.layout import AXES
 from jaxtune.parallel.mesh import data_shards, make_mesh
+from jaxtune.parallel.options import MeshOptions, ParallelOptions
+from jaxtune.precision.options import PrecisionOptions
+from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import Base
 

@@ -34,10 +34,10 @@ from mesh.harness import (
 )
 
 from jaxtune.config import schema
-from jaxtune.config.schema import MeshOptions
 from jaxtune.errors import UserError
 from jaxtune.models.layers import mlp
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 from jaxtune.weights.model import declare_model, read_base
 
 with (Path(__file__).parent / "rows.csv").open(newline="") as file:

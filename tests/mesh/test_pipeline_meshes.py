@@ -11,21 +11,15 @@ from runs import call, metrics, recipe
 from safetensors.numpy import load_file
 from tiny import spec, write_model_folder
 
-from jaxtune.config.schema import (
-    Config,
-    DataOptions,
-    LoraOptions,
-    MeshOptions,
-    ModelOptions,
-    ParallelOptions,
-    QuantOptions,
-    TrainOptions,
-)
+from jaxtune.config.schema import Config, DataOptions, ModelOptions, TrainOptions
 from jaxtune.errors import UserError
 from jaxtune.exports.write import export_full
+from jaxtune.lora.options import LoraOptions
 from jaxtune.models.parameters import randomize
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions, ParallelOptions
+from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.describe import describe_pipeline
 from jaxtune.weights.model import Base, declare_model, read_base

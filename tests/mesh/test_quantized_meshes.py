@@ -4,9 +4,12 @@ import jax
 import pytest
 from mesh.harness import folder
 
-from jaxtune.config.schema import Config, DataOptions, LoraOptions, MeshOptions, ModelOptions, QuantOptions
+from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.errors import UserError
+from jaxtune.lora.options import LoraOptions
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
+from jaxtune.quant.options import QuantOptions
 from jaxtune.weights.model import declare_model, read_base
 
 

@@ -8,11 +8,12 @@ import pytest
 from mesh.harness import OPTIMIZERS, Case, assert_equal, config_of, micro_batches, one_device, train
 from mesh.products import NUMBERS, SHAPES, assert_eight_devices_equal_one
 
-from jaxtune.config.schema import MeshOptions, ParallelOptions, TrainOptions
+from jaxtune.config.schema import TrainOptions
 from jaxtune.errors import UserError
 from jaxtune.parallel.layout import RULES, Layout, Rules
 from jaxtune.parallel.manual_axes import GATHERS_OTHER_AXES
 from jaxtune.parallel.mesh import make_mesh, rules_of
+from jaxtune.parallel.options import MeshOptions, ParallelOptions
 from jaxtune.plan.launches import read_program
 from jaxtune.precision.recipes import recipe_of
 from jaxtune.training.assembly import assemble, compile_step, deferred_sum_axes

@@ -12,17 +12,12 @@ from mesh.products import MESHES as PRODUCT_MESHES
 from mesh.products import NUMBERS, SHAPES, assert_eight_devices_equal_one
 from runs import write_model_folder
 
-from jaxtune.config.schema import (
-    Config,
-    DataOptions,
-    LoraOptions,
-    MemoryOptions,
-    MeshOptions,
-    ModelOptions,
-    PrecisionOptions,
-)
+from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions
+from jaxtune.lora.options import LoraOptions
 from jaxtune.models.parameters import randomize
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
+from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import read_base
 from jaxtune.weights.values import frozen_parameters

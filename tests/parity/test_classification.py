@@ -10,14 +10,16 @@ from batches import make_batch, tokens
 from parity.test_families import gradients_in_files
 from tiny import CHATML, FAMILIES, byte_tokenizer, save_torch_model
 
-from jaxtune.config.schema import Config, DataOptions, LoraOptions, ModelOptions, PreferenceOptions
+from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.exports.write import export
 from jaxtune.host.run_folder import RunFolder
+from jaxtune.lora.options import LoraOptions
 from jaxtune.models import families
 from jaxtune.models.decoder import bind
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import score_labels
+from jaxtune.objectives.options import PreferenceOptions
 from jaxtune.training.assembly import objective_of
 from jaxtune.weights.class_labels import resolve_labels
 from jaxtune.weights.model import declare_model, read_base

@@ -9,7 +9,9 @@ import pytest
 from batches import make_batch
 from tiny import byte_tokenizer, read_model, save_torch_model
 
-from jaxtune.config.schema import LoraOptions, PrecisionOptions, PreferenceOptions
+from jaxtune.lora.options import LoraOptions
+from jaxtune.objectives.options import PreferenceOptions
+from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import assemble
 
 trl = pytest.importorskip("trl", reason="the reference is TRL, which needs torch (Python 3.11 here)")

@@ -11,7 +11,7 @@ import pytest
 from batches import logits_on_host, make_batch, tokens
 from tiny import FAMILIES, byte_tokenizer, read_model, save_torch_model
 
-from jaxtune.config.schema import Config, DataOptions, ModelOptions, QuantOptions
+from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.exports.copied_tensors import copied_layers, warn_lost_layers
 from jaxtune.exports.write import export_full
@@ -19,6 +19,7 @@ from jaxtune.hf.tensor_sources import current_name, open_sources
 from jaxtune.models.decoder import bind
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import score
+from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import objective_of
 from jaxtune.weights.model import declare_model, read_base
 from jaxtune.weights.values import read_parameters

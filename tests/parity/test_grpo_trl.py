@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import GrpoOptions
 from jaxtune.models.score import Scores
 from jaxtune.objectives.grpo import advantages, grpo
+from jaxtune.objectives.options import GrpoOptions
 
 torch = pytest.importorskip("torch", reason="the reference is TRL, which needs torch (Python 3.11 here)")
 trl = pytest.importorskip("trl", reason="the reference is TRL, which needs torch (Python 3.11 here)")

@@ -5,9 +5,11 @@ import pytest
 from benchmark_tasks import TASK_OPTIONS, write_tasks
 from tiny import byte_tokenizer, save_torch_model
 
-from jaxtune.config.schema import Config, DataOptions, MeshOptions, ModelOptions, PrecisionOptions, TrainOptions
+from jaxtune.config.schema import Config, DataOptions, ModelOptions, TrainOptions
 from jaxtune.evaluation.validation import open_evaluated
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
+from jaxtune.precision.options import PrecisionOptions
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
 FAMILY = "llama, llama3 rope, untied, biases"

@@ -10,20 +10,15 @@ import pytest
 from batches import compute_logits, logits_on_host, make_batch, tokens
 from tiny import read_model, save_torch_model
 
-from jaxtune.config.schema import (
-    Config,
-    DataOptions,
-    LoraOptions,
-    MemoryOptions,
-    ModelOptions,
-    PrecisionOptions,
-    PreferenceOptions,
-    QuantOptions,
-)
+from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.exports.write import export
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.lora.inject import inject
+from jaxtune.lora.options import LoraOptions
+from jaxtune.objectives.options import PreferenceOptions
+from jaxtune.precision.options import PrecisionOptions
+from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import assemble, trained_of
 from jaxtune.weights.model import read_base
 from jaxtune.weights.reference import is_kept

@@ -10,12 +10,14 @@ from batches import logits_on_host, make_batch, tokens
 from safetensors.numpy import load_file, save_file
 from tiny import read_model, save_torch_model
 
-from jaxtune.config.schema import LoraOptions, MeshOptions, QuantOptions
 from jaxtune.errors import UserError
+from jaxtune.lora.options import LoraOptions
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 from jaxtune.precision.recipes import RECIPES
+from jaxtune.quant.options import QuantOptions
 from jaxtune.training.step import accumulated_gradients
 
 BLOCK = 32

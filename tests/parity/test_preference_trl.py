@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import PreferenceOptions
 from jaxtune.models.score import LabelScores, Scores
+from jaxtune.objectives.options import PreferenceOptions
 from jaxtune.objectives.preference import LOSSES, preference
 
 torch = pytest.importorskip("torch", reason="the reference is TRL, which needs torch (Python 3.11 here)")

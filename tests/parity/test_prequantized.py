@@ -7,7 +7,7 @@ import pytest
 from tiny import write_model_folder
 
 from jaxtune import hf
-from jaxtune.quant import format_of
+from jaxtune.quant.format_names import format_of
 
 torch = pytest.importorskip("torch", reason="bitsandbytes needs torch, whose CPU build exists for Python 3.11 only")
 bitsandbytes = pytest.importorskip("bitsandbytes")

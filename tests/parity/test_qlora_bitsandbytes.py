@@ -7,12 +7,13 @@ import pytest
 from batches import make_batch, tokens
 from tiny import read_model, save_torch_model
 
-from jaxtune.config.schema import LoraOptions, QuantOptions
 from jaxtune.exports.write import export
 from jaxtune.host.run_folder import RunFolder
+from jaxtune.lora.options import LoraOptions
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.precision.recipes import RECIPES
+from jaxtune.quant.options import QuantOptions
 from jaxtune.training.step import accumulated_gradients
 
 torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")

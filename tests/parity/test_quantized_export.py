@@ -8,7 +8,7 @@ from tiny import read_model, save_torch_model
 
 from jaxtune.exports import write
 from jaxtune.hf import SCHEMES
-from jaxtune.quant import format_of
+from jaxtune.quant.format_names import format_of
 
 torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
 

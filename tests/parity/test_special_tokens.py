@@ -6,10 +6,12 @@ import pytest
 from tiny import byte_tokenizer, save_torch_model
 
 from jaxtune import hf
-from jaxtune.config.schema import ChatOptions, Config, DataOptions, LoraOptions, MeshOptions, ModelOptions
+from jaxtune.config.schema import ChatOptions, Config, DataOptions, ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.exports.write import export_full
+from jaxtune.lora.options import LoraOptions
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 from jaxtune.weights.model import declare_model, read_base
 from jaxtune.weights.values import read_parameters
 

@@ -8,18 +8,12 @@ import pytest
 from tiny import byte_tokenizer, save_torch_model, write_model_folder
 
 from jaxtune.columns import NEXT_TOKEN, teacher_columns
-from jaxtune.config.schema import (
-    Config,
-    DataOptions,
-    Dataset,
-    DistillOptions,
-    MeshOptions,
-    ModelOptions,
-    PrecisionOptions,
-    TrainOptions,
-)
+from jaxtune.config.schema import Config, DataOptions, Dataset, ModelOptions, TrainOptions
 from jaxtune.data.rows.feed import open_feed
+from jaxtune.objectives.options import DistillOptions
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
+from jaxtune.precision.options import PrecisionOptions
 from jaxtune.scoring.teacher_scores import add_teacher_columns, declare_teacher
 
 TOP_K, SEQ_LEN, TEMPERATURE = 12, 32, 1.5

@@ -16,14 +16,14 @@ import jax
 import numpy as np
 from jaxtyping import Float, Shaped, UInt8
 
-from jaxtune.config.schema import QuantOptions
 from jaxtune.errors import UserError
 from jaxtune.hf.model_folder import read_config
 from jaxtune.hf.tensor_sources import TensorSource, check_content, open_weights
 from jaxtune.hf.weights import Target, choose_chunk_bytes, fill
 from jaxtune.models.places import Place
-from jaxtune.quant import QuantizedArray, format_of
-from jaxtune.quant.array import SCALES_PER_OUTER
+from jaxtune.quant.array import SCALES_PER_OUTER, QuantizedArray
+from jaxtune.quant.format_names import format_of
+from jaxtune.quant.options import QuantOptions
 from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP
 from pallas_kernels.quant_matmul import ELEMENTS
 

@@ -15,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxtune.config.schemes import SCHEMES
 from jaxtune.errors import UserError
 from jaxtune.hf.quantized.prequantized import convert_int4_codes, swap_codes
 from jaxtune.hf.weights import OutputTensor
-from jaxtune.quant import Format, QuantizedArray, format_of
+from jaxtune.quant.array import QuantizedArray
+from jaxtune.quant.format import Format
+from jaxtune.quant.format_names import format_of
+from jaxtune.quant.options import SCHEMES
 from pallas_kernels.quant_matmul import ELEMENTS
 
 # Formats in which experts can be quantized. transformers 5 fuses separate experts into one tensor when it reads them;

@@ -13,12 +13,13 @@ from runs import call, metrics, recipe
 from jaxtune.checkpoint import CheckpointManager, manifest
 from jaxtune.checkpoint.manager import FORMAT
 from jaxtune.checkpoint.regroup import pieces
-from jaxtune.config.schema import MeshOptions, OptimOptions
 from jaxtune.errors import UserError
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.models.spec import StackSpec
 from jaxtune.optim.build import Trained, build
+from jaxtune.optim.options import OptimOptions
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 from jaxtune.precision import loss_scale
 from jaxtune.training.state import Scaling
 from jaxtune.weights.values import open_run

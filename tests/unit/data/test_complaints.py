@@ -14,7 +14,7 @@ import pytest
 from tiny import CHATML, byte_tokenizer, numbered_documents
 
 from jaxtune.columns import NEXT_TOKEN
-from jaxtune.config.schema import Config, DataOptions, Dataset, MeshOptions
+from jaxtune.config.schema import Config, DataOptions, Dataset
 from jaxtune.data.cache import documents
 from jaxtune.data.cache.documents import tokenize
 from jaxtune.data.chat.chat_template import ChatTemplate
@@ -24,6 +24,7 @@ from jaxtune.data.rows.packed_rows import Rows
 from jaxtune.errors import UserError
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 
 TURNS = [("user", "Hi"), ("assistant", "Yo"), ("user", "So?"), ("assistant", "Ok.")]
 MESSAGES = [{"role": role, "content": text} for role, text in TURNS]

@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from tiny import numbered_documents
 
 from jaxtune.columns import NEXT_TOKEN
-from jaxtune.config.schema import DataOptions, MeshOptions
+from jaxtune.config.schema import DataOptions
 from jaxtune.data.rows.deal import deal_positions, deal_row
 from jaxtune.data.rows.loader import abstract_batch, batches
 from jaxtune.data.rows.packed_rows import Rows
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 
 LONG = 2**16
 

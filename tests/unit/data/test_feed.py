@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from tiny import ORDERS, numbered_documents
 
-from jaxtune.config.schema import Config, DataOptions, MeshOptions, TrainOptions
+from jaxtune.config.schema import Config, DataOptions, TrainOptions
 from jaxtune.data.rows import feed as feeds
 from jaxtune.data.rows.feed import Feed, open_feed
 from jaxtune.data.rows.packed_rows import Rows
 from jaxtune.errors import UserError
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 
 SEQ_LEN = 8
 DOCUMENTS = numbered_documents([3, 5, 8, 6, 2] * 3)

@@ -7,11 +7,12 @@ from jax.sharding import NamedSharding
 from tiny import numbered_documents
 
 from jaxtune.columns import LOSS_WEIGHT, NEXT_TOKEN, SEGMENT_IDS, UNIT_IDS, Column
-from jaxtune.config.schema import DataOptions, MeshOptions
+from jaxtune.config.schema import DataOptions
 from jaxtune.data.rows.loader import abstract_batch, batches, needed_rows
 from jaxtune.data.rows.packed_rows import Rows
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 
 SEQ_LEN = 8
 ROWS = Rows(numbered_documents([3, 5, 8, 6, 2] * 6), DataOptions(seq_len=SEQ_LEN), epochs=2)

@@ -7,11 +7,12 @@ import pytest
 from tiny import byte_tokenizer
 
 from jaxtune.columns import DESIRABLE, NEXT_TOKEN, SCORE_DELTA
-from jaxtune.config.schema import Config, DataOptions, Dataset, ModelOptions, PreferenceOptions, TrainOptions
+from jaxtune.config.schema import Config, DataOptions, Dataset, ModelOptions, TrainOptions
 from jaxtune.data.cache.documents import tokenize
 from jaxtune.data.rows.packed_rows import Rows
 from jaxtune.data.rows.splits import open_documents
 from jaxtune.errors import UserError
+from jaxtune.objectives.options import PreferenceOptions
 
 HI, YO, NO = (
     {"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Yo"), ("assistant", "No"))

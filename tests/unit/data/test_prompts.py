@@ -7,11 +7,12 @@ import jax
 import pytest
 from tiny import byte_tokenizer
 
-from jaxtune.config.schema import ChatOptions, Config, DataOptions, Dataset, MeshOptions, RolloutOptions, TrainOptions
+from jaxtune.config.schema import ChatOptions, Config, DataOptions, Dataset, RolloutOptions, TrainOptions
 from jaxtune.data.formats.prompts import Prompts, read_prompts
 from jaxtune.data.rows.prompt_feed import open_prompts
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 
 
 def file_of(folder: Path, *samples: dict) -> Dataset:

@@ -11,22 +11,16 @@ import pytest
 from tiny import byte_tokenizer
 
 from jaxtune.columns import DESIRABLE, LABELLED, NEXT_TOKEN, UNIT_IDS
-from jaxtune.config.schema import (
-    Config,
-    DataOptions,
-    Dataset,
-    MeshOptions,
-    ModelOptions,
-    PreferenceOptions,
-    TrainOptions,
-)
+from jaxtune.config.schema import Config, DataOptions, Dataset, ModelOptions, TrainOptions
 from jaxtune.data.rows import streams
 from jaxtune.data.rows.feed import open_feed
 from jaxtune.data.rows.packed_rows import Rows
 from jaxtune.data.rows.splits import open_documents
 from jaxtune.data.rows.streams import Stream
 from jaxtune.errors import UserError
+from jaxtune.objectives.options import PreferenceOptions
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from safetensors.numpy import load_file, save_file
 from tiny import write_model_folder
 
 from jaxtune import hf
-from jaxtune.config.schema import LoraOptions
 from jaxtune.errors import UserError
+from jaxtune.lora.options import LoraOptions
 
 MODULE = "model.layers.0.self_attn.q_proj"
 LORA = LoraOptions(rank=4, alpha=8.0, dropout=0.1)

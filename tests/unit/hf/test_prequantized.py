@@ -12,12 +12,13 @@ from safetensors import deserialize
 from safetensors.numpy import save_file
 
 from jaxtune import hf
-from jaxtune.config.schema import MeshOptions, QuantOptions
 from jaxtune.errors import UserError
 from jaxtune.hf import weights
 from jaxtune.models.places import Place
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.quant import format_of
+from jaxtune.parallel.options import MeshOptions
+from jaxtune.quant.format_names import format_of
+from jaxtune.quant.options import QuantOptions
 from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP
 from pallas_kernels.quant_matmul import ELEMENTS
 

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 from tiny import spec
 
-from jaxtune.config.schema import AttentionOptions, Config, DataOptions
+from jaxtune.config.schema import Config, DataOptions
 from jaxtune.errors import UserError
+from jaxtune.models.options import AttentionOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import Base
 

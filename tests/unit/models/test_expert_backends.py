@@ -11,25 +11,20 @@ from batches import make_batch, tokens
 from flax import nnx
 from tiny import layer, random_values, spec
 
-from jaxtune.config.schema import (
-    Config,
-    DataOptions,
-    LoraOptions,
-    MemoryOptions,
-    MeshOptions,
-    ModelOptions,
-    PrecisionOptions,
-    QuantOptions,
-)
-from jaxtune.config.schema import ExpertsOptions as Options
+from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions
 from jaxtune.errors import UserError
+from jaxtune.lora.options import LoraOptions
 from jaxtune.models.decoder import bind
 from jaxtune.models.forward_options import ForwardOptions
+from jaxtune.models.options import ExpertsOptions as Options
 from jaxtune.models.score import score
 from jaxtune.models.spec import ClampedSilu, Experts
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 from jaxtune.parallel.random import Noise
+from jaxtune.precision.options import PrecisionOptions
+from jaxtune.quant.options import QuantOptions
 from jaxtune.weights.model import Base, declare_model
 from pallas_kernels.grouped_matmul import arrange
 

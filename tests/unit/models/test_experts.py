@@ -9,21 +9,15 @@ import pytest
 from batches import make_batch, tokens
 from tiny import layer, random_values, spec
 
-from jaxtune.config.schema import (
-    Config,
-    DataOptions,
-    LoraOptions,
-    MemoryOptions,
-    ModelOptions,
-    OptimOptions,
-    PrecisionOptions,
-    TrainOptions,
-)
-from jaxtune.config.schema import ExpertsOptions as Options
+from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, TrainOptions
 from jaxtune.errors import UserError
+from jaxtune.lora.options import LoraOptions
+from jaxtune.models.options import ExpertsOptions as Options
 from jaxtune.models.parameters import randomize
 from jaxtune.models.spec import Experts
 from jaxtune.models.treatment import treat
+from jaxtune.optim.options import OptimOptions
+from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import Base
 

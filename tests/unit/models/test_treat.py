@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 from tiny import spec
 
-from jaxtune.config.schema import PrecisionOptions, QuantOptions
 from jaxtune.errors import UserError
 from jaxtune.models.parameters import declare
 from jaxtune.models.spec import stacks
 from jaxtune.models.treatment import freeze, linears, select_linears, treat_linears
+from jaxtune.precision.options import PrecisionOptions
+from jaxtune.quant.options import QuantOptions
 
 
 def test_what_is_skipped_or_excluded_falls_into_stacks_of_its_own():

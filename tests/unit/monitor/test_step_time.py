@@ -10,19 +10,13 @@ from batches import make_batch, tokens
 from jax.profiler import ProfileData
 from tiny import random_values, spec
 
-from jaxtune.config.schema import (
-    Config,
-    DataOptions,
-    LoraOptions,
-    MemoryOptions,
-    MeshOptions,
-    ModelOptions,
-    PrecisionOptions,
-    ProfOptions,
-)
+from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, ProfOptions
+from jaxtune.lora.options import LoraOptions
 from jaxtune.monitor.profiler import Profiler
 from jaxtune.monitor.step_time import NAME, StepTime, operations, step_time
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
+from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import Base
 

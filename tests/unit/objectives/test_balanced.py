@@ -11,14 +11,15 @@ from batches import make_batch, tokens
 from flax import nnx
 from tiny import VOCABULARY, layer, random_values, spec
 
-from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, PrecisionOptions, TrainOptions
-from jaxtune.config.schema import ExpertsOptions as Options
+from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, TrainOptions
 from jaxtune.models.decoder import bind
 from jaxtune.models.forward_options import ForwardOptions
+from jaxtune.models.options import ExpertsOptions as Options
 from jaxtune.models.score import Scores
 from jaxtune.models.spec import Experts
 from jaxtune.objectives.balanced import sequence_loss, z_loss
 from jaxtune.parallel.layout import P, by_token
+from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import Base, declare_model
 

@@ -14,13 +14,14 @@ import pytest
 from batches import make_batch, tokens
 from tiny import VOCABULARY
 
-from jaxtune.config.schema import DistillOptions, MeshOptions
 from jaxtune.models.divergence import likeliest
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import score
 from jaxtune.objectives.distillation import distillation
+from jaxtune.objectives.options import DistillOptions
 from jaxtune.parallel.layout import by_token, gathered_entry
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 
 POSITIONS, TRAINED, WIDTH, PADDED, CAP = 16, 9, 8, 512, 5.0
 OPTIONS = {

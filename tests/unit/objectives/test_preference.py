@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy.special import log_expit
 
-from jaxtune.config.schema import PreferenceOptions
 from jaxtune.models.score import Scores
 from jaxtune.objectives.document_sums import sum_documents
+from jaxtune.objectives.options import PreferenceOptions
 from jaxtune.objectives.preference import preference
 
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 0, 0, 0, 0]])

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtune.config.schema import MeshOptions
 from jaxtune.models.parameters import Parameter
 from jaxtune.models.places import Place
 from jaxtune.models.spec import Treatment
@@ -19,6 +18,7 @@ from jaxtune.optim.adamw_8bit import adamw_8bit, block_of, float32_moments, undi
 from jaxtune.optim.rules import Hyperparameters, Rule
 from jaxtune.parallel.layout import RULES, Layout, Rules
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP, TABLES, UNSIGNED_DYNAMIC_MAP, decode, encode
 
 BETA1, BETA2, EPSILON = 0.9, 0.99, 1e-8

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxtune.checkpoint import CheckpointManager
-from jaxtune.config.schema import OptimOptions
 from jaxtune.optim.build import Trained, UpdateInputs, build
 from jaxtune.optim.driver import round_stochastically
+from jaxtune.optim.options import OptimOptions
 
 LAYERS = 3
 NAMES = {

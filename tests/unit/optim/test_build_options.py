@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import MuonOptions, NormuonOptions, OptimOptions
 from jaxtune.optim.build import Trained, UpdateInputs, build
+from jaxtune.optim.options import MuonOptions, NormuonOptions, OptimOptions
 
 NAMES = {
     "matrix": tuple(f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(2)),

@@ -5,11 +5,11 @@ import pytest
 import transformers
 from tiny import FAMILIES, SIZES
 
-from jaxtune.config.schema import OptimOptions
 from jaxtune.errors import UserError
 from jaxtune.models.families import read_spec
 from jaxtune.models.parameters import declare
 from jaxtune.optim.multipliers import decays, rates
+from jaxtune.optim.options import OptimOptions
 
 LAYERS = 3
 

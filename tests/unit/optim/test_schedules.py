@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import OptimOptions
 from jaxtune.errors import UserError
+from jaxtune.optim.options import OptimOptions
 from jaxtune.optim.schedules import check_length, learning_rate
 
 TOTAL, WARMUP, PEAK = 100, 10, 3e-4

@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import MeshOptions
 from jaxtune.errors import UserError
 from jaxtune.parallel.layout import (
     RULES,
@@ -20,6 +19,7 @@ from jaxtune.parallel.layout import (
     spec,
 )
 from jaxtune.parallel.mesh import data_shards, make_mesh, misfit
+from jaxtune.parallel.options import MeshOptions
 
 BOTH = Layout(embed=("tensor", "fsdp", "expert"))
 RULES_OF_BOTH = Rules(BOTH, BOTH, BOTH, gathered=("fsdp", "expert"), batch=("data", "fsdp", "expert"))

@@ -6,13 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import QuantOptions
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.precision.fp8 import Fp8Matmul
 from jaxtune.precision.hadamard import SIGNED
 from jaxtune.precision.matmul import LowPrecision
 from jaxtune.precision.nvfp4 import Nvfp4Matmul
-from jaxtune.quant import format_of
+from jaxtune.quant.format_names import format_of
+from jaxtune.quant.options import QuantOptions
 from unit.precision.reference import (
     AXES,
     FP8,

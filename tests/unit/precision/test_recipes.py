@@ -12,15 +12,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 from tiny import layer, random_values, spec
 
-from jaxtune.config.schema import (
-    Config,
-    DataOptions,
-    Fp8Options,
-    MemoryOptions,
-    Nvfp4Options,
-    PrecisionOptions,
-    QuantOptions,
-)
+from jaxtune.config.schema import Config, DataOptions, MemoryOptions
 from jaxtune.errors import UserError
 from jaxtune.lora.lora import LoRA
 from jaxtune.models.forward_options import ForwardOptions
@@ -29,8 +21,11 @@ from jaxtune.models.parameters import declare
 from jaxtune.models.spec import Treatment
 from jaxtune.models.treatment import multiply, select_linears, treat_linears
 from jaxtune.parallel.layout import by_token
+from jaxtune.precision.options import Fp8Options, Nvfp4Options, PrecisionOptions
 from jaxtune.precision.recipes import check_device, linears_of, matmul_format, recipe_of
-from jaxtune.quant import QuantizedArray, format_of
+from jaxtune.quant.array import QuantizedArray
+from jaxtune.quant.format_names import format_of
+from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import Base
 from pallas_kernels.gpus import GPUS, Device

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 
-from jaxtune.config.schema import QuantOptions
-from jaxtune.quant import format_of
+from jaxtune.quant.format_names import format_of
+from jaxtune.quant.options import QuantOptions
 from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP
 
 FORMATS = ("nf4", "fp4", "fp8", "nvfp4", "mxfp4", "int8", "int4")

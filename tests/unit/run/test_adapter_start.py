@@ -8,18 +8,14 @@ from batches import make_batch, tokens
 from tiny import random_values, spec
 
 from jaxtune.config import checks
-from jaxtune.config.schema import (
-    Config,
-    DataOptions,
-    LoraOptions,
-    MeshOptions,
-    ModelOptions,
-    OptimOptions,
-    PrecisionOptions,
-    QuantOptions,
-)
+from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.errors import UserError
+from jaxtune.lora.options import LoraOptions
+from jaxtune.optim.options import OptimOptions
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
+from jaxtune.precision.options import PrecisionOptions
+from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.adapter_start import begin_adapters
 from jaxtune.weights.model import Base

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from tiny import write_model_folder
 
-from jaxtune.config.schema import Config, DataOptions, OptimOptions, PrecisionOptions
+from jaxtune.config.schema import Config, DataOptions
 from jaxtune.config.schema import ModelOptions as ModelOptions
 from jaxtune.optim.build import UpdateInputs
+from jaxtune.optim.options import OptimOptions
+from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import read_base
 from jaxtune.weights.values import initial_parameters

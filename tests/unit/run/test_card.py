@@ -4,19 +4,11 @@ import dataclasses
 import json
 
 from jaxtune.config import read_recipe
-from jaxtune.config.schema import (
-    CkptOptions,
-    Config,
-    DataOptions,
-    Dataset,
-    ExportOptions,
-    LoraOptions,
-    ModelOptions,
-    OptimOptions,
-    TrainOptions,
-)
+from jaxtune.config.schema import CkptOptions, Config, DataOptions, Dataset, ExportOptions, ModelOptions, TrainOptions
 from jaxtune.exports.card import card_datasets, card_evaluation, card_recipe, card_rows
 from jaxtune.host.run_folder import RunFolder
+from jaxtune.lora.options import LoraOptions
+from jaxtune.optim.options import OptimOptions
 
 
 def test_data_are_named_without_their_folders(tmp_path):

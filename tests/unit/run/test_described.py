@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from tiny import write_model_folder
 
-from jaxtune.config.schema import Config, DataOptions, LoraOptions, ModelOptions
+from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.exports.write import export_adapter, export_full
 from jaxtune.hf import read_config
+from jaxtune.lora.options import LoraOptions
 from jaxtune.weights.model import declare_model, read_base
 from jaxtune.weights.values import config_for_model, initial_parameters, read_parameters
 

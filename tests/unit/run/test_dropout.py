@@ -8,21 +8,14 @@ import pytest
 from tiny import spec
 
 from jaxtune.config.checks import check
-from jaxtune.config.schema import (
-    AttentionOptions,
-    Config,
-    DataOptions,
-    Dataset,
-    MemoryOptions,
-    MeshOptions,
-    ModelOptions,
-    OptimOptions,
-    PrecisionOptions,
-    TrainOptions,
-)
+from jaxtune.config.schema import Config, DataOptions, Dataset, MemoryOptions, ModelOptions, TrainOptions
+from jaxtune.models.options import AttentionOptions
 from jaxtune.models.parameters import randomize
+from jaxtune.optim.options import OptimOptions
 from jaxtune.parallel.layout import RULES, Rules
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
+from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import Base
 

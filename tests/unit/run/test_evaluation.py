@@ -5,19 +5,15 @@ import jax.numpy as jnp
 import pytest
 from tiny import spec
 
-from jaxtune.config.schema import (
-    Config,
-    DataOptions,
-    LoraOptions,
-    MeshOptions,
-    ModelOptions,
-    PrecisionOptions,
-    PreferenceOptions,
-)
+from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.evaluation.evaluator import _means, metric_names
+from jaxtune.lora.options import LoraOptions
 from jaxtune.objectives.objective import Sums
+from jaxtune.objectives.options import PreferenceOptions
 from jaxtune.objectives.preference import preference
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
+from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.describe import describe_layout
 from jaxtune.weights.model import Base

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from tiny import CHATML, byte_tokenizer, write_model_folder
 
 from jaxtune.checkpoint.storage import RemoteFolder, open_folder, upload
-from jaxtune.config.schema import Config, DataOptions, Dataset, LoraOptions, ModelOptions, TrainOptions
+from jaxtune.config.schema import Config, DataOptions, Dataset, ModelOptions, TrainOptions
 from jaxtune.errors import UserError
 from jaxtune.evaluation.export_difference import loss_difference
 from jaxtune.export import check_output
@@ -23,6 +23,7 @@ from jaxtune.exports.quantizable import choose
 from jaxtune.exports.write import UNFINISHED, export, export_full
 from jaxtune.hf import SCHEMES
 from jaxtune.host.run_folder import RunFolder
+from jaxtune.lora.options import LoraOptions
 from jaxtune.weights.model import declare_model, read_base
 from jaxtune.weights.values import frozen_parameters, initial_parameters, read_parameters
 

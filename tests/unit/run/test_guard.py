@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from jaxtune.config import checks
-from jaxtune.config.schema import CkptOptions, Config, GuardOptions, OptimOptions
+from jaxtune.config.schema import CkptOptions, Config, GuardOptions
 from jaxtune.objectives.objective import Sums
 from jaxtune.optim.build import Trained, build
+from jaxtune.optim.options import OptimOptions
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.training.guard import first_level, level_after
 from jaxtune.training.state import initial_state

@@ -11,20 +11,14 @@ import pytest
 from batches import make_batch, tokens
 from tiny import random_values, spec
 
-from jaxtune.config.schema import (
-    Config,
-    DataOptions,
-    LoraOptions,
-    MemoryOptions,
-    MeshOptions,
-    ModelOptions,
-    OptimOptions,
-    PrecisionOptions,
-    TrainOptions,
-)
+from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, TrainOptions
 from jaxtune.errors import UserError
+from jaxtune.lora.options import LoraOptions
+from jaxtune.optim.options import OptimOptions
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.offload import is_on_host
+from jaxtune.parallel.options import MeshOptions
+from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import Program, assemble
 from jaxtune.training.memory import need_of
 from jaxtune.weights.model import Base

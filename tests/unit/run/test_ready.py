@@ -9,7 +9,6 @@ import pytest
 from jaxtune import evaluate, export, generate
 from jaxtune.config.schema import (
     AimOptions,
-    AttentionOptions,
     CkptOptions,
     Config,
     DataOptions,
@@ -21,6 +20,7 @@ from jaxtune.config.schema import (
 from jaxtune.errors import UserError
 from jaxtune.host.preflight import check_ready
 from jaxtune.host.run_folder import run_folder
+from jaxtune.models.options import AttentionOptions
 from jaxtune.train import train
 
 

@@ -6,23 +6,17 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import (
-    Config,
-    DataOptions,
-    GrpoOptions,
-    LogOptions,
-    MeshOptions,
-    RolloutOptions,
-    TrainOptions,
-)
+from jaxtune.config.schema import Config, DataOptions, LogOptions, RolloutOptions, TrainOptions
 from jaxtune.data import abstract_batch
 from jaxtune.data.formats.prompts import Prompt
 from jaxtune.data.rows.prompt_feed import PromptBatch
 from jaxtune.errors import UserError
 from jaxtune.inference.generation import Completion
 from jaxtune.objectives.grpo import grpo
+from jaxtune.objectives.options import GrpoOptions
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 from jaxtune.rollout import rollouts
 
 PROMPTS = [[11, 12, 13], [21], [31, 32], [41, 42, 43, 44]]

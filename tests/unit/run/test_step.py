@@ -11,19 +11,13 @@ from batches import make_batch, tokens
 from jax.extend.core import jaxprs_in_params
 from tiny import random_values, spec
 
-from jaxtune.config.schema import (
-    Config,
-    DataOptions,
-    LoraOptions,
-    MemoryOptions,
-    ModelOptions,
-    OptimOptions,
-    PrecisionOptions,
-    TrainOptions,
-)
+from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, TrainOptions
+from jaxtune.lora.options import LoraOptions
 from jaxtune.models.layers import mlp
 from jaxtune.objectives.objective import Sums
 from jaxtune.optim.build import Trained, build
+from jaxtune.optim.options import OptimOptions
+from jaxtune.precision.options import PrecisionOptions
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.training.assembly import Program, assemble
 from jaxtune.training.state import State, initial_state

@@ -7,9 +7,11 @@ import pytest
 from batches import compute_logits, make_batch, tokens
 from tiny import random_values, spec
 
-from jaxtune.config.schema import Config, DataOptions, MeshOptions, ModelOptions, PrecisionOptions
+from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.objectives.cross_entropy import token_accuracy
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
+from jaxtune.precision.options import PrecisionOptions
 from jaxtune.precision.recipes import recipe_of
 from jaxtune.training.assembly import assemble, call_of
 from jaxtune.training.step import make_eval_step

@@ -9,8 +9,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny import write_model_folder
 
-from jaxtune.config.schema import Config, DataOptions, LoraOptions, ModelOptions, QuantOptions
+from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.errors import UserError
+from jaxtune.lora.options import LoraOptions
+from jaxtune.quant.options import QuantOptions
 from jaxtune.weights.model import declare_model, read_base
 from jaxtune.weights.values import frozen_parameters
 

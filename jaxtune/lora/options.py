@@ -1,0 +1,57 @@
+"""The options of section `lora`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxtune.option_field import option
+
+# One line or two an option: this file is a table.
+# fmt: off
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Low-rank adapters (Hu et al. 2021); all other parameters are frozen, except a classifier's head."""
+
+    enabled: bool = option(False, "train adapters instead of the model")
+    rank: int = option(16, "rank of an adapter", "[1, inf)", when="lora.kind == 'lora'")
+    alpha: float = option(32.0, "scale: alpha / rank, or alpha / sqrt(rank) with use_rslora", "(0, inf)",
+        when="lora.kind == 'lora'")
+    dropout: float = option(0.0, "dropout on the adapter's input", "fraction [0, 1)", when="lora.kind == 'lora'")
+    target_modules: str | tuple[str, ...] = option("all-linear",
+        "modules with adapters: all-linear (all but the head; for ia3: keys, values and down projections), a list of "
+        "module names, or a regex over Hugging Face names", "regex")
+    dtype: Literal["float32", "bfloat16"] = option("float32",
+        "dtype of everything trained: adapters, biases, and the head of a classifier")
+    use_rslora: bool = option(False, "rank-stabilised scale (Kalajdzievski 2023)", when="lora.kind == 'lora'")
+    path: str | None = option(None, "PEFT adapter folder to start from")
+    merge_interval: int = option(0,
+        "steps between merges of the adapters into their weights, which are requantized if quantized, and restarts of "
+        "the adapters (ReLoRA, 2023); the whole model is exported then; 0: never", "steps [0, inf)")
+    reset_on_merge: bool = option(False, "reset the optimizer state of everything trained when adapters are merged",
+        when="lora.merge_interval")
+    lr_ratio: float = option(1.0,
+        "learning rate of B, biases and other vectors, relative to A, such as 16 (LoRA+, Hayou et al. 2024); A has "
+        "optim.learning_rate", "(0, inf)", when="lora.kind == 'lora'")
+    bias: Literal["none", "all", "lora_only"] = option("none",
+        "biases of the model trained with the adapters: none, all, or only in layers with an adapter (lora_only)",
+        when="lora.kind == 'lora'")
+    kind: Literal["lora", "ia3"] = option("lora",
+        "lora: low-rank matrices added to the weights; ia3: learned factors on the input of down projections and the "
+        "output of other layers ((IA)^3, Liu et al. 2022)")
+    use_dora: bool = option(False,
+        "weight-decomposed adapters: a trained magnitude for each row of the weight and its adapter (DoRA, Liu et al. "
+        "2024)", when="lora.kind == 'lora'")
+    init: Literal["uniform", "gaussian", "pissa", "olora"] = option("uniform",
+        "uniform, gaussian: random A and zero B, as in peft; pissa (2024): the weight's top singular vectors; olora "
+        "(2024): its first columns, orthonormalised. pissa and olora subtract the adapter from the weight, and export "
+        "plain adapters of twice the rank", when="lora.kind == 'lora' and lora.path is None")
+    freeze_a: bool = option(False, "train only B (LoRA-FA, Zhang et al. 2023)", when="lora.kind == 'lora'")
+    rank_pattern: tuple[str, ...] = option((), "rank by Hugging Face name; the last match counts: ('q_proj=8',)",
+        "REGEX=FACTOR", when="lora.kind == 'lora'")
+    alpha_pattern: tuple[str, ...] = option((), "alpha by Hugging Face name; the last match counts: ('q_proj=16',)",
+        "REGEX=FACTOR", when="lora.kind == 'lora'")
+    layers_to_transform: tuple[int, ...] = option((), "layers that have adapters, numbered from 0; (): all",
+        "layers [0, inf)")
+    modules_to_save: tuple[str, ...] = option((),
+        "modules trained in full together with the adapters, such as ('embed_tokens', 'lm_head')")

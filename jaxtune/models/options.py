@@ -1,0 +1,58 @@
+"""The options of sections `attention` and `experts`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxtune.option_field import option
+
+# One line or two an option: this file is a table.
+# fmt: off
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """The attention kernel."""
+
+    backend: Literal["auto", "cudnn", "fa3", "mosaic", "triton", "xla"] = option("auto",
+        "attention kernel; auto: the first one tested on this kind of GPU; fa3: FlashAttention 3 for Hopper, a "
+        "separate package (pip install 'jaxtune[hopper]')")
+    fallback: Literal["error", "warn"] = option("error",
+        "if that kernel cannot run: refuse and explain why (error), or warn and use auto",
+        when="attention.backend != 'auto'")
+    documents_per_row: int = option(32,
+        "most documents in a row with fa3; data with more is refused, naming the number needed; unused slots cost "
+        "time and memory in the backward pass", "[1, inf)", when="attention.backend == 'fa3'")
+
+    @property
+    def max_documents_per_row(self) -> int | None:
+        """The most documents that the kernel supports in a row; None: any number."""
+        return self.documents_per_row if self.backend == "fa3" else None
+
+
+@dataclass(frozen=True)
+class ExpertsOptions:
+    """Computation and load balancing of a mixture of experts."""
+
+    backend: Literal["auto", "dense", "loop", "kernel"] = option("auto",
+        "kernel: GPU kernels run only the routed experts of each token; loop: the same in XLA; dense: every expert on "
+        "every token, as low precision needs; auto: the first that can run")
+    dispatch: Literal["all_gather", "all_to_all"] = option("all_gather",
+        "how tokens reach experts on other devices: all_gather: each device gets all tokens; all_to_all: only those "
+        "routed to its experts", when="mesh.expert != 1")
+    capacity_factor: float = option(1.25,
+        "rows that a device sends to each other device per round, relative to even routing; the rest follow in "
+        "further rounds, none are dropped. Lower takes less memory, higher fewer rounds", "(0, inf)",
+        when="experts.dispatch == 'all_to_all'")
+    router_loss: float | None = option(None,
+        "coefficient of the load-balancing loss (Switch Transformer, 2021), a mean over layers, added to the training "
+        "loss; unset: from config.json", "[0, inf)")
+    router_loss_over: Literal["batch", "sequence"] = option("batch",
+        "load that is balanced: batch: of a micro-batch on all devices, as in transformers; sequence: of each row "
+        "(DeepSeek-V3, 2024)", when="experts.router_loss")
+    router_z_loss: float = option(0.0,
+        "coefficient of the mean of log(sum(exp(router logits)))^2, added to the training loss (router z-loss of "
+        "ST-MoE, 2022)", "[0, inf)")
+    bias_update_rate: float = option(0.0,
+        "update rate of the router's expert bias (auxiliary-loss-free balancing, DeepSeek-V3, 2024): added for "
+        "experts with less than their layer's mean load, else subtracted; 0: biases stay fixed", "[0, inf)",
+        when="not lora.enabled")

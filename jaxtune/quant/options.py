@@ -1,0 +1,52 @@
+"""The options of section `quant`: block sizes of each format, and the formats of an export."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxtune.option_field import option
+
+ANY_SIZE = "a number of elements, 2 or more"
+
+# The values of quant.block_size by quant.format: elements of a block, or what has one scale.
+BLOCK_SIZES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("nf4", "fp4"), (64, 128, 256, 512)),
+    "fp8": (64, 128, 256, "channel", "tensor"),
+    "nvfp4": (16,),
+    "mxfp4": (32,),
+    **dict.fromkeys(("int8", "int4", "weight_only_mix"), ("channel", ANY_SIZE)),
+}
+
+# One line or two an option: this file is a table.
+# fmt: off
+
+
+@dataclass(frozen=True)
+class QuantOptions:
+    """Frozen 4- or 8-bit base weights under LoRA (QLoRA, Dettmers et al. 2023), except the embedding and the head."""
+
+    format: Literal["nf4", "fp4", "fp8", "nvfp4", "mxfp4", "int8", "int4", "weight_only_mix"] | None = option(None,
+        "format of the linear layers' weights; unset: model.dtype, or the format of a quantized checkpoint")
+    block_size: Literal["channel", "tensor"] | int | None = option(None,
+        "weights per scale. nf4, fp4: 64 (unset), 128, 256 or 512 elements of a row; fp8: squares of 64, 128 (unset) "
+        "or 256, 'channel' (a row) or 'tensor'; int8, int4: 'channel' (unset) or elements of a row; nvfp4: 16; mxfp4: "
+        "32")
+    double_quant: bool = option(True, "nf4, fp4: quantize the scales too, to 8 bits",
+        when="quant.format in ('nf4', 'fp4')")
+    four_over_six: bool = option(True, "nvfp4: scale a block to 4 instead of 6 if that lowers its error",
+        when="quant.format == 'nvfp4'")
+    skip_first_layers: int = option(0, "first layers that are not quantized", "layers [0, inf)")
+    skip_last_layers: int = option(0, "last layers that are not quantized", "layers [0, inf)")
+    exclude: str | None = option(None, "linear layers that are not quantized, by Hugging Face name", "regex")
+    noise: float = option(0.0,
+        "standard deviation of noise added each step to the norms before quantized layers, for exploration, such as "
+        "0.01 (AQN of QeRL, 2025); it falls with the learning rate", "[0, inf)")
+# fmt: on
+
+
+# By the name of their quant.format: in the blocks that most such files have, and nf4 with float32 scales.
+SCHEMES = {
+    "nf4": QuantOptions(format="nf4", block_size=64, double_quant=False),
+    "fp8": QuantOptions(format="fp8", block_size=128),
+    "nvfp4": QuantOptions(format="nvfp4", block_size=16),
+    "int4": QuantOptions(format="int4", block_size=128),
+}
