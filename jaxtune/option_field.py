@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 
-def option(default: Any, doc: str, unit: str = "", when: str = "") -> Any:
+def option(default: Any, doc: str, unit: str = "", when: str = "", basic: bool = False) -> Any:
     """Return a dataclass field with the meaning of an option and the rules for its value.
 
     Args:
@@ -15,9 +15,10 @@ def option(default: Any, doc: str, unit: str = "", when: str = "") -> Any:
             which is checked: "regex", "REGEX=FACTOR", "KEY=NAME", "KEY=JSON".
         when: The condition under which it has an effect: a Python expression over options, such as
             "optim.name == 'muon'"; for an option of a list entry, over the options of the same entry.
+        basic: Whether `jaxtune options` lists it; with --all it lists the others too.
     """
     unit, bracket, interval = re.fullmatch(r"(.*?) ?([\[(]|$)(.*)", unit).groups()  # type: ignore[union-attr]
-    rules = {"doc": doc, "unit": unit, "within": bracket + interval, "when": when}
+    rules = {"doc": doc, "unit": unit, "within": bracket + interval, "when": when, "basic": basic}
     return dataclasses.field(default=default, metadata=rules)
 
 

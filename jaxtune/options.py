@@ -1,14 +1,18 @@
-"""List every option with its type, default, unit, range, precondition and meaning.
+"""List options with their type, default, unit, range, precondition and meaning.
 
-    python -m jaxtune.options [PATTERN]
+    python -m jaxtune.options [--all | PATTERN]
+    python -m jaxtune.options --json-schema
     python -m jaxtune.options --from=FILE.yaml [--dialect=surogate|xorl|erniekit|qefficient|trl|axolotl]
 
-PATTERN is a regular expression; only options whose key or meaning contains a match are shown. Each option is a line
-`KEY: TYPE = DEFAULT (UNIT, RANGE)`, then its meaning and its precondition, indented. --from shows the translation of a
-config that was written for another system. --dialect names the system; by default its options identify it.
+Without an argument the basic options are listed, with --all every option. PATTERN is a regular expression: all options
+whose key or meaning contains a match are listed. Each option is a line `KEY: TYPE = DEFAULT (UNIT, RANGE)`, then its
+meaning and its precondition, indented. --json-schema prints a JSON Schema, by which editors complete YAML recipes.
+--from shows the translation of a config that was written for another system. --dialect names the system; by default its
+options identify it.
 """
 
 import inspect
+import json
 import re
 import shutil
 import sys
@@ -17,6 +21,7 @@ from functools import partial
 
 from jaxtune.command import run_guarded
 from jaxtune.config import foreign, keys, yaml_file
+from jaxtune.config.json_schema import json_schema
 from jaxtune.config.loading import raise_problems
 from jaxtune.config.option_rules import describe_interval
 from jaxtune.config.recipe import read_recipe, recipe_file
@@ -55,17 +60,25 @@ def _main(arguments: list[str]) -> None:
     if "--from" in flags and flags.keys() <= {"--from", "--dialect"}:
         _translate(flags["--from"], flags.get("--dialect"))
         return
+    if arguments == ["--json-schema"]:
+        print(json.dumps(json_schema(), indent=1))
+        return
     if len(arguments) > 1:
         raise UserError(f"one pattern at most, not {len(arguments)}: {' '.join(arguments)}")
-    matches = find(arguments[0] if arguments else "")
-    # In the full list, options of evaluation datasets would repeat those of the training datasets.
-    repeated = () if arguments else ("data.eval_datasets[i].",)
+    pattern = "" if arguments in ([], ["--all"]) else arguments[0]
+    if pattern.startswith("--"):
+        raise UserError(f"{pattern}: no such flag; --help lists them")
+    # Without a pattern, options of evaluation datasets would repeat those of the training datasets.
+    repeated = () if pattern else ("data.eval_datasets[i].",)
     width = shutil.get_terminal_size((WIDTH, 0)).columns
+    matches = find(pattern)
     for option in matches:
-        if not option.key.startswith(repeated):
+        if not option.key.startswith(repeated) and (arguments or option.basic):
             print(_describe(option, width))
     if repeated:
         print("data.eval_datasets[i] has the options of data.datasets[i].")
+    if not arguments:
+        print(f"These are the basic options of {len(matches)}; --all lists all of them, PATTERN searches them.")
 
 
 def _translate(path: str, dialect: str | None) -> None:

@@ -25,6 +25,7 @@ class Option:
     doc: str
     within: str  # interval of a number; "" if any number is valid
     when: tuple[str, ...]  # the option has an effect only if all these expressions are true
+    basic: bool  # listed by `jaxtune options` without --all
 
 
 # Names of our options in TRL, Axolotl, LLaMA-Factory, Unsloth and transformers. Similar names need no entry.
@@ -309,8 +310,8 @@ def _options_of(section: Any, prefix: str, outer: tuple[str, ...] = ()) -> list[
             conditions = (f"type in ({', '.join([repr('auto'), *types])})", *conditions)
         # A section's condition may read one of its own options, such as lora.enabled, which it must not disable.
         when = tuple(condition for condition in conditions if key not in names_in_expression(condition))
-        unit, doc, within = (field.metadata[name] for name in ("unit", "doc", "within"))
-        result.append(Option(key, annotation, field.default, unit, doc, within, when))
+        unit, doc, within, basic = (field.metadata[name] for name in ("unit", "doc", "within", "basic"))
+        result.append(Option(key, annotation, field.default, unit, doc, within, when, basic))
         if entry := entry_type(annotation):
             result += _options_of(entry, f"{key}[i].")
     return result

@@ -81,7 +81,7 @@ def in_interval(value: float, within: str) -> bool:
     """Whether a number lies in an interval such as "[0, 1)"; "" means all numbers."""
     if not within:
         return True
-    low, high = _bounds(within)
+    low, high = bounds(within)
     above = value >= low if within[0] == "[" else value > low
     return above and (value <= high if within[-1] == "]" else value < high)
 
@@ -136,13 +136,14 @@ def describe_interval(within: str) -> str:
     """Return an interval in words, for the user: "at least 0 and below 1"; "" for all numbers."""
     if not within:
         return ""
-    low, high = _bounds(within)
+    low, high = bounds(within)
     if within[0] + within[-1] == "[]":
         return f"from {low:g} to {high:g}"
     words = f"{'at least' if within[0] == '[' else 'above'} {low:g}"
     return words if math.isinf(high) else f"{words} and {'at most' if within[-1] == ']' else 'below'} {high:g}"
 
 
-def _bounds(within: str) -> tuple[float, float]:
+def bounds(within: str) -> tuple[float, float]:
+    """Return the ends of an interval such as "[0, 1)"."""
     low, high = within[1:-1].split(",")
     return float(low), float(high)

@@ -55,15 +55,15 @@ TASK_TYPES = ("classification", "preference", "unpaired_preference")
 class ModelOptions:
     """The model: its source and the storage of its weights."""
 
-    path: str | None = option(None, "Hugging Face folder or hub id: config.json, tokenizer, weights")
+    path: str | None = option(None, "Hugging Face folder or hub id: config.json, tokenizer, weights", basic=True)
     revision: str | None = option(None, "branch, tag or commit on the hub")
     from_scratch: bool = option(False,
-        "start from random weights; only config.json and the tokenizer are read from model.path")
+        "start from random weights; only config.json and the tokenizer are read from model.path", basic=True)
     dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16",
-        "dtype of stored weights that are not trained, and of exported full models")
+        "dtype of stored weights that are not trained, and of exported full models", basic=True)
     head: Literal["lm", "classification"] = option("lm",
         "lm: predict the next token at each position; classification: predict the document's label from its last "
-        "token")
+        "token", basic=True)
     num_labels: int | None = option(None,
         "number of labels, 1 for regression; unset: from model.id2label, the classifier in model.path, or the data",
         "[1, inf)", when="model.head == 'classification'")
@@ -93,20 +93,21 @@ class Dataset:
 
     path: str | tuple[str, ...] | None = option(None,
         "file, glob pattern, folder, URL (s3://, gs://, abfs://, https://), or a list of these; hub id; or dummy: "
-        "random tokens, to measure speed")
+        "random tokens, to measure speed", basic=True)
     dummy_length: int = option(2048, "tokens in each dummy sample", "tokens [2, inf)", when="path == 'dummy'")
     type: Literal["auto", "text", "instruction", "conversation", "tokenized", "classification", "preference",
                   "unpaired_preference"] = option("auto",
         "how a sample becomes tokens; auto chooses by the columns and prints its choice, never classification; with "
-        "preference.loss it means preference, or unpaired_preference for kto")
-    split: str = option("train", "split of a hub dataset, or of a folder whose file names contain the split")
+        "preference.loss it means preference, or unpaired_preference for kto", basic=True)
+    split: str = option("train", "split of a hub dataset, or of a folder whose file names contain the split",
+        basic=True)
     subset: str | None = option(None, "subset (configuration name) of a hub dataset")
     revision: str | None = option(None, "branch, tag or commit on the hub")
     glob: str | tuple[str, ...] | None = option(None,
         "pattern, or several, of the files to read in a folder or hub dataset, for example '**/*.py'")
     ds_type: Literal["json", "csv", "tsv", "parquet", "arrow", "text"] | None = option(None,
         "file format; unset: from the suffix; a file with an unknown suffix is read as text, one document per file")
-    samples: int | None = option(None, "use only the first N samples", "samples [1, inf)")
+    samples: int | None = option(None, "use only the first N samples", "samples [1, inf)", basic=True)
     shards: int | None = option(None,
         "split the samples into N parts and use one: every N-th sample, starting at shard_idx", "parts [1, inf)")
     shard_idx: int | None = option(None, "index of the part to use, from 0", "[0, inf)", when="shards is not None")
@@ -117,7 +118,7 @@ class Dataset:
         when="type in ('auto', 'preference', 'unpaired_preference')")
     weight: float | None = option(None,
         "sampling weight relative to the other datasets, with data.mixing = 'interleave_...'; set it for every "
-        "dataset or for none", "(0, inf)")
+        "dataset or for none", "(0, inf)", basic=True)
     select_columns: tuple[str, ...] | None = option(None,
         "read only these columns and ignore the others, for example an attention_mask")
     function: str | None = option(None,
@@ -130,7 +131,7 @@ class Dataset:
         "encoding of text, CSV and JSON files, in which a newline must be one byte, as in cp1252")
     text_field: str = option("text",
         "column of the text, for types text and classification; like every *_field, also a template of columns: "
-        "'{title}: {body}'")
+        "'{title}: {body}'", basic=True)
     text_pair_field: str | None = option(None, "column of a second text, appended to the first on a new line",
         when="type == 'classification'")
     target_column: str = option("label", "column of the label: its name or number, or the regression target",
@@ -145,7 +146,7 @@ class Dataset:
         "{output} the answer is appended; unset: the chat template")
     prompt_format_no_input: str | None = option(None, "prompt_format for samples with an empty input",
         when="prompt_format is not None")
-    messages_field: str = option("messages", "column of the conversation: a list of {role, content}")
+    messages_field: str = option("messages", "column of the conversation: a list of {role, content}", basic=True)
     message_property_mappings: tuple[str, ...] = option((),
         "message keys that have another name in the data: ('role=speaker', 'content=utterance')", "KEY=NAME")
     tools_field: str | None = option(None, "column of the tool descriptions passed to the chat template")
@@ -166,22 +167,24 @@ class Dataset:
 class DataOptions:
     """The training data, its order, and the length of its rows."""
 
-    datasets: tuple[Dataset, ...] = option((), "training data, one entry per source (jaxtune.config.dataset(...))")
-    eval_datasets: tuple[Dataset, ...] = option((), "validation data; replaces validation_split")
+    datasets: tuple[Dataset, ...] = option((), "training data, one entry per source (jaxtune.config.dataset(...))",
+        basic=True)
+    eval_datasets: tuple[Dataset, ...] = option((), "validation data; replaces validation_split", basic=True)
     validation_split: float = option(0.0,
         "training documents held out for validation: a fraction below 1, or a number of documents",
-        "documents [0, inf)", when="not data.eval_datasets")
+        "documents [0, inf)", when="not data.eval_datasets", basic=True)
     mixing: Literal["concat", "interleave_under", "interleave_over"] = option("concat",
         "concat: all of each dataset; interleave_under: by shares, until the first dataset is used up; "
-        "interleave_over: until the last is, repeating others")
+        "interleave_over: until the last is, repeating others", basic=True)
     mixing_temperature: float | None = option(None,
         "shares proportional to size ** (1 / temperature): 1 keeps the sizes, higher is more even; unset: by weight, "
         "or equal", "(0, inf)", when="data.mixing != 'concat' and not data.streaming")
     special_tokens: tuple[str, ...] = option((),
         "tokens added to the tokenizer; if the embedding has no spare rows, new rows are added, set to the mean of "
         "the others")
-    seq_len: int = option(2048, "tokens in a row", "tokens [2, inf)")
-    packing: bool = option(True, "put several documents in a row; attention never crosses document boundaries")
+    seq_len: int = option(2048, "tokens in a row", "tokens [2, inf)", basic=True)
+    packing: bool = option(True, "put several documents in a row; attention never crosses document boundaries",
+        basic=True)
     packing_method: Literal["best_fit", "first_fit_decreasing", "sequential"] = option("best_fit",
         "best_fit: each document into the fullest row with room; first_fit_decreasing (multipack): longest documents "
         "first, into the first row with room; sequential: in order, into the last row", when="data.packing")
@@ -192,14 +195,15 @@ class DataOptions:
         when="train.max_steps is None")
     truncation: Literal["auto", "delete", "left", "right", "split"] = option("auto",
         "documents longer than a row: delete, cut off the beginning (left) or the end (right), or split into rows; "
-        "auto: split for text, right for classification, delete for the rest")
+        "auto: split for text, right for classification, delete for the rest", basic=True)
     shuffle: bool = option(True, "shuffle in a new order each epoch, from data.seed")
     seed: int = option(1234, "seed of the data order", "[0, inf)")
     validation_seed: int | None = option(None, "seed for choosing the held-out documents; unset: data.seed", "[0, inf)",
         when="data.validation_split and not data.eval_datasets")
     on_bad_row: Literal["error", "skip"] = option("error",
         "a sample that cannot be read or trained on: stop the run (error), or skip and count it")
-    cache_dir: str | None = option(None, "folder for the cache of tokenised documents; unset: <train.output_dir>/cache")
+    cache_dir: str | None = option(None, "folder for the cache of tokenised documents; unset: <train.output_dir>/cache",
+        basic=True)
     cache_only: bool = option(False,
         "do not read the sources: use the documents last tokenised with these options, from the cache",
         when="not data.streaming")
@@ -218,7 +222,7 @@ class DataOptions:
         when="data.shuffle and data.mixing == 'concat' and not data.streaming")
     streaming: bool = option(False,
         "read, tokenise and pack data.datasets during training, without a cache or a known length; needs "
-        "train.max_steps, because the data restarts when it ends")
+        "train.max_steps, because the data restarts when it ends", basic=True)
     window_rows: int = option(256,
         "rows of a stream that are packed and shuffled together; more rows mix samples and fill rows better, but take "
         "more host memory", "rows [1, inf)", when="data.streaming")
@@ -236,7 +240,7 @@ class ChatOptions:
 
     roles: tuple[Literal["system", "developer", "user", "assistant", "tool"], ...] = option(("assistant",),
         "roles whose messages are trained; a message's own `train` or `loss`, true or false, overrides this",
-        when="'all' not in chat.loss_scale")
+        when="'all' not in chat.loss_scale", basic=True)
     loss_scale: str = option("default",
         "trained text (ms-swift): default: messages of chat.roles; last_round: those after the last user message; "
         "all; then weights, each after a +: ignore_empty_think, ignore_think_prefix, react, hermes, qwen; a message's "
@@ -252,7 +256,7 @@ class ChatOptions:
     response_prefix: str | None = option(None, "text that begins each answer of generate --chat, such as '<think>\\n'")
     template: str | None = option(None,
         "chat template: chatml, qwen3, qwen3_nothinking, llama3, gemma3, mistral_v3, mistral_v7, phi4, deepseek, "
-        "gpt_oss, glm4, ernie, zephyr, alpaca, vicuna, or a Jinja file; unset: the tokenizer's own")
+        "gpt_oss, glm4, ernie, zephyr, alpaca, vicuna, or a Jinja file; unset: the tokenizer's own", basic=True)
 
 
 @dataclass(frozen=True)
@@ -275,13 +279,15 @@ class GuardOptions:
 class TrainOptions:
     """The length and shape of the run."""
 
-    output_dir: str = option("runs", "folder of all runs")
-    run_name: str | None = option(None, "folder of this run in output_dir; unset: the recipe's file name")
-    max_steps: int | None = option(None, "optimizer steps; unset: train.epochs decides", "steps [1, inf)")
-    epochs: float = option(1.0, "passes over the data", "epochs (0, inf)", when="train.max_steps is None")
-    micro_batch_size: int = option(1, "rows that each data-parallel shard computes at once", "rows [1, inf)")
-    grad_accum_steps: int = option(1, "micro-batches accumulated per optimizer step", "micro-batches [1, inf)")
-    seed: int = option(0, "seed of random weights, adapters and dropout", "[0, inf)")
+    output_dir: str = option("runs", "folder of all runs", basic=True)
+    run_name: str | None = option(None, "folder of this run in output_dir; unset: the recipe's file name", basic=True)
+    max_steps: int | None = option(None, "optimizer steps; unset: train.epochs decides", "steps [1, inf)", basic=True)
+    epochs: float = option(1.0, "passes over the data", "epochs (0, inf)", when="train.max_steps is None", basic=True)
+    micro_batch_size: int = option(1, "rows that each data-parallel shard computes at once", "rows [1, inf)",
+        basic=True)
+    grad_accum_steps: int = option(1, "micro-batches accumulated per optimizer step", "micro-batches [1, inf)",
+        basic=True)
+    seed: int = option(0, "seed of random weights, adapters and dropout", "[0, inf)", basic=True)
     max_bad_steps: int = option(5, "stop after this many non-finite steps, or spikes (guard.action), in a row",
         "steps [1, inf)")
     hang_seconds: int | None = option(None,
@@ -305,7 +311,7 @@ class TrainOptions:
         "(docs/plugins.md)")
     recommend: bool = option(False,
         "set learning rate and warm-up, if unset, by a rule of thumb for the training mode and model size; each is "
-        "printed with its source")
+        "printed with its source", basic=True)
     hidden_dropout: float = option(0.0,
         "dropout on the outputs of attention and feed-forward, before they are added to the residual stream",
         "fraction [0, 1)")
@@ -322,7 +328,8 @@ class DeviceOptions:
     """Devices for training and evaluation, and XLA settings for them."""
 
     platform: Literal["auto", "cuda", "cpu"] = option("auto",
-        "platform to run on; auto: from JAX_PLATFORMS, else GPUs if jax finds any; must not contradict JAX_PLATFORMS")
+        "platform to run on; auto: from JAX_PLATFORMS, else GPUs if jax finds any; must not contradict JAX_PLATFORMS",
+        basic=True)
     gpus: int | None = option(None,
         "use the first N devices of each process for the mesh; jax opens no other GPU; unset: all", "devices [1, inf)")
     command_buffers: Literal["auto", "off"] = option("auto",
@@ -342,7 +349,7 @@ class MemoryOptions:
         "feed-forward; qkv: query, key and value projections; dots: attention; attention+qkv; block: each block; "
         "offload: each block, its input kept in host memory and long rows tiled in the feed-forward (not with delayed "
         "FP8 scales); auto: the first of none, dots, block, offload that fits in GPU memory; on a CPU block, which is "
-        "fastest there")
+        "fastest there", basic=True)
     unroll: bool = option(False,
         "compile each layer separately instead of a loop over equal layers: a faster step that takes several times as "
         "long to compile and needs more memory")
@@ -372,13 +379,13 @@ class CkptOptions:
         "<train.output_dir>/<train.run_name>/checkpoints")
     mirror: str | None = option(None,
         "URL of a folder (s3://, gs://, or any that fsspec supports), with a subfolder per run: receives checkpoints "
-        "and resume records in the background; a run without a local checkpoint resumes from it")
-    save_steps: int = option(100, "steps between checkpoints; 0: none", "steps [0, inf)")
+        "and resume records in the background; a run without a local checkpoint resumes from it", basic=True)
+    save_steps: int = option(100, "steps between checkpoints; 0: none", "steps [0, inf)", basic=True)
     save_epochs: float | None = option(None, "passes over the data between checkpoints, in addition to save_steps",
         "epochs (0, inf)")
     at_end: bool = option(True,
         "write a checkpoint after the last step; a run that is stopped on request always leaves one")
-    keep_last: int = option(2, "verified checkpoints to keep", "checkpoints [1, inf)")
+    keep_last: int = option(2, "verified checkpoints to keep", "checkpoints [1, inf)", basic=True)
     keep_best: bool = option(False, "save the checkpoint of the best evaluation, and keep it in addition to these",
         when="data.validation_split or data.eval_datasets")
     save_optimizer: bool = option(True,
@@ -390,7 +397,7 @@ class CkptOptions:
         "step, weights, optimizer, position in the data")
     resume: Literal["auto", "never", "overwrite"] | int = option("auto",
         "auto: from the newest valid checkpoint; never: refuse an existing run; overwrite: remove its checkpoints and "
-        "export and start over; a number: from that step", "[0, inf)")
+        "export and start over; a number: from that step", "[0, inf)", basic=True)
 
 
 @dataclass(frozen=True)
@@ -398,7 +405,7 @@ class EvalOptions:
     """Validation during training."""
 
     steps: int = option(0, "steps between evaluations; 0: none", "steps [0, inf)",
-        when="data.validation_split or data.eval_datasets")
+        when="data.validation_split or data.eval_datasets", basic=True)
     epochs: float | None = option(None, "passes over the data between evaluations, in addition to eval.steps",
         "epochs (0, inf)", when="data.validation_split or data.eval_datasets")
     at_start: bool = option(False, "evaluate before the first step too",
@@ -426,7 +433,7 @@ class EvalOptions:
     target: float | None = option(None, "end the run when eval.best_metric reaches this value",
         when="data.validation_split or data.eval_datasets")
     sample_prompt: str | None = option(None, "text that the trained model continues at the end of the run",
-        when="model.head == 'lm'")
+        when="model.head == 'lm'", basic=True)
     sample_steps: int = option(0, "steps between samples of eval.sample_prompt before the end; 0: none",
         "steps [0, inf)", when="model.head == 'lm' and eval.sample_prompt is not None")
 
@@ -435,7 +442,7 @@ class EvalOptions:
 class WandbOptions:
     """Weights & Biases; WANDB_MODE=offline keeps it offline."""
 
-    enabled: bool = option(False, "log to wandb (pip install 'jaxtune[wandb]')")
+    enabled: bool = option(False, "log to wandb (pip install 'jaxtune[wandb]')", basic=True)
     project: str = option("jaxtune", "project name")
     name: str | None = option(None, "name of the run; unset: train.run_name")
     tags: tuple[str, ...] = option((), "tags of the run")
@@ -456,7 +463,7 @@ class AimOptions:
 class LogOptions:
     """Printed output, and the destinations of metrics."""
 
-    every: int = option(1, "steps between progress lines; 0: none", "steps [0, inf)")
+    every: int = option(1, "steps between progress lines; 0: none", "steps [0, inf)", basic=True)
     format: Literal["auto", "lines", "key_value"] = option("auto",
         "progress as auto: a bar on a terminal, one line in a notebook, else lines; lines: always lines; key_value: "
         "lines of key=value, for programs")
@@ -496,11 +503,11 @@ class ExportOptions:
     best: bool = option(False, "export the checkpoint of the best evaluation instead of the last step",
         when="ckpt.keep_best")
     merge: bool = option(False, "also write <run>/merged: the model with the adapter merged into its weights",
-        when="lora.enabled and export.at_end")
+        when="lora.enabled and export.at_end", basic=True)
     max_shard_bytes: int = option(5 * 10**9, "largest size of a safetensors file", "bytes [1, inf)")
     push_to_hub: str | None = option(None,
         "OWNER/NAME, the hub repository to which <run>/export is uploaded at the end, with the token of HF_TOKEN or "
-        "hf auth login", when="export.at_end")
+        "hf auth login", when="export.at_end", basic=True)
     private: bool = option(False, "upload to a private repository", when="export.push_to_hub is not None")
 
 
@@ -524,10 +531,11 @@ class RolloutOptions:
 
     rewards: tuple[str, ...] = option((),
         "reward functions, FILE.py:NAME or MODULE:NAME (the files are run), called as in TRL: f(prompts, completions, "
-        "**columns) -> a number each; unset: train on the answers in the data")
+        "**columns) -> a number each; unset: train on the answers in the data", basic=True)
     reward_weights: tuple[str, ...] = option((), "weights of the reward functions; 1 if not named", "NAME=NUMBER")
-    group_size: int = option(8, "completions per prompt, which are compared with each other", "completions [2, inf)")
-    max_new_tokens: int = option(256, "most tokens in a completion", "tokens [1, inf)")
+    group_size: int = option(8, "completions per prompt, which are compared with each other", "completions [2, inf)",
+        basic=True)
+    max_new_tokens: int = option(256, "most tokens in a completion", "tokens [1, inf)", basic=True)
     temperature: float = option(1.0, "sampling temperature, which also divides the logits of the loss", "(0, inf)")
     top_p: float = option(1.0, "sample only from the most likely tokens with this total probability", "(0, 1]")
     top_k: int | None = option(None, "sample only from this many most likely tokens", "tokens [1, inf)")
@@ -540,7 +548,7 @@ class RolloutOptions:
         when="rollout.server is None")
     server: str | None = option(None,
         "URL of an OpenAI-compatible server, such as vLLM, which receives the adapters and generates completions; "
-        "unset: the devices of the run generate them")
+        "unset: the devices of the run generate them", basic=True)
     server_seconds: int = option(600, "time limit for a response of the server", "seconds [1, inf)",
         when="rollout.server is not None")
 

@@ -13,14 +13,15 @@ from jaxtune.option_field import option
 class LoraOptions:
     """Low-rank adapters (Hu et al. 2021); all other parameters are frozen, except a classifier's head."""
 
-    enabled: bool = option(False, "train adapters instead of the model")
-    rank: int = option(16, "rank of an adapter", "[1, inf)", when="lora.kind == 'lora'")
+    enabled: bool = option(False, "train adapters instead of the model", basic=True)
+    rank: int = option(16, "rank of an adapter", "[1, inf)", when="lora.kind == 'lora'", basic=True)
     alpha: float = option(32.0, "scale: alpha / rank, or alpha / sqrt(rank) with use_rslora", "(0, inf)",
-        when="lora.kind == 'lora'")
-    dropout: float = option(0.0, "dropout on the adapter's input", "fraction [0, 1)", when="lora.kind == 'lora'")
+        when="lora.kind == 'lora'", basic=True)
+    dropout: float = option(0.0, "dropout on the adapter's input", "fraction [0, 1)", when="lora.kind == 'lora'",
+        basic=True)
     target_modules: str | tuple[str, ...] = option("all-linear",
         "modules with adapters: all-linear (all but the head; for ia3: keys, values and down projections), a list of "
-        "module names, or a regex over Hugging Face names", "regex")
+        "module names, or a regex over Hugging Face names", "regex", basic=True)
     dtype: Literal["float32", "bfloat16"] = option("float32",
         "dtype of everything trained: adapters, biases, and the head of a classifier")
     use_rslora: bool = option(False, "rank-stabilised scale (Kalajdzievski 2023)", when="lora.kind == 'lora'")

@@ -15,7 +15,7 @@ class AttentionOptions:
 
     backend: Literal["auto", "cudnn", "fa3", "mosaic", "triton", "xla"] = option("auto",
         "attention kernel; auto: the first one tested on this kind of GPU; fa3: FlashAttention 3 for Hopper, a "
-        "separate package (pip install 'jaxtune[hopper]')")
+        "separate package (pip install 'jaxtune[hopper]')", basic=True)
     fallback: Literal["error", "warn"] = option("error",
         "if that kernel cannot run: refuse and explain why (error), or warn and use auto",
         when="attention.backend != 'auto'")

@@ -29,7 +29,7 @@ from jaxtune.quant.format import Format
 
 
 class Storage(Protocol):
-    """A storage format for matrices in place of an array: a quantized `Format`, a low-precision `MatmulFormat`, or both."""
+    """A storage format for matrices of an array: a quantized `Format`, a low-precision `MatmulFormat`, or both."""
 
     def abstract(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...]) -> Any:
         """Return the shapes, dtypes and shardings of a stored stack of matrices (..., o, i) on the current mesh."""

@@ -17,10 +17,10 @@ class PreferenceOptions:
                   "apo_zero", "apo_down", "kto_pair", "simpo", "cpo", "orpo", "kto", "bradley_terry"] | None = option(
         None,
         "DPO (sigmoid) and related losses, by TRL's names; simpo, cpo, orpo: no reference; kto: single answers; "
-        "bradley_terry: a reward model (model.head='classification'); unset: next-token loss")
+        "bradley_terry: a reward model (model.head='classification'); unset: next-token loss", basic=True)
     beta: float = option(0.1,
         "strength of the penalty for moving away from the reference; for SimPO the scale of rewards, for ORPO the "
-        "weight of the odds-ratio loss", "(0, inf)", when="preference.loss != 'bradley_terry'")
+        "weight of the odds-ratio loss", "(0, inf)", when="preference.loss != 'bradley_terry'", basic=True)
     label_smoothing: float = option(0.0, "assumed share of wrong labels", "fraction [0, 0.5)",
         when="preference.loss in ('sigmoid', 'sigmoid_norm', 'robust', 'exo_pair', 'simpo', 'cpo')")
     simpo_gamma: float = option(0.5, "reward margin of SimPO", "[0, inf)", when="preference.loss == 'simpo'")
@@ -57,7 +57,7 @@ class DistillOptions:
     teacher: str | None = option(None,
         "a larger model with the same tokenizer: Hugging Face folder, hub id or adapter; scores the documents once, "
         "before the first step, into data.cache_dir: 8 * top_k + 4 bytes a token",
-        when="model.head == 'lm' and preference.loss is None and not rollout.rewards")
+        when="model.head == 'lm' and preference.loss is None and not rollout.rewards", basic=True)
     divergence: Literal["forward_kl", "reverse_kl", "js"] = option("forward_kl",
         "divergence of teacher p and student q: KL(p||q), KL(q||p), or between them the generalised Jensen-Shannon "
         "divergence (js) of GKD (Agarwal et al. 2024)")
@@ -80,7 +80,7 @@ class GrpoOptions:
 
     loss: Literal["grpo", "dr_grpo", "dapo"] = option("dapo",
         "grpo: mean over completions of their token mean; dr_grpo: of their token sum / rollout.max_new_tokens (Dr. "
-        "GRPO, 2025); dapo: mean over all tokens of the step (DAPO, 2025), TRL's default")
+        "GRPO, 2025); dapo: mean over all tokens of the step (DAPO, 2025), TRL's default", basic=True)
     importance: Literal["token", "sequence"] = option("token",
         "importance ratio that is clipped: token: of each token; sequence: of each completion (GSPO, 2025)")
     advantage_scale: Literal["group", "batch", "none"] = option("group",

@@ -40,24 +40,24 @@ class OptimOptions:
     """Optimizer and learning-rate schedule."""
 
     name: Literal["adamw", "adamw_8bit", "sgd", "adafactor", "lion", "schedule_free", "muon", "normuon"] = option(
-        "adamw", "optimizer; schedule_free is AdamW without a schedule (Defazio et al. 2024)")
+        "adamw", "optimizer; schedule_free is AdamW without a schedule (Defazio et al. 2024)", basic=True)
     state_dtype: Literal["float32", "bfloat16"] = option("float32",
         "dtype of moments and momentum; bfloat16 uses stochastic rounding",
         when="optim.name in ('adamw', 'lion', 'muon', 'normuon') or (optim.name == 'sgd' and optim.beta1)")
-    learning_rate: float = option(2e-4, "peak learning rate", "(0, inf)")
+    learning_rate: float = option(2e-4, "peak learning rate", "(0, inf)", basic=True)
     ema_decay: float | None = option(None,
         "per-step decay of an exponential moving average of the trained weights, such as 0.999; the average is "
         "evaluated and exported", "(0, 1)")
     schedule: Literal[
         "linear", "cosine", "wsd", "constant", "polynomial", "inverse_sqrt", "cosine_with_restarts"
-    ] = option("linear", "shape of the learning rate after warm-up")
+    ] = option("linear", "shape of the learning rate after warm-up", basic=True)
     start_lr: float = option(0.0,
         "learning rate of the first step, from which warm-up rises; at 0 that step changes nothing, as in "
         "transformers", "[0, inf)", when="optim.warmup_steps or optim.warmup_ratio")
     warmup_steps: int = option(0, "linear warm-up in steps; for a fraction of all steps use optim.warmup_ratio",
-        "steps [0, inf)")
+        "steps [0, inf)", basic=True)
     warmup_ratio: float = option(0.0, "linear warm-up as a fraction of all steps; not with warmup_steps",
-        "fraction [0, 1]", when="not optim.warmup_steps")
+        "fraction [0, 1]", when="not optim.warmup_steps", basic=True)
     decay_ratio: float = option(1.0, "fraction of all steps after which the final learning rate is reached and kept",
         "fraction (0, 1]", when="optim.schedule in ('linear', 'cosine', 'cosine_with_restarts', 'polynomial')")
     cooldown_steps: int = option(0,
@@ -77,13 +77,13 @@ class OptimOptions:
     layerwise_lr_decay_bound: float = option(1.0,
         "learning-rate factor at the embedding, rising linearly to 1 at the head (ERNIEKit)", "(0, 1]",
         when="optim.layerwise_lr_decay == 1")
-    weight_decay: float = option(0.0, "decoupled weight decay", "[0, inf)")
+    weight_decay: float = option(0.0, "decoupled weight decay", "[0, inf)", basic=True)
     no_decay: str | None = option(None,
         "parameters without weight decay, by Hugging Face name; unset: norms, biases and embeddings", "regex",
         when="optim.weight_decay")
     decay_multipliers: tuple[str, ...] = option((), "weight-decay factors by Hugging Face name; the last match counts",
         "REGEX=FACTOR", when="optim.weight_decay")
-    max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: no clipping", "[0, inf)")
+    max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: no clipping", "[0, inf)", basic=True)
     beta1: float = option(0.9, "decay of the first moment; momentum of sgd", "[0, 1)", when="optim.name != 'adafactor'")
     beta2: float = option(0.999, "decay of the second moment", "[0, 1)", when="optim.name not in ('sgd', 'adafactor')")
     epsilon: float = option(1e-8, "added to the square root of the second moment", "(0, inf)",

@@ -13,16 +13,16 @@ from jaxtune.option_field import option
 class MeshOptions:
     """The number of devices along each axis; -1 takes the remaining devices."""
 
-    data: int = option(1, "data parallelism: replicas, each with its own rows", "devices")
-    fsdp: int = option(-1, "fully sharded data parallelism: parameters and rows are sharded", "devices")
-    stage: int = option(1, "pipeline parallelism: stages", "devices")
-    expert: int = option(1, "expert parallelism: experts are sharded", "devices")
+    data: int = option(1, "data parallelism: replicas, each with its own rows", "devices", basic=True)
+    fsdp: int = option(-1, "fully sharded data parallelism: parameters and rows are sharded", "devices", basic=True)
+    stage: int = option(1, "pipeline parallelism: stages", "devices", basic=True)
+    expert: int = option(1, "expert parallelism: experts are sharded", "devices", basic=True)
     context: int = option(1, "context parallelism: positions of a row are sharded; attention gathers keys and values",
-        "devices")
+        "devices", basic=True)
     sequence: int = option(1,
         "sequence parallelism (DeepSpeed-Ulysses): positions of a row are sharded; attention exchanges them for heads",
         "devices")
-    tensor: int = option(1, "tensor parallelism: heads, hidden units and vocabulary are sharded", "devices")
+    tensor: int = option(1, "tensor parallelism: heads, hidden units and vocabulary are sharded", "devices", basic=True)
 
 
 @dataclass(frozen=True)

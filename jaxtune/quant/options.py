@@ -25,7 +25,7 @@ class QuantOptions:
     """Frozen 4- or 8-bit base weights under LoRA (QLoRA, Dettmers et al. 2023), except the embedding and the head."""
 
     format: Literal["nf4", "fp4", "fp8", "nvfp4", "mxfp4", "int8", "int4", "weight_only_mix"] | None = option(None,
-        "format of the linear layers' weights; unset: model.dtype, or the format of a quantized checkpoint")
+        "format of the linear layers' weights; unset: model.dtype, or the format of a quantized checkpoint", basic=True)
     block_size: Literal["channel", "tensor"] | int | None = option(None,
         "weights per scale. nf4, fp4: 64 (unset), 128, 256 or 512 elements of a row; fp8: squares of 64, 128 (unset) "
         "or 256, 'channel' (a row) or 'tensor'; int8, int4: 'channel' (unset) or elements of a row; nvfp4: 16; mxfp4: "

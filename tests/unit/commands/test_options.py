@@ -1,14 +1,17 @@
 """`python -m jaxtune.options` and `jaxtune COMMAND`: finding options and commands."""
 
+import json
 import re
 import subprocess
 import sys
 
+import jsonschema
 import pytest
 
 from jaxtune import __main__ as jaxtune_main
 from jaxtune import options
-from jaxtune.config import keys
+from jaxtune.config import keys, to_json
+from jaxtune.config.schema import Config
 
 
 def keys_of(lines: list[str]) -> list[str]:
@@ -18,7 +21,7 @@ def keys_of(lines: list[str]) -> list[str]:
 
 def test_every_option_is_listed_with_type_default_unit_rules_and_meaning(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    assert options.main([]) == 0
+    assert options.main(["--all"]) == 0
     lines = capsys.readouterr().out.splitlines()
     listed = [key for key in keys.options() if not key.startswith("data.eval_datasets[i].")]  # same as data.datasets[i]
     assert keys_of(lines) == listed
@@ -29,6 +32,37 @@ def test_every_option_is_listed_with_type_default_unit_rules_and_meaning(capsys,
     assert lines[at + 2] == "    only when optim.name == 'muon'"
     assert "precision.recipe: 'bf16' | 'fp32' | 'fp16' | 'fp8_hybrid' | 'nvfp4' = 'bf16'" in lines
     assert max(map(len, lines)) <= 100 and not any("\t" in line for line in lines)
+
+
+def test_the_basic_options_come_first_and_the_others_are_named(capsys):
+    assert options.main([]) == 0
+    *lines, _, last = capsys.readouterr().out.splitlines()
+    listed = keys_of(lines)
+    assert 50 <= len(listed) <= 80 and {"model.path", "optim.learning_rate", "lora.rank"} <= set(listed)
+    assert "optim.muon.momentum" not in listed
+    assert (
+        last == f"These are the basic options of {len(keys.options())}; --all lists all of them, PATTERN searches them."
+    )
+
+
+def test_the_json_schema_accepts_what_loading_accepts(capsys):
+    """By the rules of a recipe: names, types, ranges and allowed values."""
+    assert options.main(["--json-schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    defaults = json.loads(to_json(Config()))
+    assert not list(validator.iter_errors(defaults))
+    good = {"base": "qwen_lora:MODEL", "optim.learning_rate": 1e-4, "data": {"datasets": [{"path": "a.jsonl"}]}}
+    assert validator.is_valid(good) and validator.is_valid({"data": {"datasets": "a.jsonl"}})
+    for bad in (
+        {"optim": {"lerning_rate": 1e-4}},
+        {"lora": {"rank": "8"}},
+        {"lora": {"rank": 0}},
+        {"precision": {"recipe": "fp7"}},
+        {"data": {"datasets": [{"pth": "a.jsonl"}]}},
+    ):
+        assert not validator.is_valid(bad), bad
 
 
 @pytest.mark.parametrize(
@@ -51,6 +85,7 @@ def test_pattern_over_keys_and_meanings(capsys, pattern, shown, hidden):
         (["lerning_rate"], "nearest: optim.learning_rate"),
         (["("], "not a regular expression"),
         (["a", "b"], "one pattern at most"),
+        (["--al"], "--al: no such flag"),
     ],
 )
 def test_wrong_pattern(capsys, arguments, part):
