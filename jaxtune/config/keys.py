@@ -230,7 +230,7 @@ def no_such_option(key: str) -> str:
         return f"a section, not an option; its options: {', '.join(members)}"
     option = nearest_option(key)
     if option is None:
-        return "no such option; python -m jaxtune.options lists them"
+        return "no such option; python -m jaxtune.options --all lists them"
     return f"no such option; nearest: {option.key}: {describe(option.annotation)} ({option.doc})"
 
 

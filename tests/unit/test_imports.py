@@ -1,6 +1,7 @@
 """Modules that run on a bare GPU machine import only packages that it has."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -133,6 +134,18 @@ def test_a_file_of_the_package_is_named_once():
     again = ("__init__.py", "__main__.py", "options.py")  # options.py: the sections of a room
     count = Counter(file.name for file in files("jaxtune") if file.name not in again)
     assert not [name for name, times in count.items() if times > 1]
+
+
+def test_a_class_of_the_package_is_named_once():
+    trees = [ast.parse(file.read_text()) for file in files("jaxtune", "pallas_kernels")]
+    count = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert not [name for name, times in count.items() if times > 1 and not name.startswith("_")]
+
+
+def test_the_contributors_page_names_files_that_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`((?:jaxtune|pallas_kernels|tests|benchmarks|docs)/[\w/.]+)`", text)
+    assert len(named) > 16 and not [name for name in named if not (ROOT / name).exists()]
 
 
 @pytest.mark.parametrize("file", files("pallas_kernels"), ids=lambda file: str(file.relative_to(ROOT)))

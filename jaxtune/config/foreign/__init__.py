@@ -189,7 +189,9 @@ def _refuse_other_systems(values: Mapping[str, Any], name: str) -> None:
     for system, marks in MARKS.items():
         if mark := next((option for option in _names(values) if option in marks.split()), None):
             example = (
-                f"`jaxtune options {mark}` names ours" if keys.nearest_option(mark) else "`jaxtune options` lists them"
+                f"`jaxtune options {mark}` names ours"
+                if keys.nearest_option(mark)
+                else "`jaxtune options --all` lists them"
             )
             raise UserError(
                 f"{name}: a config of {system} (it has {mark}), which is not supported; "
