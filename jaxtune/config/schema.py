@@ -6,8 +6,9 @@ receives a typed and checked `Config`.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxtune.errors import hide_secrets, shorten
 from jaxtune.lora.options import LoraOptions
@@ -600,11 +601,17 @@ class Config:
         return tuple(shorten(hide_secrets(line)) for line in lines)
 
     def __repr__(self) -> str:
-        """The options that are not the defaults, a line each."""
-        from jaxtune.config import (
-            keys,
-            option_rules,  # which read this file
-        )
+        """Return the options that differ from the defaults, a line each, without secrets."""
+        return hide_secrets("\n".join(_set_options(self)))
 
-        values = option_rules.non_default_options(self).items()
-        return hide_secrets("\n".join(f"{key} = {value!r}" for key, value in values if not keys.has_entries(key)))
+
+def _set_options(section: Any, prefix: str = "") -> Iterator[str]:
+    for field in dataclasses.fields(section):
+        key, value = prefix + field.name, getattr(section, field.name)
+        entries = value if isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value)) else ()
+        if dataclasses.is_dataclass(value):
+            yield from _set_options(value, f"{key}.")
+        elif not entries and field.metadata and value != field.default:
+            yield f"{key} = {value!r}"
+        for i, entry in enumerate(entries):
+            yield from _set_options(entry, f"{key}[{i}].")

@@ -383,7 +383,7 @@ TORCHTUNE = "model: {_component_: torchtune.models.llama3_2.lora_llama3_2_1b, lo
         ),
         (
             TORCHTUNE,
-            r"a config of torchtune .it has _component_., which is not supported; .*\(`jaxtune options --all` lists them\)",
+            r"a config of torchtune .it has _component_., which is not supported; .*\(`jaxtune options --all` lists",
         ),
         (
             "train: {epochs: 1}\ndata: {class_path: litgpt.data.Alpaca}\nout_dir: a\nlora_r: 8\nseed: 1\n",

@@ -399,7 +399,7 @@ def test_help_shows_the_flags(capsys):
 
     assert run(define, lambda values, config: pytest.fail("the body ran"), ["--help"]) == 0
     printed = capsys.readouterr().out
-    assert "What a user relies on" in printed and "--step: which step to read" in printed and "--config" in printed
+    assert "Recipes and command lines" in printed and "--step: which step to read" in printed and "--config" in printed
 
 
 def test_saved_config_that_is_damaged():
