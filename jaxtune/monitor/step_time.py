@@ -34,11 +34,11 @@ PHASES = ("forward", "recomputed", "backward", "rest")
 _COLLECTIVES, _COPIES, _OTHER = "collectives", "copies", "other"
 _OPTIMIZER, _SUMMED, _DEQUANTIZED = "optimizer", "gradient accumulation", "dequantization"
 _HEAD, _OTHER_PROGRAMS, _UNKNOWN = "embedding, head and loss", "other programs", "unknown"
-_MODELS, _KERNELS, _STEP = "jaxtune/models/", "pallas_kernels/", "jaxtune/training/step.py"
+_MODELS, _KERNELS, STEP = "jaxtune/models/", "pallas_kernels/", "jaxtune/training/step.py"
 _LAYERS = f"{_MODELS}layers/"
 # An instruction belongs to the first part with a file among the instruction's lines. Linear layers are in no part: they
 # count for the layer that calls them.
-_FILES = {
+FILES = {
     "adapters": ("jaxtune/lora/",),
     "experts": tuple(f"{_LAYERS}{name}.py" for name in ("experts", "router", "expert_sort", "expert_all_to_all")),
     "attention": (
@@ -52,11 +52,11 @@ _FILES = {
         f"{_KERNELS}linear_cross_entropy/",
     ),
 }
-PARTS = (*_FILES, _DEQUANTIZED, _OPTIMIZER, _SUMMED, _COLLECTIVES, _COPIES, _OTHER, _UNKNOWN, _OTHER_PROGRAMS)
-_UNPACKED = f"{_KERNELS}quant_matmul/", f"{_KERNELS}grouped_quant_matmul/"
+PARTS = (*FILES, _DEQUANTIZED, _OPTIMIZER, _SUMMED, _COLLECTIVES, _COPIES, _OTHER, _UNKNOWN, _OTHER_PROGRAMS)
+UNPACKED = f"{_KERNELS}quant_matmul/", f"{_KERNELS}grouped_quant_matmul/"
 _PRODUCT = re.compile(r"(dot_general|quant_matmul\w*/\w+)$")  # by XLA; by a kernel that unpacks while it multiplies
 # Files of the forward pass. jax marks only differentiated operations (jvp), so others are recognised by file.
-_FORWARD = (_MODELS, "jaxtune/objectives/", "jaxtune/precision/")
+FORWARD = (_MODELS, "jaxtune/objectives/", "jaxtune/precision/")
 # A fusion of only these opcodes is a copy.
 _MOVES = {"parameter", "copy", "bitcast", "dynamic-slice", "dynamic-update-slice", "constant", "tuple"}
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
@@ -286,7 +286,7 @@ def _phase(operation: str, frames: Sequence[Frame], around: str) -> str:
     if around != "rest":
         return around
     optimizer = any(frame.file.startswith("jaxtune/optim/") for frame in frames)
-    forward = "jvp(" in operation or any(frame.file.startswith(_FORWARD) for frame in frames)
+    forward = "jvp(" in operation or any(frame.file.startswith(FORWARD) for frame in frames)
     return "forward" if forward and not optimizer else "rest"
 
 
@@ -328,16 +328,16 @@ def _part(operation: str, frames: Sequence[Frame]) -> str:
     def among(*prefixes: str) -> bool:
         return any(file.startswith(prefixes) for file in files)
 
-    if among("jaxtune/optim/") or any(frame[:2] == (_STEP, "_norm") for frame in frames):
+    if among("jaxtune/optim/") or any(frame[:2] == (STEP, "_norm") for frame in frames):
         return _OPTIMIZER
-    unpacks = among(*_UNPACKED) or any(frame.function in ("dequantize", "kernel_scales") for frame in frames)
+    unpacks = among(*UNPACKED) or any(frame.function in ("dequantize", "kernel_scales") for frame in frames)
     if unpacks and not _PRODUCT.search(operation):
         return _DEQUANTIZED
-    for part, prefixes in _FILES.items():
+    for part, prefixes in FILES.items():
         if among(*prefixes):
             return part
     in_decoder = [frame.function for frame in frames if frame.file == f"{_MODELS}decoder.py"]
     if "embedded" in in_decoder or (among(f"{_MODELS}score.py") and not in_decoder):
         return _HEAD
-    summed = among("jaxtune/training/pipelined_step.py") or any(frame[:2] == (_STEP, "of_rows") for frame in frames)
-    return _SUMMED if summed and not among(*_FORWARD) else _OTHER
+    summed = among("jaxtune/training/pipelined_step.py") or any(frame[:2] == (STEP, "of_rows") for frame in frames)
+    return _SUMMED if summed and not among(*FORWARD) else _OTHER

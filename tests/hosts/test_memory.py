@@ -15,7 +15,7 @@ import math, pathlib, re, sys
 import jax
 from jaxtune import hf
 from jaxtune.checkpoint import CheckpointManager
-from jaxtune.config.schema import Config, Data, Export, Mesh, Model, Train
+from jaxtune.config.schema import Config, DataOptions, ExportOptions, MeshOptions, ModelOptions, TrainOptions
 from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.exports.write import export
@@ -33,14 +33,14 @@ def measured(work):
 multihost.initialize()
 home = pathlib.Path(sys.argv[1])
 config = Config(
-    Model(str(home / "model"), dtype="float32"),
-    Data(seq_len=8),
-    train=Train(output_dir=str(home / "runs"), run_name="two"),
-    export=Export(max_shard_bytes=2**25),
+    ModelOptions(str(home / "model"), dtype="float32"),
+    DataOptions(seq_len=8),
+    train=TrainOptions(output_dir=str(home / "runs"), run_name="two"),
+    export=ExportOptions(max_shard_bytes=2**25),
 )
 folder = run_folder(config)
 hf.load_tokenizer(home / "model")  # as in a run, before; transformers may import torch, 200 MB
-model = declare_model(read_base(config), config, make_mesh(Mesh(), jax.devices()))
+model = declare_model(read_base(config), config, make_mesh(MeshOptions(), jax.devices()))
 values, load = measured(lambda: jax.block_until_ready(initial_parameters(model, config)))
 checkpoints = CheckpointManager(folder.checkpoints, 1)
 

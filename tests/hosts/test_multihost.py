@@ -36,7 +36,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jaxtune.errors import UserError
 from jaxtune.monitor.signals import StopRequest
 from jaxtune.parallel import multihost
-from jaxtune.run import process
+from jaxtune.host import process
 
 multihost.initialize()
 jax.set_mesh(jax.make_mesh((2, 2), ("data", "fsdp")))
@@ -93,17 +93,17 @@ from jax.experimental import multihost_utils
 from jaxtune import command
 from jaxtune.errors import UserError
 from jaxtune.parallel import multihost
-from jaxtune.run import process
+from jaxtune.host import process
 
 def train():
     multihost.initialize()
     process.LEAVE_SECONDS = 1
-    with process.leaving_after_failure():
+    with process.exit_after_failure():
         if jax.process_index() == 1:
             raise UserError("no such file on this host")
         multihost_utils.sync_global_devices("never")
 
-raise SystemExit(command.guarded(train))
+raise SystemExit(command.run_guarded(train))
 """
 
 

@@ -159,7 +159,7 @@ def test_the_cache_alone_is_enough(entry, tokenizer, tmp_path):
     documents = tokenize((replace(entry, weight=2.0),), tokenizer, cache, "skip", cache_only=True)
     assert documents.key == whole.key and "its source was not read" in documents.notes[-1]
     for changed in (replace(entry, samples=3), replace(entry, path="b.jsonl")):
-        with pytest.raises(UserError, match="cache_only: .* holds nothing made of .* with these options"):
+        with pytest.raises(UserError, match="cache_only: .* holds nothing made from .* with these options"):
             tokenize((changed,), tokenizer, cache, "skip", cache_only=True)
 
 

@@ -326,7 +326,7 @@ for spec in ((None, "fsdp"), (None, ("data", "fsdp")), (None, None, "data")):
     for shard in w.addressable_shards:
         np.testing.assert_array_equal(shard.data, whole[shard.index])
 gather = jax.jit(lambda array: array, out_shardings=jax.NamedSharding(mesh, jax.P()))
-hf.write(folder / "out", [hf.Tensor("w", w.shape, w.dtype, lambda: np.asarray(gather(w)))])
+hf.write(folder / "out", [hf.OutputTensor("w", w.shape, w.dtype, lambda: np.asarray(gather(w)))])
 multihost_utils.sync_global_devices("written")
 again = hf.read(folder / "out", {"w": hf.Target(w.shape, "float32", sharding, (Place("w"),))}, lambda name: False)["w"]
 for shard in again.addressable_shards:  # of a file with a checksum, of which each process reads a part

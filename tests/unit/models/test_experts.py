@@ -125,7 +125,9 @@ def test_a_rate_that_moves_no_correction_is_refused(one_device):
         sparse = (dataclasses.replace(SPARSE, feed_forward=experts),)
         base = Base(spec(sparse, family="glm4_moe" if corrected else "qwen3_moe"))
         config = Config(data=DataOptions(seq_len=32), experts=Options(bias_update_rate=0.1), **sections)
-        with pytest.raises(UserError, match=r"experts\.bias_update_rate=0\.1: of this .* no correction of a router"):
+        with pytest.raises(
+            UserError, match=r"experts\.bias_update_rate=0\.1: this .* trains no correction of a router"
+        ):
             assemble(base, config, one_device)
 
 

@@ -1,7 +1,9 @@
 """Time by part of a step: for a traced tiny step, and for a GPU trace as XLA writes it."""
 
+import itertools
 import logging
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from tiny import random_values, spec
 from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, ProfOptions
 from jaxtune.lora.options import LoraOptions
 from jaxtune.monitor.profiler import Profiler
-from jaxtune.monitor.step_time import NAME, StepTime, operations, step_time
+from jaxtune.monitor.step_time import FILES, FORWARD, NAME, STEP, UNPACKED, StepTime, operations, step_time
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.precision.options import PrecisionOptions
@@ -23,10 +25,10 @@ from jaxtune.weights.model import Base
 # A line for each file in the table of lines, and for the innermost function.
 LINES = """
 FileNames
-1 "/x/jaxtune/models/mlp.py"
+1 "/x/jaxtune/models/layers/mlp.py"
 2 "/x/jaxtune/optim/driver.py"
 3 "/x/pallas_kernels/quant_matmul/__init__.py"
-4 "/x/jaxtune/run/step.py"
+4 "/x/jaxtune/training/step.py"
 
 FunctionNames
 1 "run"
@@ -254,3 +256,10 @@ def test_a_profile_that_cannot_be_read_does_not_end_the_run(tmp_path, caplog, mo
     profiler.after_step(jnp.ones(8).sum())
     assert "this profile cannot be read: ValueError" in caplog.messages[-1]
     assert not file.exists()
+
+
+def test_the_files_of_parts_exist():
+    """A file that moves would otherwise give its time to another part."""
+    root = Path(__file__).parents[3]
+    for place in (*itertools.chain(*FILES.values()), *UNPACKED, *FORWARD, STEP):
+        assert (root / place).exists(), place

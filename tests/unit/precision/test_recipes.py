@@ -36,7 +36,8 @@ SPEC = treat_linears(spec(layers=3), DOWN, multiplied=matmul_format(PrecisionOpt
 
 def delayed_scales(**options):
     """Return (Linears, name of its only parameter)."""
-    linears = linears_of(PrecisionOptions("fp8_hybrid", fp8=Fp8Options(**options)), declare(SPEC)[1])
+    weights = {name: p for name, p in declare(SPEC)[1].items() if p.treatment.multiplied is not None}
+    linears = linears_of(PrecisionOptions("fp8_hybrid", fp8=Fp8Options(**options)), weights)
     assert linears is not None
     (name,) = linears.parameters
     return linears, name

@@ -15,9 +15,9 @@ from jaxtune.host import lock
 
 HOLD = """
 import pathlib, sys, time
-from jaxtune.host.lock import locked
+from jaxtune.host.lock import hold_lock
 
-with locked(pathlib.Path(sys.argv[1])):
+with hold_lock(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """

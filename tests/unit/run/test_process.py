@@ -75,9 +75,9 @@ def test_the_code_is_its_names_and_its_content(tmp_path):
 
 CONFIGURE = """
 import jax, os, sys
-from jaxtune.config.schema import Config, Device
+from jaxtune.config.schema import Config, DeviceOptions
 from jaxtune.errors import UserError
-from jaxtune.run import process
+from jaxtune.host import process
 
 if sys.argv[1] == "begun":
     jax.devices()

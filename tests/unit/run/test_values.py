@@ -42,7 +42,7 @@ MEASURE = """
 import gc, re, sys
 import jax
 jax.config.update("jax_platforms", "cpu")
-from jaxtune.config.schema import Config, Data, Lora, Mesh, Model, Quant
+from jaxtune.config.schema import Config, DataOptions, LoraOptions, MeshOptions, ModelOptions, QuantOptions
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.weights.model import declare_model, read_base
 from jaxtune.weights.values import frozen_parameters
@@ -52,9 +52,9 @@ def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 
 def read(folder):
-    base = Model(path=folder, dtype="float32")
-    config = Config(model=base, data=Data(seq_len=32), lora=Lora(enabled=True), quant=Quant(format="nf4"))
-    model = declare_model(read_base(config), config, make_mesh(Mesh(), jax.devices()[:1]))
+    base = ModelOptions(path=folder, dtype="float32")
+    config = Config(model=base, data=DataOptions(seq_len=32), lora=LoraOptions(enabled=True), quant=QuantOptions(format="nf4"))
+    model = declare_model(read_base(config), config, make_mesh(MeshOptions(), jax.devices()[:1]))
     frozen = frozen_parameters(model, config)
     return frozen, sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
 
