@@ -15,7 +15,7 @@ from tiny import random_values, spec
 from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, ProfOptions
 from jaxtune.lora.options import LoraOptions
 from jaxtune.monitor.profiler import Profiler
-from jaxtune.monitor.step_time import FILES, FORWARD, NAME, STEP, UNPACKED, StepTime, operations, step_time
+from jaxtune.monitor.step_time import FILES, FORWARD, NAME, UNPACKED, StepTime, operations, step_time
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.precision.options import PrecisionOptions
@@ -261,5 +261,5 @@ def test_a_profile_that_cannot_be_read_does_not_end_the_run(tmp_path, caplog, mo
 def test_the_files_of_parts_exist():
     """A file that moves would otherwise give its time to another part."""
     root = Path(__file__).parents[3]
-    for place in (*itertools.chain(*FILES.values()), *UNPACKED, *FORWARD, STEP):
+    for place in (*itertools.chain(*FILES.values()), *UNPACKED, *FORWARD):
         assert (root / place).exists(), place

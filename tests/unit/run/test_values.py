@@ -53,7 +53,8 @@ def anonymous():
 
 def read(folder):
     base = ModelOptions(path=folder, dtype="float32")
-    config = Config(model=base, data=DataOptions(seq_len=32), lora=LoraOptions(enabled=True), quant=QuantOptions(format="nf4"))
+    quant, lora = QuantOptions(format="nf4"), LoraOptions(enabled=True)
+    config = Config(model=base, data=DataOptions(seq_len=32), lora=lora, quant=quant)
     model = declare_model(read_base(config), config, make_mesh(MeshOptions(), jax.devices()[:1]))
     frozen = frozen_parameters(model, config)
     return frozen, sum(leaf.nbytes for leaf in jax.tree.leaves(frozen))
