@@ -11,8 +11,8 @@ from pallas_kernels import cost
 MODULE = """HloModule jit_step, is_scheduled=true
 
 FileNames
-1 "/somewhere/site-packages/jaxtune/models/mlp.py"
-2 "/somewhere/site-packages/jaxtune/models/linear.py"
+1 "/somewhere/site-packages/jaxtune/models/layers/mlp.py"
+2 "/somewhere/site-packages/jaxtune/models/layers/linear.py"
 
 FunctionNames
 1 "MLP.__call__"
