@@ -46,7 +46,7 @@ def test_resumes_exactly_exports_and_loads(home, one_device, quantized):
     output = call("jaxtune.export", f"--run={folder}", f"--output={merged}", "--merge")
     if quantized:
         largest, difference = (
-            float(output.split(part)[1].split()[0].rstrip(",")) for part in ("largest is ", "differ by ")
+            float(output.split(part)[1].split()[0].rstrip(",")) for part in ("logits, at most ", "differ by ")
         )
         assert difference <= 1e-5 * largest
         base = dequantize_base(home, one_device, resolve(load_recipe(recipe), recipe).quant)
