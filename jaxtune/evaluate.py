@@ -63,9 +63,7 @@ def _run_tasks(values: flags.FlagValues, config: Config | None) -> None:
     output = values.output and Path(values.output)
     if output is not None:
         check_writable(output.parent, f"--output={values.output}")
-    from jaxtune.evaluation import (
-        lm_evaluation_harness as harness,  # seconds to import, and needs a package that may lack
-    )
+    from jaxtune.evaluation import lm_evaluation_harness as harness  # slow, and needs an optional package
 
     tasks = harness.EvalRequest(tuple(values.tasks), **{name: getattr(values, name) for name in TASK_FLAGS})
     mesh = mesh_of([]) if config is None else _mesh(config)

@@ -182,7 +182,7 @@ class Run:
             devices = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
             if not tasks:
                 return evaluate(config, devices, *which)
-            from jaxtune.evaluation import lm_evaluation_harness as harness  # seconds to import, of an optional package
+            from jaxtune.evaluation import lm_evaluation_harness as harness  # slow, and needs an optional package
 
             request = harness.EvalRequest((tasks,) if isinstance(tasks, str) else tuple(tasks), **how)
             return harness.metrics_of(harness.run_tasks(request, config, devices, *which)[0])

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxtune import hf
-from jaxtune.config.schema import Config, DataOptions, Dataset
-from jaxtune.config.schema import ModelOptions as ModelOptions
+from jaxtune.config.schema import Config, DataOptions, Dataset, ModelOptions
 from jaxtune.data.formats.prompts import Prompt, Prompts, Sample
 from jaxtune.errors import UserError
 from jaxtune.host.run_folder import RunFolder

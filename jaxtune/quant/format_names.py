@@ -1,7 +1,5 @@
 """The module of each value of quant.format."""
 
-from types import ModuleType
-
 from jaxtune.quant import four_bit_floats, fp8_format, integers, mxfp4_format, nvfp4_format
 from jaxtune.quant.format import Format
 from jaxtune.quant.options import QuantOptions
@@ -16,12 +14,7 @@ MODULES = {
 MODULES |= dict.fromkeys(("int8", "int4", "weight_only_mix"), integers)
 
 
-def format_module(name: str) -> ModuleType:
-    """Return the module of a format, which has `format_of`."""
-    return MODULES[name]
-
-
 def format_of(options: QuantOptions, parameter: str) -> Format:
     """Return the format that quant.format selects for a parameter, by its name inside a layer ("mlp.down.weight")."""
     assert options.format is not None
-    return format_module(options.format).format_of(options, parameter)
+    return MODULES[options.format].format_of(options, parameter)

@@ -1,1 +1,1 @@
-"""What happens between steps: `loop`, its `tasks`, `watch` (metrics, stops), `resume`, and the checkpoint mirror."""
+"""The work between steps: `loop`, its `tasks`, `watch` (metrics, stops), `resume`, and the checkpoint mirror."""

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune.config.schema import Config, DataOptions, MemoryOptions, TrainOptions
-from jaxtune.config.schema import ModelOptions as ModelOptions
+from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, TrainOptions
 from jaxtune.models import families
 from jaxtune.optim.options import OptimOptions
 from jaxtune.parallel.mesh import make_mesh

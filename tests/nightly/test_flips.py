@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from faults.test_checkpoint_faults import assert_is, files_of, restore, save_steps
 from runs import write_conversations
-from tiny import byte_tokenizer, write_model_folder
-from tiny import read_model as read_model
+from tiny import byte_tokenizer, read_model, write_model_folder
 
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config.schema import Dataset

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from tiny import write_model_folder
 
-from jaxtune.config.schema import Config, DataOptions
-from jaxtune.config.schema import ModelOptions as ModelOptions
+from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.optim.build import UpdateInputs
 from jaxtune.optim.options import OptimOptions
 from jaxtune.precision.options import PrecisionOptions
