@@ -75,7 +75,7 @@ def test_a_run_goes_on_with_other_stages_and_evaluates_as_one_device(tmp_path):
 
 def test_more_stages_than_layers_are_refused():
     config = config_of(Case(""), MeshOptions(fsdp=1, stage=4), TrainOptions(), False)
-    with pytest.raises(UserError, match="4 virtual stages need as many equal layers.*there are 2"):
+    with pytest.raises(UserError, match="4 virtual stages need as many equal layers.*has 2"):
         assemble(read_base(config), config, make_mesh(config.mesh, jax.devices()[:4]))
 
 
