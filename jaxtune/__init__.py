@@ -3,6 +3,7 @@
 From Python: `train`, which returns a `Run`, `config_of`, and the `UserError` that they raise.
 """
 
+import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -18,26 +19,17 @@ from jaxtune.errors import UserError
 logging.getLogger("transformers").addFilter(lambda record: not record.getMessage().startswith("PyTorch was not found"))
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from jaxtune.api import Run, config_of, train
     from jaxtune.config.schema import Config
-    from jaxtune.python import Run, config_of
-
-    train: Callable[..., Run]
 
 __all__ = ["Config", "Run", "UserError", "config_of", "train"]
-_HOMES = {"Config": "config.schema", "Run": "python", "config_of": "python"}
 
 
 def __getattr__(name: str) -> Any:
     """Import public names on first use, because their modules take seconds to import."""
-    import importlib
-
-    if name == "train":
-        return importlib.import_module("jaxtune.train")  # the module itself is callable
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"jaxtune.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module("jaxtune.config.schema" if name == "Config" else "jaxtune.api"), name)
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from jaxtune.config.schema import Config, EvalOptions
+from jaxtune.data import Feed, PromptFeed
 from jaxtune.errors import UserError
+from jaxtune.evaluation.evaluator import metric_names
+from jaxtune.training.assembly import Program
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,15 @@ class BestTracker:
 def is_judged(config: Config) -> bool:
     """Whether the run uses the best evaluation: for ckpt.keep_best, eval.patience or eval.target."""
     return config.ckpt.keep_best or config.eval.patience is not None or config.eval.target is not None
+
+
+def check_best_metric(config: Config, program: Program, feed: Feed | PromptFeed) -> None:
+    """Check before the run, as `check_metric`, that its evaluations will have eval.best_metric, if they are judged.
+
+    Not with rewards: the names of their metrics are known once completions are rewarded.
+    """
+    if is_judged(config) and not isinstance(feed, PromptFeed):
+        check_metric(config.eval, metric_names(config, program, feed.eval_rows))
 
 
 def check_metric(options: EvalOptions, names: Collection[str]) -> None:

@@ -110,9 +110,13 @@ def every(steps: int = 0, epochs: float | None = None) -> Callable[[StepInfo], b
     return due
 
 
+# (state, frozen, batch, learning rate) -> (state, metrics).
+TrainStep = Callable[[State, Parameters, Any, np.float32], tuple[State, dict[str, Any]]]
+
+
 def train(
     config: Config,
-    train_step: Callable[[State, Parameters, Any, np.float32], tuple[State, dict[str, Any]]],
+    train_step: TrainStep,
     state: State,
     frozen: Parameters,
     batches: Iterator[tuple[dict[str, Any], Any]],

@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 
 from jaxtune.checkpoint import CheckpointManager, fingerprint, verify_fingerprint
 from jaxtune.checkpoint.manager import HOST_FILE
+from jaxtune.checkpoint.mirror import Mirror
 from jaxtune.config import from_json, to_json
 from jaxtune.config.differences import differences
 from jaxtune.config.loading import as_dict
@@ -22,6 +23,7 @@ from jaxtune.host.run_folder import RunFolder
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.parameters import abstract
 from jaxtune.parallel import multihost
+from jaxtune.run import mirror_sync
 from jaxtune.run.best import BestTracker
 from jaxtune.run.loop import Position
 from jaxtune.training.assembly import Program
@@ -84,6 +86,17 @@ def link_checkpoints(config: Config, folder: RunFolder) -> None:
             f"ckpt.dir={config.ckpt.dir}: the checkpoints of this run are in {folder.checkpoints.resolve()}; leave it "
             "as it was, or move them"
         )
+
+
+def open_checkpoints(config: Config, folder: RunFolder, mirror: Mirror | None) -> CheckpointManager:
+    """Open the run's checkpoints, where ckpt.dir puts them; if there are none, those of the mirror are fetched.
+
+    Raises UserError as `link_checkpoints` and `mirror_sync.fetch`.
+    """
+    link_checkpoints(config, folder)
+    checkpoints = CheckpointManager(folder.checkpoints, config.ckpt.keep_last, mirror)
+    mirror_sync.fetch(config, folder, mirror, checkpoints)
+    return checkpoints
 
 
 def saved_run(config: Config, folder: RunFolder, checkpoints: CheckpointManager) -> Saved | None:
@@ -239,6 +252,22 @@ def check_same(saved: dict, now: dict, model: Model, feed: Feed | PromptFeed) ->
             "the learning-rate schedule was for %d steps and is for %d now",
             *(saved["total_steps"], now["total_steps"]),
         )
+
+
+def is_complete(
+    saved: Saved, record: dict[str, Any], config: Config, folder: RunFolder, model: Model, feed: Feed | PromptFeed
+) -> bool:
+    """Whether nothing is left to do for the run of the checkpoint, which is logged.
+
+    record: of this run. Raises UserError as `check_same` and `check_length`.
+    """
+    check_same(saved.record, record, model, feed)
+    check_length(saved, feed.total_steps)
+    if not saved.finished(feed.total_steps) or (config.export.at_end and not folder.exported):
+        return False
+    why = f"; {saved.record['ended']}" if saved.record.get("ended") else ""
+    log.info("this run is finished: %s, in %s%s", saved.progress(config.train, feed.total_steps), folder.path, why)
+    return True
 
 
 def check_length(saved: Saved, total_steps: int) -> None:

@@ -1,14 +1,27 @@
 """The tasks of a run between steps: samples, evaluations, callbacks after an epoch, checkpoints."""
 
+import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config.schema import Config
 from jaxtune.evaluation.evaluator import Evaluate
+from jaxtune.host.plugins import Callbacks
+from jaxtune.host.run_folder import RunFolder
+from jaxtune.inference.generation import continue_text
 from jaxtune.models.decoder import Parameters
+from jaxtune.parallel import multihost
 from jaxtune.run.best import is_judged
 from jaxtune.run.loop import Position, StepInfo, Task, every
 from jaxtune.run.watch import Watch
 from jaxtune.training.state import State
+from jaxtune.weights.model import Model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger("jaxtune")
 
 
 def tasks_of(
@@ -57,3 +70,41 @@ def tasks_of(
     if evaluate is not None:  # before saving: the rows of metrics after a checkpoint's step are cut on resume
         tasks.append(Task("eval", every(options.steps, options.epochs), judge, at_end=options.at_end))
     return [*tasks, Task("save", save_due, save, at_end=ckpt.at_end, at_stop=True)]
+
+
+def make_save(
+    config: Config,
+    checkpoints: CheckpointManager,
+    record: dict[str, Any],
+    model: Model,
+    frozen: Parameters,
+    callbacks: Callbacks,
+    folder: RunFolder,
+) -> Callable[[State, Position], None]:
+    """Return (state, position) -> None, which saves a checkpoint. record: describes the run (`run.resume.record`)."""
+
+    def save(state: State, at: Position) -> None:
+        at.plugins = callbacks.states()
+        saved = state._replace(base=state.base | {name: frozen[name] for name in model.starts})
+        if not config.ckpt.save_optimizer:
+            saved = saved._replace(optimizer=())
+        best = at.standing.step if config.ckpt.keep_best else None
+        checkpoints.save(at.step, saved, record | at.to_json(), model.grouping, best)
+        callbacks("on_save", at.step, folder.checkpoints / str(at.step))
+
+    return save
+
+
+def make_sample(
+    config: Config, model: Model, tokenizer: "PreTrainedTokenizerFast", folder: RunFolder
+) -> Callable[[int, Parameters], None]:
+    """Return (step, parameters) -> None, which continues eval.sample_prompt; the text is logged, and recorded."""
+    prompt = config.eval.sample_prompt or ""
+
+    def sample(step: int, parameters: Parameters) -> None:
+        text = continue_text(model, parameters, tokenizer, prompt)
+        log.info("sample: %s", text)
+        if multihost.is_main():
+            folder.add_sample(step, prompt, text)
+
+    return sample

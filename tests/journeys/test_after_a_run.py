@@ -13,8 +13,8 @@ from runs import call, metrics, recipe_command, write_model_folder
 from safetensors.numpy import load_file, save_file
 from tiny import byte_tokenizer
 
+from jaxtune.api import Run
 from jaxtune.monitor.step_time import StepTime
-from jaxtune.python import Run
 
 OPTIONS = {
     "train.max_steps": 2,

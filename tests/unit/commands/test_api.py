@@ -7,18 +7,18 @@ import sys
 import pytest
 
 import jaxtune
+from jaxtune.api import restore_mesh
 from jaxtune.config import keys, new_config, to_json
 from jaxtune.config.schema import Config
 from jaxtune.inference.sampling import SamplingOptions
-from jaxtune.python import restore_mesh
 
 
-def test_importing_jaxtune_is_quick_and_train_is_one_thing_however_it_is_imported():
+def test_importing_jaxtune_is_quick_and_train_is_the_function_although_a_module_has_its_name():
     code = (
         "import sys, jaxtune; assert 'jax' not in sys.modules and 'ml_collections' not in sys.modules; "
-        "first = jaxtune.train; from jaxtune.train import train; import jaxtune.train; "
-        "assert jaxtune.train is first is sys.modules['jaxtune.train'] and callable(first) and train is first.train; "
-        "from jaxtune import Config, Run, UserError, config_of, train; assert train is first"
+        "first = jaxtune.train; import jaxtune.train; from jaxtune.train import main; "
+        "from jaxtune import Config, Run, UserError, config_of, train; "
+        "assert first is train is jaxtune.train is jaxtune.api.train and callable(train)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="no attribute 'tarin'"):
@@ -123,7 +123,7 @@ def test_how_answers_are_made_is_checked_as_flags_are(manner, said):
 def test_python_completes_what_is_public():
     assert dir(jaxtune) == sorted(jaxtune.__all__)
     shown = pydoc.render_doc(jaxtune.train, renderer=pydoc.plaintext)  # help(jaxtune.train)
-    assert 'jaxtune.train - Trains by a recipe, or continues its run: `run = jaxtune.train("quickstart"' in shown
+    assert 'Train by a recipe, or continue its run: `run = jaxtune.train("quickstart"' in shown
     assert "dialect: The system that" in shown and "FUNCTIONS" not in shown, "only what can be called"
 
 

@@ -1,4 +1,4 @@
-"""The Python API of jaxtune, as for notebooks: configs of runs, and runs as `jaxtune.train` returns them.
+"""The Python API of jaxtune, as for notebooks: `train`, the config of a run, and the finished `Run`.
 
     import jaxtune
 
@@ -20,6 +20,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+import jaxtune
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config import keys
 from jaxtune.config.loading import as_dict, from_text, to_plain
@@ -28,16 +29,42 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.evaluation.validation import evaluate
 from jaxtune.host import process
-from jaxtune.host.run_folder import RunFolder
+from jaxtune.host.run_folder import RunFolder, run_folder
 from jaxtune.inference.answers import AnswerGenerator, mesh_of, open_model
 from jaxtune.inference.sampling import SamplingOptions
 from jaxtune.monitor import metrics
 from jaxtune.monitor.series import Series, series
 from jaxtune.parallel.layout import RULES
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.train import train as train_config
 from jaxtune.weights.architecture import count_parameters
 
 _OPTION = re.compile(r"--config\.(\w+)\.(\w+(?:\.\w+)*)(?:=('[^']*'|[\w./-]*\w))?")  # a setting as a command takes it
+
+
+def train(recipe: str | Path | Config | ConfigDict, *, dialect: str | None = None, **sections: Any) -> "Run":
+    """Train by a recipe, or continue its run: `run = jaxtune.train("quickstart", optim={"learning_rate": 1e-4})`.
+
+    Args:
+        recipe: As for `config_of`: NAME or FILE, either with :ARGUMENT, or a config.
+        dialect: The system that a YAML file was written for; None: its keys tell.
+        **sections: Options by their section, as dicts.
+
+    Returns:
+        The run: its `folder`, whether it is `finished`, `last` metrics, `generate(prompts)`, `evaluate()`.
+
+    Raises:
+        UserError: If the command would print an error.
+    """
+    config = config_of(recipe, dialect=dialect, **sections)
+    with restore_mesh():
+        finished = train_config(config)
+    return Run(run_folder(config).path.absolute(), finished)
+
+
+# Importing the module jaxtune.train has given the package an attribute of this name: the module. Callers want the
+# function.
+jaxtune.train = train
 
 
 def config_of(recipe: str | Path | Config | ConfigDict, *, dialect: str | None = None, **sections: Any) -> Config:

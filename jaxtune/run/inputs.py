@@ -1,0 +1,69 @@
+"""The inputs of a run: tokenizer, rows or prompts, reward functions, and scores of models that no step runs."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+
+from jaxtune import data, hf
+from jaxtune.config.schema import Config
+from jaxtune.host import process
+from jaxtune.monitor.goodput import Goodput
+from jaxtune.rollout.rewards import Reward, load_rewards, try_rewards
+from jaxtune.scoring.reference_scores import add_reference_scores
+from jaxtune.scoring.teacher_scores import Teacher, add_teacher_columns, declare_teacher
+from jaxtune.training.assembly import Program
+from jaxtune.weights.model import Model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class RunInputs(NamedTuple):
+    """The inputs of a run.
+
+    Attributes:
+        tokenizer: The model's tokenizer.
+        feed: Batches of rows, or of prompts if the run has rewards.
+        rewards: The reward functions by name; empty unless the run learns from its own completions.
+        teacher: The declared teacher (distill.teacher); None without one.
+    """
+
+    tokenizer: "PreTrainedTokenizerFast"
+    feed: data.Feed | data.PromptFeed
+    rewards: Mapping[str, Reward]
+    teacher: Teacher | None
+
+
+def open_inputs(config: Config, program: Program, mesh: jax.sharding.Mesh, goodput: Goodput) -> RunInputs:
+    """Open the inputs of a run; documents are tokenised, or read from the cache.
+
+    Raises UserError for data, rewards or a teacher that the run cannot use.
+    """
+    model = program.model
+    with goodput.measure("tokenizer"):
+        tokenizer = hf.load_tokenizer(model.folders.tokenizer, config.chat.template, config.data.special_tokens)
+    with goodput.measure("data"):
+        rewards = load_rewards(config.rollout.rewards)
+        teacher = declare_teacher(config, tokenizer, model.spec.vocabulary, mesh)
+        if rewards:
+            feed = data.open_prompts(config, tokenizer, mesh)
+            prompt, group = feed.documents.prompts[0], config.rollout.group_size
+            process.on_main(lambda: try_rewards(rewards, prompt, tokenizer, group))
+        else:
+            feed = data.open_feed(config, tokenizer, model.spec.vocabulary, mesh, program.objective.columns)
+    return RunInputs(tokenizer, feed, rewards, teacher)
+
+
+def add_scores(
+    inputs: RunInputs, config: Config, model: Model, mesh: jax.sharding.Mesh, goodput: Goodput
+) -> data.Feed | data.PromptFeed:
+    """Return the feed with columns of scores by the reference of a preference loss, and by a teacher.
+
+    They are computed here, or read from the cache, so that no step runs these models.
+    """
+    with goodput.measure("reference"):
+        feed = inputs.feed.with_rows(partial(add_reference_scores, config, model, mesh))
+    with goodput.measure("teacher"):
+        return add_teacher_columns(inputs.teacher, mesh, feed)

@@ -1,0 +1,73 @@
+"""The start of a run: checks of the declared model, the functions that the loop calls, and the first state."""
+
+import logging
+
+import jax
+
+from jaxtune.config.schema import Config
+from jaxtune.data import PromptFeed
+from jaxtune.evaluation.evaluator import Evaluate, make_evaluate
+from jaxtune.exports.copied_tensors import warn_lost_layers
+from jaxtune.host.run_folder import RunFolder
+from jaxtune.models.decoder import Parameters
+from jaxtune.monitor.goodput import Goodput
+from jaxtune.rollout import rollouts
+from jaxtune.run.inputs import RunInputs
+from jaxtune.run.loop import Position, TrainStep
+from jaxtune.run.resume import Saved, restore_run
+from jaxtune.training import memory
+from jaxtune.training.assembly import Program
+from jaxtune.training.state import State
+from jaxtune.weights.describe import describe_layout, describe_pipeline
+from jaxtune.weights.values import check_files, frozen_parameters, read_reference, start_parameters
+
+log = logging.getLogger("jaxtune")
+
+
+def check_model(config: Config, program: Program, mesh: jax.sharding.Mesh) -> None:
+    """Log the model and its sharding. Raises UserError if tensors are missing, or the state does not fit in memory."""
+    model = program.model
+    log.info(describe_layout(model, mesh))
+    if mesh.shape["stage"] > 1:
+        log.info(describe_pipeline(model, config))
+    check_files(model, config)
+    if not config.lora.enabled or config.export.merge or config.lora.merge_interval:
+        warn_lost_layers(model, config)
+    memory.check_state(config, program, mesh)
+
+
+def step_functions(
+    config: Config,
+    program: Program,
+    compiled: jax.stages.Compiled,
+    inputs: RunInputs,
+    mesh: jax.sharding.Mesh,
+    folder: RunFolder,
+    goodput: Goodput,
+) -> tuple[TrainStep, Evaluate | None]:
+    """Return the step and the evaluation (None without validation data) that the loop calls.
+
+    A run with rewards samples completions of a step's prompts first, and evaluates by completions as well.
+    """
+    feed = inputs.feed
+    if not isinstance(feed, PromptFeed):
+        rows = feed.eval_rows
+        return compiled, make_evaluate(config, program.model, rows, mesh, goodput.beat) if rows else None
+    make = rollouts.make_rollouts(config, program.model, inputs.tokenizer, inputs.rewards, folder.path)
+    step = rollouts.make_rollout_step(config, program, make, compiled, folder.path)
+    if feed.eval_prompts is None:
+        return step, None
+    return step, rollouts.make_evaluate(config, make, feed.eval_prompts, feed.rows_per_step, goodput.beat)
+
+
+def first_state(config: Config, program: Program, saved: Saved | None) -> tuple[State, Parameters, Position]:
+    """Return (state, frozen parameters, position) of the checkpoint or, without one, the initial ones."""
+    model = program.model
+    if saved is not None:
+        state, starts, position = restore_run(saved, program, config.ckpt.load_optimizer)
+        return state, starts | frozen_parameters(model, config, but={**state.base, **starts}), position
+    trained, base, frozen = start_parameters(model, config)
+    state = jax.jit(program.start, donate_argnums=0)(trained)._replace(base=base)
+    if state.reference and config.preference.reference != "start":
+        state = state._replace(reference=read_reference(model, config, state.reference))
+    return state, frozen, Position(put_off=("eval",) if config.eval.at_start else ())
