@@ -1,1 +1,1 @@
-"""The work between steps: `loop`, its `tasks`, `watch` (metrics, stops), `resume`, and the checkpoint mirror."""
+"""What a run does around its steps: `inputs`, `start`, `loop`, `tasks`, `watch`, `resume`, `mirror_sync`, `results`."""

@@ -119,6 +119,7 @@ def compile_fitting_step(
     Raises:
         UserError: No policy fits.
     """
+    log.info("compiling the step")
     allowed = policies(config, current_device().platform)
     allowed = allowed[allowed.index(before) :] if before in allowed else allowed
     tried = []
