@@ -3,8 +3,8 @@
     git clone . /tmp/before && git -C /tmp/before checkout fd87697
     python benchmarks/same_losses.py --before=/tmp/before --after=. --work=/tmp/same_losses
 
-Each case is a run of the command line in its own process, on a CPU. All but the first start from the model that the
-quickstart exports. In the last case each version resumes a checkpoint written by the earlier version.
+Each case is a run of the command line in its own process, on a CPU. All but those that make their own model start from
+the one that the quickstart exports. In the last case each version resumes a checkpoint written by the earlier version.
 """
 
 import argparse
@@ -16,8 +16,12 @@ import sys
 import sysconfig
 from pathlib import Path
 
+OWN_MODEL = ("quickstart.py", "deepseek_v3_tiny_pretrain.py")  # recipes that make the model they train
 BASE = "runs/quickstart/export"
-NUMBERS = ("step", "loss", "eval_loss", "grad_norm", "learning_rate", "tokens", "target_tokens", "loss_scale")
+NUMBERS = (
+    *("step", "loss", "eval_loss", "grad_norm", "learning_rate", "tokens", "target_tokens", "loss_scale"),
+    *("rewards/margins", "reward", "router_loss"),
+)
 SMALL = {
     "data.datasets[0].path": str(Path(sysconfig.get_paths()["stdlib"]) / "json"),
     "data.datasets[0].type": "text",
@@ -28,6 +32,32 @@ SMALL = {
     "train.grad_accum_steps": 2,
     "optim.learning_rate": 1e-3,
     "eval.steps": 4,
+}
+# Files that cases read, in the folder that they run in.
+PROMPTS = [
+    f"def {name}({arguments}):" for name in ("add", "find", "sort") for arguments in ("", "a", "a, b", "a, b, c")
+]
+FILES = {
+    "pairs.jsonl": [
+        {"prompt": prompt, "chosen": f"\n    return {prompt[4:8]}", "rejected": "\n    pass\n" * number}
+        for number, prompt in enumerate(PROMPTS, start=1)
+    ],
+    "prompts.jsonl": [{"prompt": prompt} for prompt in PROMPTS],
+    "rewards.py": "def vowels(completions, **columns):\n"
+    "    return [sum(text.count(vowel) for vowel in 'aeiou') / 8 for text in completions]\n",
+}
+FROM_FILE = {"data.datasets[0].type": "auto", "eval.steps": 0, "data.validation_split": 0.0}
+PAIRS = {**FROM_FILE, "data.datasets[0].path": "pairs.jsonl"}
+REWARDS = {
+    **FROM_FILE,
+    "data.datasets[0].path": "prompts.jsonl",
+    "data.datasets[0].subset": None,
+    "chat.template": "chatml",
+    "rollout.rewards": "('rewards.py:vowels',)",
+    "rollout.group_size": 4,
+    "rollout.max_new_tokens": 12,
+    "train.micro_batch_size": 4,
+    "train.max_steps": 4,
 }
 OPTIMIZERS = ("adamw", "adamw_8bit", "sgd", "adafactor", "lion", "schedule_free", "muon", "normuon")
 # case: (recipe, options in addition to SMALL, simulated devices, processes)
@@ -50,6 +80,12 @@ CASES = {
         )
         for name in OPTIMIZERS
     },
+    "mixture": ("deepseek_v3_tiny_pretrain.py", {"train.max_steps": 8, "eval.steps": 4, "log.every": 1}, 1, 1),
+    "DPO": ("qwen_dpo.py", PAIRS, 1, 1),
+    "GRPO": ("qwen_grpo.py", REWARDS, 1, 1),
+    "distillation": ("qwen_distill.py", {"distill.teacher": BASE, "distill.top_k": 16}, 1, 1),
+    "offload": ("qwen_full.py", {"memory.offload_optimizer": True, "memory.remat": "offload"}, 1, 1),
+    "full, stage=2 x data=2": ("qwen_full.py", {"mesh.stage": 2, "mesh.data": 2}, 4, 1),
     "full, fsdp=4 x tensor=2": ("qwen_full.py", {"mesh.fsdp": 4, "mesh.tensor": 2}, 8, 1),
     "LoRA, two processes": ("qwen_lora.py", {"mesh.fsdp": 4}, 2, 2),
 }
@@ -57,8 +93,9 @@ CASES = {
 
 def command(checkout: Path, name: str, recipe: str, options: dict, processes: int, devices: int) -> list[str]:
     """Return the command of one training run; `name` is the run's folder."""
-    base = "" if recipe == "quickstart.py" else f":{BASE}"
-    settings = {**({} if recipe == "quickstart.py" else SMALL), "train.run_name": name, **options}
+    own_model = recipe in OWN_MODEL
+    base = "" if own_model else f":{BASE}"
+    settings = {**({} if own_model else SMALL), "train.run_name": name, **options}
     train = [sys.executable, "-m", "jaxtune.train", f"--config={checkout / 'configs' / recipe}{base}"]
     train += [f"--config.{key}={value}" for key, value in settings.items()]
     if processes == 1:
@@ -68,12 +105,20 @@ def command(checkout: Path, name: str, recipe: str, options: dict, processes: in
     return [sys.executable, *launch, "--processes", str(processes), "--devices-per-process", str(devices), "--", *train]
 
 
+def write_files(home: Path) -> None:
+    """Write the files that cases read."""
+    home.mkdir(parents=True, exist_ok=True)
+    for name, content in FILES.items():
+        lines = content if isinstance(content, str) else "".join(f"{json.dumps(row)}\n" for row in content)
+        (home / name).write_text(lines)
+
+
 def run(checkout: Path, home: Path, name: str, recipe: str, options: dict, devices: int, processes: int) -> list[tuple]:
     """Train in `home`, unless an earlier call has done so; return every number of the run."""
     metrics = home / "runs" / name / "metrics.jsonl"
     done = metrics.with_name("done")
     if not done.exists():
-        home.mkdir(parents=True, exist_ok=True)
+        write_files(home)
         environment = {"PYTHONPATH": str(checkout), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
         arguments = command(checkout, name, recipe, options, processes, devices)
         log = (home / f"{name}.log").open("w")

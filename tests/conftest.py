@@ -10,6 +10,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax
+import lanes
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -22,6 +23,14 @@ LONGEST = (
     *("test_lora.py", "test_moe_lora.py", "test_meshes.py", "test_train.py"),
     *("test_low_precision_step.py", "test_qlora_step.py"),
 )
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say what was left out, if pytest itself chose what to run."""
+    if config.args_source is config.ArgsSource.TESTPATHS:
+        terminalreporter.section("left out")
+        for folder, how in lanes.LEFT_OUT.items():
+            terminalreporter.write_line(f"tests/{folder}: {how}")
 
 
 def pytest_collection_modifyitems(items):

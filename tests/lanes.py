@@ -26,6 +26,14 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 PASSED = TESTS / "passed.json"
+# Folders that `pytest` without arguments leaves out, and how to run them.
+LEFT_OUT = {
+    "mesh": "several devices, 8 minutes: python tests/lanes.py mesh",
+    "hosts": "several processes, 4 minutes: python tests/lanes.py hosts",
+    "aot": "steps and kernels compiled for GPUs that need not be there: pip install -e '.[aot]' && pytest tests/aot",
+    "gpu": "on a GPU: pip install -e '.[cuda13]' && pytest -n 0 tests/gpu",
+    "nightly": "long tests: python tests/lanes.py nightly",
+}
 
 
 def main(arguments: list[str]) -> int:

@@ -21,6 +21,12 @@ def test_every_test_is_in_a_lane():
     assert left_out == [str(file) for file in files if needs_a_gpu in file.parents]
 
 
+def test_what_pytest_leaves_out_is_said_at_its_end(request):
+    folders = {path.parent.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")}
+    chosen = {Path(path).name for path in request.config.getini("testpaths")}
+    assert folders - chosen == set(lanes.LEFT_OUT) and not chosen & set(lanes.LEFT_OUT)
+
+
 def test_no_two_files_of_tests_are_one_module():
     """pytest would fail at collection: without an __init__.py next to it, a file is a module by its name only."""
 
