@@ -2,7 +2,7 @@
 
 python -m jaxtune.train --config=quickstart
 
-In Python: `run = jaxtune.train("quickstart")` (`jaxtune/api.py`).
+In Python: `run = jaxtune.train("quickstart")` (`jaxtune/api.py`). CONTRIBUTING.md says where everything is.
 """
 
 import sys
