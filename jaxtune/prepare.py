@@ -12,6 +12,7 @@ follows, or prepare without --shard, joins the shards and tokenises missing ones
 import sys
 
 from jaxtune import command
+from jaxtune.tokenizer_type import Tokenizer
 
 if __name__ == "__main__":  # parse flags and recipe before the slow imports below
     sys.exit(command.main("prepare"))
@@ -19,7 +20,6 @@ if __name__ == "__main__":  # parse flags and recipe before the slow imports bel
 import itertools
 import re
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 from absl import flags
@@ -43,16 +43,13 @@ from jaxtune.data.formats.sample_formats import IGNORED_LABEL
 from jaxtune.errors import UserError
 from jaxtune.weights.class_labels import resolve_labels
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
 STYLES = {True: "green", False: "bright_black"}  # trained or not
 
 
 def describe(
     documents: Documents,
     i: int,
-    tokenizer: "PreTrainedTokenizerFast",
+    tokenizer: Tokenizer,
     length: int,
     ids: bool,
     labels: tuple[str, ...] = (),
@@ -93,7 +90,7 @@ def _choose(documents: Documents, count: int) -> list[int]:
     return [i for i in alternating if i is not None][:count]
 
 
-def _in_a_line(tokenizer: "PreTrainedTokenizerFast", tokens: list[int], after: list[int]) -> str:
+def _in_a_line(tokenizer: Tokenizer, tokens: list[int], after: list[int]) -> str:
     return hf.decode(tokenizer, tokens, after).replace("\n", "\\n")
 
 

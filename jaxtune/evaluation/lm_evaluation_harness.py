@@ -17,7 +17,7 @@ from functools import cache, partial, partialmethod
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ from jaxtune.parallel.layout import RULES, P, by_token, shards
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.precision.recipes import PrecisionRecipe, recipe_of
+from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.training.assembly import call_of
 from jaxtune.training.memory import explain_out_of_memory
 from jaxtune.training.step import prepare_weights
@@ -69,8 +70,6 @@ except ImportError as error:
         f"--tasks needs a package that is not installed ({error}): pip install 'jaxtune[lm-eval]'"
     ) from error
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger("jaxtune")
 
@@ -284,9 +283,7 @@ class DecoderLM(TemplateLM):
         super().__init__()
         self._opened, self._mesh = opened, mesh
         config = opened.config
-        self.tokenizer: PreTrainedTokenizerFast = hf.load_tokenizer(
-            home, config.chat.template, config.data.special_tokens
-        )
+        self.tokenizer: Tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
         template = self.tokenizer.chat_template
         template = template.get("default") if isinstance(template, dict) else template
         self._template = Template(template) if template else None

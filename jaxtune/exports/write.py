@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,9 @@ from jaxtune.models.decoder import Parameters
 from jaxtune.models.parameters import Parameter, loaded_names
 from jaxtune.models.places import Place
 from jaxtune.parallel import multihost
+from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.weights.elements import gather_element
 from jaxtune.weights.model import Model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger("jaxtune")
 
@@ -97,7 +95,7 @@ def _classifier_config(model: Model, config: Config) -> dict[str, Any]:
     }
 
 
-def _classifier_tokenizer(model: Model, config: Config) -> tuple["PreTrainedTokenizerFast", int | None]:
+def _classifier_tokenizer(model: Model, config: Config) -> tuple[Tokenizer, int | None]:
     """Return a classifier's tokenizer with a padding token that no document ends with, and the id of that token.
 
     transformers' classifiers read the last token that is not padding, so a text must not end in the padding token.

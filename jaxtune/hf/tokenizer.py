@@ -5,15 +5,13 @@ import logging
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxtune.errors import UserError, is_failure
 from jaxtune.hf.chat_templates import find_template
 from jaxtune.hf.model_folder import read_generation_config
 from jaxtune.json_file import read_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from jaxtune.tokenizer_type import Tokenizer
 
 log = logging.getLogger("jaxtune")
 
@@ -27,9 +25,7 @@ FILES = (
 )
 
 
-def load_tokenizer(
-    folder: Path, chat_template: str | None = None, special_tokens: tuple[str, ...] = ()
-) -> "PreTrainedTokenizerFast":
+def load_tokenizer(folder: Path, chat_template: str | None = None, special_tokens: tuple[str, ...] = ()) -> Tokenizer:
     """Return the tokenizer of a local model folder.
 
     Missing special tokens are added, and the chat template is replaced if `chat_template` is given (see
@@ -63,7 +59,7 @@ def load_tokenizer(
 
 
 def decode(
-    tokenizer: "PreTrainedTokenizerFast",
+    tokenizer: Tokenizer,
     tokens: Sequence[int],
     after: Sequence[int] = (),
     *,
@@ -131,9 +127,7 @@ def write_turn_end(target: Path, end: int, described: Mapping[str, Any]) -> list
     return ends
 
 
-def choose_padding(
-    tokenizer: "PreTrainedTokenizerFast", ends: Collection[int], described: int | None, rows: int
-) -> int | None:
+def choose_padding(tokenizer: Tokenizer, ends: Collection[int], described: int | None, rows: int) -> int | None:
     """Choose the padding token of a classifier, set it in the tokenizer, and return it.
 
     It must not be one of `ends`: transformers classifies a document at its last token that is not padding, so one that

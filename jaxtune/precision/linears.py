@@ -3,19 +3,16 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxtune.precision.matmul import LowPrecision
-from jaxtune.precision.operands import Operands
+from jaxtune.precision.operands import MatmulFormat, Operands
 from jaxtune.quant.array import QuantizedArray, divisors
 from jaxtune.quant.format import Format
-
-if TYPE_CHECKING:
-    from jaxtune.precision.operands import MatmulFormat
 
 Scales = dict[str, Float[Array, "*lead 2"]]
 Amax = dict[str, Float[Array, "*lead 2 history"]]
@@ -52,7 +49,7 @@ class Linears:
         online_steps: number of first steps with current scaling, before the history is used.
     """
 
-    numbers: "MatmulFormat"
+    numbers: MatmulFormat
     parameters: Mapping[str, LinearWeight]
     history: int | None = None
     online_steps: int = 0
@@ -123,7 +120,7 @@ class Frozen:
             operands are made once and stored.
     """
 
-    numbers: "MatmulFormat"
+    numbers: MatmulFormat
     format: Format | None
 
     def abstract(self, shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...]) -> LowPrecision:

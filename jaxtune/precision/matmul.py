@@ -5,7 +5,7 @@ Shapes: b batch, s sequence, i inputs and o outputs of the layer.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jaxtune.parallel.layout import RULES, Entry, P, axes_in, by_token, drop_gathered_axes, gather
+from jaxtune.parallel.random import Noise
 from jaxtune.precision.operands import MatmulFormat, Operands, operands_at
 from jaxtune.quant.array import QuantizedArray
 from pallas_kernels.manual_axes import varying_axes
-
-if TYPE_CHECKING:
-    from jaxtune.parallel.random import Noise
 
 # The name of x's amax in policies of jax.checkpoint. The backward pass needs it for delayed scaling; it is one scalar
 # per linear layer.
@@ -47,7 +45,7 @@ class LowPrecision:
     scales: Float[Array, "*stack 2"] | None
     numbers: MatmulFormat
 
-    def matmul(self, x: Float[Array, "b s i"], axis: Entry, noise: "Noise | None") -> Float[Array, "b s o"]:
+    def matmul(self, x: Float[Array, "b s i"], axis: Entry, noise: Noise | None) -> Float[Array, "b s o"]:
         """Compute x W^T in the dtype of x; `axis` is the mesh axis, or axes, that shard o.
 
         Gradients reach x, a weight that is an Array, and the scales. With a frozen weight x is not saved for the

@@ -5,12 +5,13 @@ bfloat16 and products are summed in float32, so the arithmetic is the same and t
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8, UInt16
 
+from jaxtune.parallel.random import Noise
 from jaxtune.precision.hadamard import SIGNED, rotate_blocks
 from jaxtune.precision.operands import (
     BLOCK,
@@ -34,9 +35,6 @@ from jaxtune.quant.nvfp4_format import (
 from pallas_kernels.gpus import Device, current_device
 from pallas_kernels.quant_matmul import dequantize
 from pallas_kernels.quant_matmul.elements import e4m3
-
-if TYPE_CHECKING:
-    from jaxtune.parallel.random import Noise
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Nvfp4Matmul(MatmulFormat):
         left = self._gradient(dy, global_amax(dy), for_dw)
         return dx, _product(left, self._nearest(x, global_amax(x)), dtype), amax
 
-    def random(self, noise: "Noise | None", shape: tuple[int, ...]) -> Any:
+    def random(self, noise: Noise | None, shape: tuple[int, ...]) -> Any:
         """Draw 16 random bits per element of dy, once for dx and once for dW; they depend on noise and global row.
 
         Raises ValueError if gradients are rounded stochastically and noise is None.
@@ -104,7 +102,7 @@ class Nvfp4Matmul(MatmulFormat):
         if noise is None:
             raise ValueError("stochastic rounding of gradients needs noise, which only training has")
 
-        def bits(site: "Noise") -> UInt16[Array, "b s o"]:
+        def bits(site: Noise) -> UInt16[Array, "b s o"]:
             of_row = lambda row: jax.random.bits(jax.random.fold_in(site.key, row), shape[1:], "uint16")  # noqa: E731
             return jax.vmap(of_row)(site.rows)
 

@@ -6,7 +6,7 @@ Shapes: b batch, s sequence, i inputs and o outputs of the layer, m rows, k cont
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,8 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxtune.parallel.layout import Entry, P, sharding
 from jaxtune.parallel.layout import spec as layout_spec
+from jaxtune.parallel.random import Noise
 from pallas_kernels.manual_axes import varying_axes
-
-if TYPE_CHECKING:
-    from jaxtune.parallel.random import Noise
 
 # Both sizes of a weight must be multiples of this, for cuBLASLt's FP8, NVFP4's block scales and the Hadamard rotation.
 BLOCK = 16
@@ -87,7 +85,7 @@ class MatmulFormat(ABC):
     ) -> tuple[Float[Array, "b s i"], Float[Array, "o i"] | None, Float[Array, ""]]:
         """Return dy W in the dtype of dy, dy^T x in `dtype` (None without x), and the amax of dy."""
 
-    def random(self, noise: "Noise | None", shape: tuple[int, ...]) -> Any:
+    def random(self, noise: Noise | None, shape: tuple[int, ...]) -> Any:
         """Draw the random arrays (b, s, o) that `backward` needs for a dy of this global shape."""
         return None
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float64
@@ -21,9 +20,7 @@ from jaxtune.data.chat.messages import Message, clip
 from jaxtune.data.formats.prompts import Prompt
 from jaxtune.data.reading import user_files
 from jaxtune.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from jaxtune.tokenizer_type import Tokenizer
 
 OPTION = "rollout.rewards"
 MADE_UP = "The answer is 1."
@@ -92,9 +89,7 @@ def rewards_of(
     return np.stack([_values(reward, arguments, len(answers)) for reward in functions.values()], axis=1)
 
 
-def try_rewards(
-    functions: Mapping[str, Reward], prompt: Prompt, tokenizer: "PreTrainedTokenizerFast", count: int
-) -> None:
+def try_rewards(functions: Mapping[str, Reward], prompt: Prompt, tokenizer: Tokenizer, count: int) -> None:
     """Call each function once, with `count` made-up completions of a prompt, before anything is compiled.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -13,11 +13,9 @@ from jaxtune.monitor.goodput import Goodput
 from jaxtune.rollout.rewards import Reward, load_rewards, try_rewards
 from jaxtune.scoring.reference_scores import add_reference_scores
 from jaxtune.scoring.teacher_scores import Teacher, add_teacher_columns, declare_teacher
+from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.training.assembly import Program
 from jaxtune.weights.model import Model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 
 class RunInputs(NamedTuple):
@@ -30,7 +28,7 @@ class RunInputs(NamedTuple):
         teacher: The declared teacher (distill.teacher); None without one.
     """
 
-    tokenizer: "PreTrainedTokenizerFast"
+    tokenizer: Tokenizer
     feed: data.Feed | data.PromptFeed
     rewards: Mapping[str, Reward]
     teacher: Teacher | None

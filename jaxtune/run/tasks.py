@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config.schema import Config
@@ -15,11 +15,9 @@ from jaxtune.parallel import multihost
 from jaxtune.run.best import is_judged
 from jaxtune.run.loop import Position, StepInfo, Task, every
 from jaxtune.run.watch import Watch
+from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.training.state import State
 from jaxtune.weights.model import Model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger("jaxtune")
 
@@ -96,7 +94,7 @@ def make_save(
 
 
 def make_sample(
-    config: Config, model: Model, tokenizer: "PreTrainedTokenizerFast", folder: RunFolder
+    config: Config, model: Model, tokenizer: Tokenizer, folder: RunFolder
 ) -> Callable[[int, Parameters], None]:
     """Return (step, parameters) -> None, which continues eval.sample_prompt; the text is logged, and recorded."""
     prompt = config.eval.sample_prompt or ""

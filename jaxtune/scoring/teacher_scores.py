@@ -7,7 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -29,12 +29,10 @@ from jaxtune.precision.options import PrecisionOptions
 from jaxtune.precision.recipes import recipe_of
 from jaxtune.quant.options import QuantOptions
 from jaxtune.scoring.memmap_cache import load_or_compute
+from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.training.assembly import call_of
 from jaxtune.weights.model import Model, declare_model, read_base
 from jaxtune.weights.values import check_files, config_for_model, initial_parameters, read_parameters, tokenizer_folder
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger("jaxtune")
 SPAN = 2 * 4096  # bytes: a span of targets can take two partly filled blocks of the file, at its start and its end
@@ -54,9 +52,7 @@ class Teacher(NamedTuple):
     vocabulary: int
 
 
-def declare_teacher(
-    config: Config, tokenizer: "PreTrainedTokenizerFast", vocabulary: int, mesh: jax.sharding.Mesh
-) -> Teacher | None:
+def declare_teacher(config: Config, tokenizer: Tokenizer, vocabulary: int, mesh: jax.sharding.Mesh) -> Teacher | None:
     """Declare the model distill.teacher, on the mesh of its student; None without distill.teacher.
 
     tokenizer, vocabulary: the student's. Raises UserError if the teacher is not a language model with the same tokens,

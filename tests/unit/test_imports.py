@@ -23,13 +23,13 @@ ROOMS = (
 # Other modules are layers above, or need more packages than a bare GPU machine has.
 MAY_USE = {"errors", "option_field", "config.schema", *(room.removesuffix(".py").replace("/", ".") for room in ROOMS)}
 NO_COMMANDS = {"__init__", "__main__", "columns", "command", "command_flags", "errors", "hlo", "json_file"}
-NO_COMMANDS |= {"api", "interrupt", "option_field", "terminal"}
+NO_COMMANDS |= {"api", "interrupt", "option_field", "terminal", "tokenizer_type"}
 COMMANDS = {path.stem for path in (ROOT / "jaxtune").glob("*.py")} - NO_COMMANDS
 
 
 # The rooms of the package from the ground up: each imports only from those below it, also inside functions.
 FLOORS = (
-    *("errors", "interrupt", "json_file", "columns", "hlo", "terminal", "option_field"),
+    *("errors", "interrupt", "json_file", "columns", "hlo", "terminal", "option_field", "tokenizer_type"),
     *("parallel", "quant", "precision", "models", "objectives", "lora", "optim"),
     *("config", "checkpoint", "hf", "monitor"),
     *("data.chat", "data.reading", "data.formats", "data.cache", "data.rows", "data"),

@@ -31,7 +31,7 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -47,9 +47,7 @@ from jaxtune.data.formats.units import Documents, TokenisedDataset, Unit
 from jaxtune.data.reading import sources
 from jaxtune.data.reading.readers import size_of
 from jaxtune.errors import UserError, hide_secrets
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from jaxtune.tokenizer_type import Tokenizer
 
 log = logging.getLogger("jaxtune")
 
@@ -73,7 +71,7 @@ Shard = tuple[int, int]
 
 def tokenize(
     entries: tuple[Dataset, ...],
-    tokenizer: "PreTrainedTokenizerFast",
+    tokenizer: Tokenizer,
     cache_dir: Path,
     on_bad_row: Literal["error", "skip"] = "error",
     labels: tuple[str, ...] = (),
@@ -125,7 +123,7 @@ def tokenize(
 
 def prepare_shard(
     entries: tuple[Dataset, ...],
-    tokenizer: "PreTrainedTokenizerFast",
+    tokenizer: Tokenizer,
     cache_dir: Path,
     shard: Shard,
     on_bad_row: Literal["error", "skip"] = "error",
@@ -156,7 +154,7 @@ def prepare_shard(
 
 
 def _find_sources(
-    entries: tuple[Dataset, ...], tokenizer: "PreTrainedTokenizerFast", cache_dir: Path, shaping: str
+    entries: tuple[Dataset, ...], tokenizer: Tokenizer, cache_dir: Path, shaping: str
 ) -> list[tuple[sources.SampleSource, Dataset, Path, list[str]]]:
     """Return (source, entry, cache folder, notes) for each entry; reading the source fills its list of notes."""
     if not entries:
@@ -263,9 +261,7 @@ def _changed_options(entry: Dataset) -> dict[str, Any]:
     return json.loads(hide_secrets(json.dumps(changed, default=str)))  # another access token reads the same data
 
 
-def hash_shaping(
-    tokenizer: "PreTrainedTokenizerFast", on_bad_row: str, labels: tuple[str, ...], chat: ChatOptions
-) -> str:
+def hash_shaping(tokenizer: Tokenizer, on_bad_row: str, labels: tuple[str, ...], chat: ChatOptions) -> str:
     """Return a hash of the settings that shape the tokens and labels of every entry."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # State left by the last call of the tokenizer; `Encoder` does not use it.

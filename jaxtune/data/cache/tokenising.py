@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from jaxtune.columns import LABEL, Column
 from jaxtune.config.schema import ChatOptions, Dataset
@@ -13,9 +12,7 @@ from jaxtune.data.formats.preferences import cut_prompt
 from jaxtune.data.formats.units import Unit
 from jaxtune.data.reading.readers import Sample
 from jaxtune.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from jaxtune.tokenizer_type import Tokenizer
 
 Items = list[tuple[str, Sample] | UserError]
 """Samples, each with the place that it comes from; or the error of a sample that could not be read."""
@@ -60,7 +57,7 @@ class Tokeniser:
     def __init__(
         self,
         entry: Dataset,
-        tokenizer: "PreTrainedTokenizerFast",
+        tokenizer: Tokenizer,
         labels: tuple[str, ...] = (),
         chat: ChatOptions = ChatOptions(),
     ):

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxtune.config.schema import ChatOptions
 from jaxtune.data.chat import masks
@@ -15,9 +15,7 @@ from jaxtune.data.chat.messages import UNSEEN, Message, clip, with_text_argument
 from jaxtune.data.chat.sandbox import Template
 from jaxtune.data.chat.turns import Conversation, missing_token, missing_token_error
 from jaxtune.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from jaxtune.tokenizer_type import Tokenizer
 
 
 class ChatTemplate:
@@ -25,7 +23,7 @@ class ChatTemplate:
 
     def __init__(
         self,
-        tokenizer: "PreTrainedTokenizerFast",
+        tokenizer: Tokenizer,
         say: Callable[[str], object] = lambda line: None,
         chat: ChatOptions = ChatOptions(),
     ):

@@ -12,10 +12,10 @@ from jaxtyping import Float16, Int32
 from jaxtune.data.chat.cuts import find_cuts, pieces
 from jaxtune.data.chat.messages import clip
 from jaxtune.errors import UserError, is_failure
+from jaxtune.tokenizer_type import Tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
-    from transformers import PreTrainedTokenizerFast
 
 Span = tuple[int, int]
 
@@ -87,7 +87,7 @@ class Encoder:
 
     def __init__(
         self,
-        tokenizer: "PreTrainedTokenizerFast",
+        tokenizer: Tokenizer,
         advance: Callable[[int], object] = lambda characters: None,
         piece_chars: int = _PIECE_CHARS,
     ):

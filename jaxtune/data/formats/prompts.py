@@ -4,7 +4,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtune.config.schema import ChatOptions, Dataset
 from jaxtune.data.chat.chat_template import ChatTemplate
@@ -14,9 +14,7 @@ from jaxtune.data.formats.dialects import HISTORY, normalise_conversation, read_
 from jaxtune.data.formats.templates import fill, is_template
 from jaxtune.data.reading import sources
 from jaxtune.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from jaxtune.tokenizer_type import Tokenizer
 
 log = logging.getLogger("jaxtune")
 
@@ -44,7 +42,7 @@ class Prompt(NamedTuple):
 class Prompts:
     """Turns samples into prompts, with a tokenizer."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", chat: ChatOptions, texts_are_chat: bool | None = None):
+    def __init__(self, tokenizer: Tokenizer, chat: ChatOptions, texts_are_chat: bool | None = None):
         """`texts_are_chat`: whether a text is a message of the user; None: if the tokenizer has a chat template."""
         has_template = bool(tokenizer.chat_template)
         self._texts_are_chat = has_template if texts_are_chat is None else texts_are_chat
@@ -84,7 +82,7 @@ class Prompts:
 
 
 def read_prompts(
-    entries: tuple[Dataset, ...], tokenizer: "PreTrainedTokenizerFast", chat: ChatOptions, most_tokens: int, skip: bool
+    entries: tuple[Dataset, ...], tokenizer: Tokenizer, chat: ChatOptions, most_tokens: int, skip: bool
 ) -> list[Prompt]:
     """Read all prompts of data.datasets into memory, without prompts of more than `most_tokens` tokens.
 

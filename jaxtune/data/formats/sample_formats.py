@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +18,7 @@ from jaxtune.data.formats.dialects import HISTORY, PROMPT_AND_COMPLETION, QUERIE
 from jaxtune.data.formats.labels import label_number
 from jaxtune.data.formats.templates import columns_in, fill, fill_to, is_template
 from jaxtune.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from jaxtune.tokenizer_type import Tokenizer
 
 Sample = Mapping[str, Any]
 Format = Callable[[Sample], Rendered | Encoded | Pair]
@@ -237,7 +235,7 @@ def refuse_images(sample: Sample) -> None:
 def make_format(
     entry: Dataset,
     columns: tuple[str, ...],
-    tokenizer: "PreTrainedTokenizerFast",
+    tokenizer: Tokenizer,
     say: Say = lambda line: None,
     labels: tuple[str, ...] = (),
     chat: ChatOptions = ChatOptions(),
@@ -286,7 +284,7 @@ def make_format(
     raise ValueError(entry.type)
 
 
-def _template_of(tokenizer: "PreTrainedTokenizerFast", say: Say, chat: ChatOptions) -> ChatTemplate | None:
+def _template_of(tokenizer: Tokenizer, say: Say, chat: ChatOptions) -> ChatTemplate | None:
     if tokenizer.chat_template:
         return ChatTemplate(tokenizer, say, chat)
     if tokenizer.eos_token is None:
@@ -340,7 +338,7 @@ def _classification(entry: Dataset, labels: tuple[str, ...], append_eos: bool, s
     return Rendered(text, (), append_eos, label_number(sample, entry.target_column, labels))
 
 
-def ends_texts(tokenizer: "PreTrainedTokenizerFast") -> bool:
+def ends_texts(tokenizer: Tokenizer) -> bool:
     """Whether tokenizer(text) ends with an end-of-sequence token that transformers does not take for padding."""
     end = tokenizer.eos_token_id
     return tokenizer("a").input_ids[-1] == end != tokenizer.pad_token_id

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -19,9 +19,7 @@ from jaxtune.data.rows.packing import stable_permutation
 from jaxtune.data.rows.splits import validation_seed
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import data_shards
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from jaxtune.tokenizer_type import Tokenizer
 
 log = logging.getLogger("jaxtune")
 
@@ -108,7 +106,7 @@ class PromptFeed:
         return stable_permutation(count, self._data.seed, epoch) if self._data.shuffle else np.arange(count)
 
 
-def open_prompts(config: Config, tokenizer: "PreTrainedTokenizerFast", mesh: jax.sharding.Mesh) -> PromptFeed:
+def open_prompts(config: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> PromptFeed:
     """Open the prompts of a config. Raises UserError as `read_prompts`, and if a step is not made of whole groups."""
     train, options = config.train, config.rollout
     completions = train.grad_accum_steps * train.micro_batch_size * data_shards(mesh)
@@ -127,7 +125,7 @@ def open_prompts(config: Config, tokenizer: "PreTrainedTokenizerFast", mesh: jax
     return feed
 
 
-def open_prompt_sets(config: Config, tokenizer: "PreTrainedTokenizerFast") -> tuple[list[Prompt], list[Prompt] | None]:
+def open_prompt_sets(config: Config, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt] | None]:
     """Return training and validation prompts; None for the latter if the config has none. Raises as `read_prompts`."""
     data = config.data
     most, skip = data.seq_len - config.rollout.max_new_tokens, data.on_bad_row == "skip"

@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,13 +12,11 @@ from jaxtune.data.formats.preferences import one_kind_note
 from jaxtune.data.formats.units import Documents
 from jaxtune.data.rows.mixing import mix
 from jaxtune.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from jaxtune.tokenizer_type import Tokenizer
 
 
 def open_documents(
-    config: Config, tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None = None
+    config: Config, tokenizer: Tokenizer, vocabulary: int | None = None
 ) -> tuple[Documents, dict[str, Documents]]:
     """Return training documents, and validation documents as `open_validation` does, tokenised or from the cache.
 
@@ -44,9 +41,7 @@ def open_documents(
     return mix(train, data.datasets, data), validation
 
 
-def open_validation(
-    config: Config, tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None = None
-) -> dict[str, Documents]:
+def open_validation(config: Config, tokenizer: Tokenizer, vocabulary: int | None = None) -> dict[str, Documents]:
     """Return validation documents by the name of their datasets ("" for no name); {} if the config has no validation.
 
     Arguments and errors as in `open_documents`.
@@ -78,9 +73,7 @@ def validation_seed(data: DataOptions) -> int:
     return data.seed if data.validation_seed is None else data.validation_seed
 
 
-def _documents(
-    config: Config, entries: tuple[Dataset, ...], tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None
-) -> Documents:
+def _documents(config: Config, entries: tuple[Dataset, ...], tokenizer: Tokenizer, vocabulary: int | None) -> Documents:
     data = config.data
     options = data.on_bad_row, config.model.id2label, config.chat, data.num_proc, data.cache_only
     documents = tokenize(with_task_type(config, entries), tokenizer, cache_folder(config), *options)
@@ -88,7 +81,7 @@ def _documents(
     return documents
 
 
-def refuse_unknown_tokens(documents: Documents, tokenizer: "PreTrainedTokenizerFast", vocabulary: int | None) -> None:
+def refuse_unknown_tokens(documents: Documents, tokenizer: Tokenizer, vocabulary: int | None) -> None:
     """Raise UserError if a document has a token without an embedding; `vocabulary` as in `open_documents`."""
     if vocabulary is None or len(tokenizer) <= vocabulary:
         return
@@ -100,7 +93,7 @@ def refuse_unknown_tokens(documents: Documents, tokenizer: "PreTrainedTokenizerF
         )
 
 
-def prepare_documents(config: Config, tokenizer: "PreTrainedTokenizerFast", shard: Shard) -> list[str]:
+def prepare_documents(config: Config, tokenizer: Tokenizer, shard: Shard) -> list[str]:
     """Tokenise a shard of training and validation data, which `open_documents` joins; return a line about each entry.
 
     Raises UserError as `tokenize`, and for a stream.

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxtune.columns import NEXT_TOKEN, Column
 from jaxtune.config.schema import Config
@@ -28,9 +28,7 @@ from jaxtune.data.reading import sources
 from jaxtune.data.rows.packed_rows import Row, Rows
 from jaxtune.data.rows.splits import refuse_unknown_tokens, with_task_type
 from jaxtune.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from jaxtune.tokenizer_type import Tokenizer
 
 log = logging.getLogger("jaxtune")
 
@@ -74,7 +72,7 @@ class Stream:
     def __init__(
         self,
         config: Config,
-        tokenizer: "PreTrainedTokenizerFast",
+        tokenizer: Tokenizer,
         vocabulary: int | None = None,
         columns: tuple[Column, ...] = NEXT_TOKEN,
         rows_per_step: int = 1,
