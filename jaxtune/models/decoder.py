@@ -111,6 +111,7 @@ class Stack(nnx.Module):
         self.stack = stack
         self.float32 = any(treatment.float32 for layer in stack.period for _, treatment in layer.treatments)
 
+    @jax.named_scope("layers")
     def __call__(
         self,
         x: Float[Array, "b s d"],
@@ -235,6 +236,7 @@ class Decoder(nnx.Module):
         x, cache, sums = self.run(self.embedded(tokens, call), inputs, call, cache)
         return self.normed(x), cache, sums
 
+    @jax.named_scope("embedding")
     def embedded(self, tokens: Int[Array, "b s"], call: ForwardOptions) -> Float[Array, "b s d"]:
         """Return the first layer's input: scaled embeddings, with NEFTune noise in training."""
         x = self.embed(tokens, call.dtype)

@@ -88,25 +88,26 @@ def score(
         UserError: for label_smoothing or a temperature if the model caps its logits.
     """
     states, sums = hidden_states(decoder, batch, call) if hidden is None else hidden
-    if temperature != 1:
-        if decoder.spec.logit_cap is not None:
-            raise UserError(f"rollout.temperature: the logits of a {decoder.spec.family} are capped; leave it at 1")
-        # Logits are linear in the states, so dividing the states divides the logits.
-        states /= jnp.asarray(temperature, states.dtype)
-    head = gather(decoder.head_weight.astype(call.dtype))
-    from_teacher = right = None
-    if hits:  # a second product with the head, which an evaluation can afford
-        tokens, _ = likeliest(decoder, states, call.dtype, 1, decoder.spec.vocabulary, temperature)
-        right = (tokens[..., 0] == batch["targets"]) & (batch["loss_weight"] != 0)
-    if divergence is None:
-        log_prob, loss = _cross_entropy(decoder, states, head, batch, z_loss, head_gradient)
-    else:
-        nll, from_teacher = score_with_divergence(decoder, states, head, batch, divergence, z_loss, head_gradient)
-        log_prob, loss = -nll, nll * batch["loss_weight"]
-    if label_smoothing:
-        head = head if head_gradient else jax.lax.stop_gradient(head)
-        excess = _above_mean(decoder, states, head, batch["targets"])
-        loss += label_smoothing * excess * batch["loss_weight"]
+    with jax.named_scope("head"):
+        if temperature != 1:
+            if decoder.spec.logit_cap is not None:
+                raise UserError(f"rollout.temperature: the logits of a {decoder.spec.family} are capped; leave it at 1")
+            # Logits are linear in the states, so dividing the states divides the logits.
+            states /= jnp.asarray(temperature, states.dtype)
+        head = gather(decoder.head_weight.astype(call.dtype))
+        from_teacher = right = None
+        if hits:  # a second product with the head, which an evaluation can afford
+            tokens, _ = likeliest(decoder, states, call.dtype, 1, decoder.spec.vocabulary, temperature)
+            right = (tokens[..., 0] == batch["targets"]) & (batch["loss_weight"] != 0)
+        if divergence is None:
+            log_prob, loss = _cross_entropy(decoder, states, head, batch, z_loss, head_gradient)
+        else:
+            nll, from_teacher = score_with_divergence(decoder, states, head, batch, divergence, z_loss, head_gradient)
+            log_prob, loss = -nll, nll * batch["loss_weight"]
+        if label_smoothing:
+            head = head if head_gradient else jax.lax.stop_gradient(head)
+            excess = _above_mean(decoder, states, head, batch["targets"])
+            loss += label_smoothing * excess * batch["loss_weight"]
     return Scores(log_prob, loss, sums, divergence=from_teacher, hits=right)
 
 
@@ -165,8 +166,11 @@ def score_labels(decoder: Decoder, batch: Batch, call: ForwardOptions, hidden: H
     small, and so no tokens have to be gathered.
     """
     states, sums = hidden_states(decoder, batch, call) if hidden is None else hidden
-    head = gather(decoder.head_weight.astype(call.dtype))
-    logits = jnp.einsum("bsd,ld->bsl", states, head, preferred_element_type=jnp.float32, out_sharding=by_token(None))
+    with jax.named_scope("head"):
+        head = gather(decoder.head_weight.astype(call.dtype))
+        logits = jnp.einsum(
+            "bsd,ld->bsl", states, head, preferred_element_type=jnp.float32, out_sharding=by_token(None)
+        )
     return LabelScores(logits, sums)
 
 

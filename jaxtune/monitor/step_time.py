@@ -1,11 +1,10 @@
 """Breakdown of the time of a step by part of the model, from a jax.profiler trace and the text of the compiled step.
 
-An operation in a trace has the name of an instruction of the optimised HLO. The instruction's metadata give the lines
-of Python that it comes from, and whether jax made it for the forward or the backward pass; the files of these lines
-tell the part of the model. A fusion counts as its root: if XLA fuses a norm into the next operation, the norm's time
-counts for that operation. Instructions without a line of any part are 'other', such as residual additions, or zeros
-that XLA fills in. Operations that are not instructions of the step, such as copies that the host requests, are
-'unknown'.
+An operation in a trace has the name of an instruction of the optimised HLO. The instruction's metadata give jax's name
+stack: the scopes (jax.named_scope) of the modules that it comes from, and whether jax made it for the forward or the
+backward pass. A fusion counts as its root: if XLA fuses a norm into the next operation, the norm's time counts for that
+operation. Instructions without a scope of any part are 'other', such as residual additions, or zeros that XLA fills in.
+Operations that are not instructions of the step, such as copies that the host requests, are 'unknown'.
 
 Only traces of CPUs have been read with this until now. In a trace of a GPU it reads the lines of the streams, by the
 names that XLA's CUPTI collector gives them (xla/backends/profiler/gpu/cupti_collector.cc), and takes each kernel as one
@@ -25,38 +24,34 @@ from typing import Any, NamedTuple
 from jax.profiler import ProfileData
 
 from jaxtune.errors import UserError
-from jaxtune.hlo import Frame, Instruction, Module
+from jaxtune.hlo import Instruction, Module
 from jaxtune.json_file import read_fields
 from pallas_kernels.aot import COLLECTIVES
 
 NAME = "step_time.json"
 PHASES = ("forward", "recomputed", "backward", "rest")
-_COLLECTIVES, _COPIES, _OTHER = "collectives", "copies", "other"
-_OPTIMIZER, _SUMMED, _DEQUANTIZED = "optimizer", "gradient accumulation", "dequantization"
-_HEAD, _OTHER_PROGRAMS, _UNKNOWN = "embedding, head and loss", "other programs", "unknown"
-_MODELS, _KERNELS, STEP = "jaxtune/models/", "pallas_kernels/", "jaxtune/training/step.py"
-_LAYERS = f"{_MODELS}layers/"
-# An instruction belongs to the first part with a file among the instruction's lines. Linear layers are in no part: they
-# count for the layer that calls them.
-FILES = {
-    "adapters": ("jaxtune/lora/",),
-    "experts": tuple(f"{_LAYERS}{name}.py" for name in ("experts", "router", "expert_sort", "expert_all_to_all")),
-    "attention": (
-        *(f"{_LAYERS}{name}.py" for name in ("attend", "attention", "attention_dropout", "latent_attention", "rope")),
-        *(f"{_LAYERS}delta_net.py", f"{_KERNELS}flash_attention/", f"{_KERNELS}gated_delta_rule/"),
-    ),
-    "feed-forward": (f"{_LAYERS}mlp.py",),
-    "norms": (f"{_LAYERS}norm.py",),
-    _HEAD: (
-        *(f"{_LAYERS}lookup.py", f"{_MODELS}divergence.py", "jaxtune/objectives/"),
-        f"{_KERNELS}linear_cross_entropy/",
-    ),
+_DEQUANTIZED, _COLLECTIVES, _COPIES, _OTHER = "dequantization", "collectives", "copies", "other"
+_OTHER_PROGRAMS, _UNKNOWN = "other programs", "unknown"
+# The scopes of each part; the modules put them on jax's name stack. Scopes are nested: an instruction belongs to the
+# first part with a scope on its stack, but dequantization precedes the layer that needs the weight. So a norm inside
+# attention counts for attention. Linear layers have no scope: they count for the layer that calls them.
+SCOPES = {
+    "adapters": ("adapters", "merge"),
+    "experts": ("experts", "router"),
+    "attention": ("attention", "delta_net", "rope"),
+    "feed-forward": ("mlp",),
+    "norms": ("norm",),
+    "embedding, head and loss": ("embedding", "head", "loss"),
+    _DEQUANTIZED: ("dequantization",),
+    "optimizer": ("optimizer",),
+    "gradient accumulation": ("gradient_accumulation",),
 }
-PARTS = (*FILES, _DEQUANTIZED, _OPTIMIZER, _SUMMED, _COLLECTIVES, _COPIES, _OTHER, _UNKNOWN, _OTHER_PROGRAMS)
-UNPACKED = f"{_KERNELS}quant_matmul/", f"{_KERNELS}grouped_quant_matmul/"
-_PRODUCT = re.compile(r"(dot_general|quant_matmul\w*/\w+)$")  # by XLA; by a kernel that unpacks while it multiplies
-# Files of the forward pass. jax marks only differentiated operations (jvp), so others are recognised by file.
-FORWARD = (_MODELS, "jaxtune/objectives/", "jaxtune/precision/")
+PARTS = (*SCOPES, _COLLECTIVES, _COPIES, _OTHER, _UNKNOWN, _OTHER_PROGRAMS)
+# Scopes of what follows the backward pass, and of the forward pass. jax marks only differentiated operations (jvp), so
+# others are recognised by these. 'layers' are all layers, with the residual additions between their parts; 'operands'
+# are the weights' conversion to low precision.
+UPDATE = {"gradient_accumulation", "optimizer", "merge"}
+FORWARD = {*itertools.chain(*SCOPES.values()), "layers", "operands"} - UPDATE
 # A fusion of only these opcodes is a copy.
 _MOVES = {"parameter", "copy", "bitcast", "dynamic-slice", "dynamic-update-slice", "constant", "tuple"}
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
@@ -258,7 +253,9 @@ def _read(module: Module, computation: str, around: InstructionPlace, places: di
         called = _called_computations(instruction)
         one_launch = instruction.opcode in ("fusion", "async-start")
         fused = [one for name in called for one in module.computations[name].values()] if one_launch else []
-        part, phase = _by_lines(module, instruction, fused, around)
+        read = (places[name] for name in instruction.operands if name in places)
+        near = next((place for place in read if place.part in SCOPES), around)
+        part, phase = _by_scopes(instruction, fused, around, near)
         part = _by_kind(instruction, [body[name] for name in instruction.operands if name in body], fused) or part
         inside: list[str] = []
         if instruction.opcode != "fusion":
@@ -277,30 +274,40 @@ def _called_computations(instruction: Instruction) -> list[str]:
     return _CALLED.findall(instruction.attributes) + re.findall(r"%([\w.\-]+)", branches)
 
 
-def _phase(operation: str, frames: Sequence[Frame], around: str) -> str:
-    """The phase by jax's name stack, as in `plan.launches`; operations that are not differentiated: by their files."""
+def _by_scopes(
+    instruction: Instruction, fused: Sequence[Instruction], around: InstructionPlace, near: InstructionPlace
+) -> tuple[str, str]:
+    """Part and phase by the name stack; `near`: of an instruction without one.
+
+    A fusion with several results has no name stack: its instructions with a part vote, or all if none has.
+    """
+    named = [instruction] if instruction.operation else [one for one in fused if one.operation]
+    candidates = [(_part(one.operation, around.part), _phase(one.operation, around.phase)) for one in named]
+    votes = Counter(place for place in candidates if place[0] in SCOPES) or Counter(candidates)
+    return votes.most_common(1)[0][0] if votes else near[:2]
+
+
+def _scopes(operation: str) -> set[str]:
+    # jit names functions, such as jnp.linalg.norm; in jvp(attention) the name is a scope's.
+    return set(re.split(r"[/();]", re.sub(r"jit\([^)]*\)", "", operation)))
+
+
+def _part(operation: str, around: str) -> str:
+    scopes = _scopes(operation)
+    return next((part for part in (_DEQUANTIZED, *SCOPES) if not scopes.isdisjoint(SCOPES[part])), around)
+
+
+def _phase(operation: str, around: str) -> str:
+    """The phase by jax's name stack, as in `plan.launches`; operations that are not differentiated: by their scopes."""
     if "rematted_computation" in operation:
         return "recomputed"
     if "transpose(" in operation:
         return "backward"
     if around != "rest":
         return around
-    optimizer = any(frame.file.startswith("jaxtune/optim/") for frame in frames)
-    forward = "jvp(" in operation or any(frame.file.startswith(FORWARD) for frame in frames)
-    return "forward" if forward and not optimizer else "rest"
-
-
-def _by_lines(
-    module: Module, instruction: Instruction, fused: Sequence[Instruction], around: InstructionPlace
-) -> tuple[str, str]:
-    """Part and phase by lines of Python. A fusion with several results has no metadata: its instructions vote."""
-    frames = module.frames(instruction)
-    if frames or instruction.operation:
-        part = _part(instruction.operation, frames) if frames else around.part
-        return part, _phase(instruction.operation, frames, around.phase)
-    inner = ((one.operation, lines) for one in fused if (lines := module.frames(one)))
-    votes = Counter((_part(name, lines), _phase(name, lines, around.phase)) for name, lines in inner)
-    return votes.most_common(1)[0][0] if votes else (around.part, around.phase)
+    scopes = _scopes(operation)
+    forward = "jvp(" in operation or not scopes.isdisjoint(FORWARD)
+    return "forward" if forward and scopes.isdisjoint(UPDATE) else "rest"
 
 
 def _by_kind(instruction: Instruction, read: Sequence[Instruction], fused: Sequence[Instruction]) -> str | None:
@@ -319,25 +326,3 @@ def _by_kind(instruction: Instruction, read: Sequence[Instruction], fused: Seque
 
 def _is_scalar(instruction: Instruction) -> bool:
     return not any(sizes for _, sizes in instruction.arrays)
-
-
-def _part(operation: str, frames: Sequence[Frame]) -> str:
-    """The part by lines of Python. Dequantization is its own part, unless a product does it on the fly."""
-    files = [frame.file for frame in frames]
-
-    def among(*prefixes: str) -> bool:
-        return any(file.startswith(prefixes) for file in files)
-
-    if among("jaxtune/optim/") or any(frame[:2] == (STEP, "_norm") for frame in frames):
-        return _OPTIMIZER
-    unpacks = among(*UNPACKED) or any(frame.function in ("dequantize", "kernel_scales") for frame in frames)
-    if unpacks and not _PRODUCT.search(operation):
-        return _DEQUANTIZED
-    for part, prefixes in FILES.items():
-        if among(*prefixes):
-            return part
-    in_decoder = [frame.function for frame in frames if frame.file == f"{_MODELS}decoder.py"]
-    if "embedded" in in_decoder or (among(f"{_MODELS}score.py") and not in_decoder):
-        return _HEAD
-    summed = among("jaxtune/training/pipelined_step.py") or any(frame[:2] == (STEP, "of_rows") for frame in frames)
-    return _SUMMED if summed and not among(*FORWARD) else _OTHER

@@ -110,6 +110,7 @@ def build(
     def stored_at(name: str, parameter: Array) -> jax.P | None:
         return None if trained[name].place is None else jax.typeof(parameter).sharding.spec
 
+    @jax.named_scope("optimizer")
     def init(parameters: Parameters) -> OptimizerState:
         def one(name: str, parameter: Array) -> RuleState:
             rule, properties = rule_of[name], trained[name]
@@ -145,6 +146,7 @@ def build(
         is_moment = leaf.shape == parameter.shape and leaf.dtype == jnp.float32
         return leaf.astype(optim.state_dtype) if is_moment else leaf
 
+    @jax.named_scope("optimizer")
     def update(gradients: Parameters, state: OptimizerState, parameters: Parameters, step: UpdateInputs):
         after = {}
         for name, parameter in parameters.items():
@@ -169,6 +171,7 @@ def build(
         states = {name: rule_state for name, (_, rule_state) in after.items()}
         return {name: parameter for name, (parameter, _) in after.items()}, OptimizerState(count, states)
 
+    @jax.named_scope("optimizer")
     def point(parameters: Parameters, state: OptimizerState) -> dict[str, Array]:
         def one(name: str, parameter: Array) -> Array:
             resharded = reshard_to(parameter, trained[name].place)
@@ -237,6 +240,7 @@ def _rule(optim: OptimOptions, is_matrix: bool, dtype: DTypeLike) -> Rule:
     raise AssertionError(f"schema allows an optimizer that is not here: {optim.name}")
 
 
+@jax.named_scope("optimizer")
 def clip_factor(norm: Float[Array, ""], max_norm: float) -> Float[Array, ""]:
     """Return the factor on gradients that limits their global norm to max_norm; a max_norm of 0 never clips."""
     return jnp.minimum(1.0, max_norm / (norm + 1e-6)) if max_norm else jnp.ones_like(norm)

@@ -161,6 +161,7 @@ def axes_in(entry: Entry) -> Axes:
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
+@jax.named_scope("collectives")
 def gather(weight: Array, stacked: int = 0) -> Array:
     """All-gather a weight over the axes that the rules gather.
 
@@ -173,6 +174,7 @@ def gather(weight: Array, stacked: int = 0) -> Array:
     return checkpoint_name(whole, GATHERED)
 
 
+@jax.named_scope("collectives")
 def reshard_to(array: Array, place: jax.P | None) -> Array:
     """Return the array with another PartitionSpec; None: unchanged."""
     return array if place is None else jax.reshard(array, place)

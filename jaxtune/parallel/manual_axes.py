@@ -28,6 +28,7 @@ def with_manual_axes(axes: Axes, function: Callable[..., Any], in_specs: Any, ou
     return jax.shard_map(inside, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)
 
 
+@jax.named_scope("collectives")
 def all_gather_rows(tree: Any, axes: Axes, dimension: int = 0) -> Any:
     """All-gather rows of arrays over the given axes, in order; only the device's own rows get a gradient."""
 
@@ -43,6 +44,7 @@ def all_gather_rows(tree: Any, axes: Axes, dimension: int = 0) -> Any:
     return jax.tree.map(one, tree) if axes else tree
 
 
+@jax.named_scope("collectives")
 def sum_over(tree: Any, axes: Axes) -> Any:
     """Sum arrays over all devices along the given axes, in float32; arrays in host memory are summed layer by layer."""
 

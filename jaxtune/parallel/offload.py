@@ -68,6 +68,7 @@ def _accumulate(weight: Array, total: Array) -> Array:
     return weight
 
 
+@jax.named_scope("gradient_accumulation")
 def _accumulate_backward(total: Array, gradient: Array) -> tuple[None, Array]:
     # Not a mathematical derivative: the cotangent slot carries total + gradient, so that gradient accumulation needs no
     # second array of the stack's size.
@@ -77,6 +78,7 @@ def _accumulate_backward(total: Array, gradient: Array) -> tuple[None, Array]:
 _accumulate.defvjp(lambda weight, total: (weight, total), _accumulate_backward)
 
 
+@jax.named_scope("gradient_accumulation")
 def zeros_of(stack: Array, dtype: Any, on_host: bool) -> Array:
     """Return zeros in the shape and sharding of a stack, on the host or the device; copies are of one layer at most."""
 

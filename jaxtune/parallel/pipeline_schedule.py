@@ -124,11 +124,13 @@ def _fewest(turn: np.ndarray, begin: np.ndarray, end: np.ndarray) -> int:
     return next(slots for slots in range(1, turn.max() + 2) if enough(slots))
 
 
+@jax.named_scope("collectives")
 def shift_stages(x: Array, stages: int, by: int = 1) -> Array:
     """On the devices of each stage: receive x from the stage before (by=-1: the one after); stages form a ring."""
     return jax.lax.ppermute(x, "stage", [(stage, (stage + by) % stages) for stage in range(stages)])
 
 
+@jax.named_scope("collectives")
 def from_one(x: Array, is_own: Bool[Array, ""]) -> Array:
     """On the devices of each stage: broadcast x from the one stage with `is_own`; zeros if no stage has it.
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxtune.parallel.layout import RULES, Axes, Entry, P, axes_in, by_head, by_token, shards
 
 
+@jax.named_scope("collectives")
 def to_heads(x: Float[Array, "..."], heads: int, axis: int = 2, *, kept: Axes = ()) -> Float[Array, "..."]:
     """Reshard activations so that each device has whole rows of some heads, or a parameter to its part for these heads.
 
@@ -44,11 +45,13 @@ def _times(heads: int, over: Entry) -> int:
     return parts // math.gcd(parts, heads)
 
 
+@jax.named_scope("collectives")
 def from_heads(x: Float[Array, "b s h d"]) -> Float[Array, "b s h d"]:
     """Reshard a mixer's output back to the layout of the rest of the layer, by position."""
     return jax.reshard(x, by_token("heads", None))
 
 
+@jax.named_scope("collectives")
 def gather_positions(x: Float[Array, "b s *of"], place: Int[Array, "b t"], axes: Axes) -> Float[Array, "b t *of"]:
     """Inside a shard_map: all-gather whole rows over the given axes, and order them by position.
 

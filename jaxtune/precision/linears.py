@@ -81,6 +81,7 @@ class Linears:
             for name, history in amax.items()
         }
 
+    @jax.named_scope("operands")
     def operands(self, weights: Mapping[str, Any]) -> dict[str, Operands]:
         """Make operands of the weights that are plain arrays (trained, or frozen by train.freeze).
 

@@ -65,6 +65,7 @@ class QuantizedArray:
         """Bytes of all its arrays, over all devices."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
+    @jax.named_scope("dequantization")
     def kernel_scales(self) -> tuple[Array, Array | None]:
         """Return the scales as kernels take them: per block (float32, or e4m3 codes), and per matrix or None.
 

@@ -188,7 +188,8 @@ def pipelined_gradients(
             decoder, micro = whole(trained, scales), _at(batch, number)
             hidden = leave(decoder, x, [entered, in_order(emitted)], micro, noisy(micro, key))
             scores = score_micro_batch(decoder, micro, objective, noisy(micro, key), head in trained, hidden)
-            sums = objective.loss(scores, micro)
+            with jax.named_scope("loss"):
+                sums = objective.loss(scores, micro)
             return sums.loss * magnified, sums
 
         # ---- a tick of one stage ----
@@ -288,6 +289,7 @@ def pipelined_gradients(
             shapes = jax.eval_shape(of_chunks, slice_chunk(part, first, stack.chunks), first, _at(seen, 0), key, x)[1]
             return zeros_like(jax.tree.map(lambda leaf: _with_leading(leaf, 1, stack.chunks, count), shapes))
 
+        @jax.named_scope("gradient_accumulation")
         def start(part: PipelineWeights, places: Mapping[str, jax.P]) -> Total:
             zero = jax.tree.map(lambda p: jnp.zeros_like(p, recipe.gradient_dtype), part.trained)
             return Total(reshard_gradients(zero, places), jax.tree.map(jnp.zeros_like, part.scales))
@@ -358,6 +360,7 @@ def _broadcast_leaving(leaving: Index, x: Array, is_own: Array) -> Array:
     return jax.lax.cond(leaving >= 0, from_one, lambda x, _: jnp.zeros_like(x), x, is_own)
 
 
+@jax.named_scope("gradient_accumulation")
 def _with_chunk(total: Total, one_chunk: Total, chunk: Index, chunks: int) -> Total:
     if chunks == 1:
         return one_chunk
@@ -366,6 +369,7 @@ def _with_chunk(total: Total, one_chunk: Total, chunk: Index, chunks: int) -> To
     )
 
 
+@jax.named_scope("gradient_accumulation")
 def _accumulate(total: Total, micro: Total, places: Mapping[str, jax.P]) -> Total:
     summed = jax.tree.map(
         lambda a, b: (a + b).astype(a.dtype), total.gradients, reshard_gradients(micro.gradients, places)

@@ -115,7 +115,8 @@ def accumulated_gradients(
             head = "embed.weight" if decoder.head is None else "head.weight"
             noisy = call._replace(noise=noise_of(micro, source))
             scores = score_micro_batch(decoder, micro, objective, noisy, head in trained, compared=compared)
-            sums = objective.loss(gather_scores(scores, summed_last), all_gather_rows(micro, summed_last))
+            with jax.named_scope("loss"):
+                sums = objective.loss(gather_scores(scores, summed_last), all_gather_rows(micro, summed_last))
             return sums.loss * magnified, sums
 
         def add(total: GradientSums, micro: Batch) -> tuple[GradientSums, None]:
@@ -123,9 +124,10 @@ def accumulated_gradients(
             (_, sums), (grads, amax) = jax.value_and_grad(loss, (0, 1), has_aux=True)(given, scales, micro)
             added = {name: grads.pop(name) for name in added_by_layer}
             earlier = {name: total.gradients[name] for name in grads}
-            summed = added | jax.tree.map(
-                lambda a, b: (a + b).astype(a.dtype), earlier, reshard_gradients(grads, places)
-            )
+            with jax.named_scope("gradient_accumulation"):
+                summed = added | jax.tree.map(
+                    lambda a, b: (a + b).astype(a.dtype), earlier, reshard_gradients(grads, places)
+                )
             # The cotangent of a delayed scale is an amax (`LowPrecision.scales`): the largest one counts.
             largest = jax.tree.map(jnp.maximum, total.amax, amax)
             return GradientSums(summed, jax.tree.map(jnp.add, total.sums, sums), largest), None
@@ -320,6 +322,7 @@ def make_train_step(
     return step
 
 
+@jax.named_scope("optimizer")
 def _norm(gradients: Parameters) -> Float[Array, ""]:
     """The global norm of the gradients, in float32; gradients on the host come to the device one layer at a time."""
 
@@ -346,7 +349,8 @@ def make_eval_step(
             with jax.default_matmul_precision(recipe.matmul_precision):
                 decoder = bind(graph, weights_of(trained, {}))
                 scores = score_micro_batch(decoder, micro, objective, call, head_gradient=False, compared=compared)
-                return objective.loss(scores, micro)
+                with jax.named_scope("loss"):
+                    return objective.loss(scores, micro)
 
         def add(total: Sums, micro: Batch) -> tuple[Sums, None]:
             return jax.tree.map(jnp.add, total, of_micro_batch(micro)), None

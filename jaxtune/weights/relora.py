@@ -60,6 +60,7 @@ def make_merge(model: Model, base: Mapping[str, Parameter], seed: int) -> Callab
     """
     fresh = {part: model.trained[part] for name in base for part in model.adapter_of(name).values()}
 
+    @jax.named_scope("merge")
     def merge(trained: Parameters, base_values: Parameters, step: Int[Array, ""]) -> tuple[Parameters, Parameters]:
         merged = {}
         for name, parameter in base.items():

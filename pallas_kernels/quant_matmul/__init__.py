@@ -55,6 +55,7 @@ def dequantize(
     return _dequantize(codes, scales, tensor_scale, layout, dtype, backend)
 
 
+@jax.named_scope("dequantization")
 def _dequantize(codes, scales, tensor_scale, layout: WeightLayout, dtype: jnp.dtype, backend: str) -> Array:
     request = QuantRequest(layout, dtype)
     chosen = registry.choose("dequantize", DEQUANTIZE_BACKENDS, current_device(), request, backend)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -210,6 +211,8 @@ def train(
     config = dataclasses.replace(config, parallel=parallel, memory=memory)
     program = assemble(read_base(config), config, made)
     compiled = compile_step(program, config)
+    name_stacks = re.findall(r'op_name="(.*?)"', compiled.as_text())
+    assert scopes_of(case, made, accumulate) <= {*re.findall(r"\w+", " ".join(name_stacks))}
     frozen, start = frozen_parameters(program.model, config), initial_parameters(program.model, config)
     rates = learning_rates(config.optim, steps)
     before = fetch_arrays({**frozen, **start})
@@ -227,6 +230,17 @@ def train(
         losses.append(metrics["loss"].item())
         norms.append(metrics["grad_norm"].item())
     return Trained(np.array(losses), np.array(norms), before, fetch_arrays(state.trained))
+
+
+def scopes_of(case: Case, made: jax.sharding.Mesh, accumulate: int) -> set[str]:
+    """Return the scopes (jax.named_scope) of the parts of a case's step, which profilers show."""
+    scopes = {"layers", "attention", "rope", "mlp", "norm", "embedding", "head", "loss", "optimizer"}
+    scopes |= {"moe": {"experts", "router"}, "hybrid": {"delta_net"}}.get(case.model, set())
+    scopes |= {"adapters"} if case.adapter == "lora" else set()
+    scopes |= {"dequantization"} if "quant" in STORAGE[case.storage] else set()
+    scopes |= {"operands"} if "operands" in case.storage and case.adapter == "none" else set()
+    scopes |= {"gradient_accumulation"} if accumulate > 1 else set()
+    return scopes | ({"collectives"} if made.shape["fsdp"] > 1 else set())
 
 
 def fetch_arrays(values: Any) -> dict[str, np.ndarray]:

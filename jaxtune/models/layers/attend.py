@@ -20,6 +20,7 @@ from pallas_kernels.flash_attention import MaskSpec, flash_attention
 from pallas_kernels.registry import CannotRun
 
 
+@jax.named_scope("attention")
 def attend_packed(key_start: Int[Array, "b s"], call: ForwardOptions, place: Int[Array, "b s"] | None = None) -> Attend:
     """Make causal attention within the documents of packed rows, with the backend that the call names.
 

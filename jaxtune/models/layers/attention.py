@@ -73,6 +73,7 @@ class Attention(nnx.Module):
             declare_parameter((mixer.heads,), ("heads",), nnx.initializers.zeros, "vector") if mixer.sinks else None
         )
 
+    @jax.named_scope("attention")
     def __call__(
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: ForwardOptions
     ) -> tuple[Float[Array, "b s d"], Any]:

@@ -78,6 +78,7 @@ class GatedDeltaNet(nnx.Module):
         self.norm = NormLayer(net.value_dim, NormSpec(spec.norm.epsilon))
         self.o = Linear(spec, layer, "delta_net.o", (spec.hidden, values), ("embed", "heads"))
 
+    @jax.named_scope("delta_net")
     def __call__(
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: DeltaNetCache | None, call: ForwardOptions
     ) -> tuple[Float[Array, "b s d"], DeltaNetCache | None]:

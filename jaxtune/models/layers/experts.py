@@ -53,6 +53,7 @@ class ExpertsLayer(nnx.Module):
         self.shared_gate = gate if options.shared_gate else None
         self.options = options
 
+    @jax.named_scope("experts")
     def __call__(
         self, x: Float[Array, "b s d"], call: ForwardOptions, valid: Bool[Array, "b s"]
     ) -> tuple[Float[Array, "b s d"], dict[str, Float[Array, "..."]]]:
@@ -161,6 +162,7 @@ def compute_grouped(
     return jax.shard_map(on_device, in_specs=layouts, out_specs=by_token(None))(*arguments)
 
 
+@jax.named_scope("collectives")
 def _gather_tokens(axes: Axes, x: Array, routing: Routing, noise: Noise | None) -> tuple[Array, Routing, Noise | None]:
     """All-gather tokens, their routing and the row numbers in their noise over the given axes."""
     all_gather = partial(jax.lax.all_gather, axis_name=axes, tiled=True)

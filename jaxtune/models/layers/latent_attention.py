@@ -7,6 +7,7 @@ features in one axis, one head after another.
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -48,6 +49,7 @@ class LatentAttention(nnx.Module):
         self.kv_up = linear("kv_up", expanded, latent.rank, "heads", None)
         self.o = linear("o", spec.hidden, heads.heads * latent.value_dim, "embed", "heads")
 
+    @jax.named_scope("attention")
     def __call__(
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: ForwardOptions
     ) -> tuple[Float[Array, "b s d"], Any]:

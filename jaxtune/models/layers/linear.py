@@ -192,6 +192,7 @@ def _outputs(linears: Sequence[Linear], x: Float[Array, "b s i"], call: ForwardO
     if not adapted or not call.adapters:
         return ys
     adapted_linears = [linears[place] for place in adapted]  # a model has adapters of one class
-    outputs = adapted_linears[0].adapter.outputs(adapted_linears, x, [ys[place] for place in adapted], call)
+    with jax.named_scope("adapters"):
+        outputs = adapted_linears[0].adapter.outputs(adapted_linears, x, [ys[place] for place in adapted], call)
     with_adapters = dict(zip(adapted, outputs))
     return [with_adapters.get(place, y) for place, y in enumerate(ys)]

@@ -45,6 +45,7 @@ class MLP(nnx.Module):
         self.down = linear(f"{name}.down", *out)
         self.activation: Activation = options.activation
 
+    @jax.named_scope("mlp")
     def __call__(self, x: Float[Array, "b s d"], call: ForwardOptions) -> Float[Array, "b s d"]:
         """Return the feed-forward layer's output for every token."""
         # No tiles with delayed scaling: the amax of all tokens is returned as a gradient, and gradients of tiles are

@@ -22,6 +22,7 @@ class NormLayer(nnx.Module):
         self.bias = declare_parameter((size,), (axis,), nnx.initializers.zeros, "vector") if options.bias else None
         self.options = options
 
+    @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         """Return normalised x in the dtype of x.
 

@@ -6,6 +6,7 @@ Shape letters: b rows of the batch, s positions in a row, h heads, d features of
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -21,6 +22,7 @@ class Rotation(NamedTuple):
     query_scale: Float[Array, "b s 1 1"] | None
 
 
+@jax.named_scope("rope")
 def rotation(rope: Rope, head_dim: int, positions: Int[Array, "b s"]) -> Rotation:
     """Compute the rotation of each token, once per batch. Matches transformers' modeling_rope_utils."""
     frequencies, magnitude = _frequencies(rope, int(head_dim * rope.fraction), positions)
@@ -34,6 +36,7 @@ def rotation(rope: Rope, head_dim: int, positions: Int[Array, "b s"]) -> Rotatio
     return Rotation(jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude, scale)
 
 
+@jax.named_scope("rope")
 def rotate(x: Float[Array, "b s h d"], rope: Rope, rotation: Rotation) -> Float[Array, "b s h d"]:
     """Rotate the first features of each head in pairs."""
     cos, sin = rotation.cos.astype(x.dtype), rotation.sin.astype(x.dtype)

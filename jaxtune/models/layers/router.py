@@ -48,6 +48,7 @@ class Router(nnx.Module):
         self.correction = correction if options.corrected else None
         self.options = options
 
+    @jax.named_scope("router")
     def __call__(self, x: Float[Array, "b s d"]) -> Routing:
         """Route tokens. As in transformers, logits are in the dtype of x or float32; the rest is float32."""
         options = self.options

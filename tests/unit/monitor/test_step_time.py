@@ -1,6 +1,5 @@
 """Time by part of a step: for a traced tiny step, and for a GPU trace as XLA writes it."""
 
-import itertools
 import logging
 import re
 from pathlib import Path
@@ -15,101 +14,77 @@ from tiny import random_values, spec
 from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, ProfOptions
 from jaxtune.lora.options import LoraOptions
 from jaxtune.monitor.profiler import Profiler
-from jaxtune.monitor.step_time import FILES, FORWARD, NAME, UNPACKED, StepTime, operations, step_time
+from jaxtune.monitor.step_time import FORWARD, NAME, UPDATE, StepTime, operations, places_of, step_time
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import Base
 
-# A line for each file in the table of lines, and for the innermost function.
-LINES = """
-FileNames
-1 "/x/jaxtune/models/layers/mlp.py"
-2 "/x/jaxtune/optim/driver.py"
-3 "/x/pallas_kernels/quant_matmul/__init__.py"
-4 "/x/jaxtune/training/step.py"
+TEXT = """HloModule jit_step, is_scheduled=true
 
-FunctionNames
-1 "run"
-2 "of_rows"
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=1 end_line=1 column=1 end_column=2}
-2 {file_name_id=2 function_name_id=1 line=1 end_line=1 column=1 end_column=2}
-3 {file_name_id=3 function_name_id=1 line=1 end_line=1 column=1 end_column=2}
-4 {file_name_id=4 function_name_id=2 line=1 end_line=1 column=1 end_column=2}
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-2 {file_location_id=2 parent_frame_id=1}
-3 {file_location_id=3 parent_frame_id=2}
-4 {file_location_id=4 parent_frame_id=1}
-"""
-TEXT = f"""HloModule jit_step, is_scheduled=true
-{LINES}
-%add (a: f32[], b: f32[]) -> f32[] {{
+%add (a: f32[], b: f32[]) -> f32[] {
   %a = f32[] parameter(0)
   %b = f32[] parameter(1)
   ROOT %sum = f32[] add(%a, %b)
-}}
+}
 
-%scattered (p: f32[8]) -> f32[4] {{
-  %p = f32[8]{{0}} parameter(0)
-  ROOT %scatter = f32[4]{{0}} reduce-scatter(%p), replica_groups={{{{0,1}}}}, dimensions={{0}}, to_apply=%add
-}}
+%scattered (p: f32[8]) -> f32[4] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %scatter = f32[4]{0} reduce-scatter(%p), replica_groups={{0,1}}, dimensions={0}, to_apply=%add
+}
 
-%sliced (q: f32[4,8]) -> f32[8] {{
-  %q = f32[4,8]{{1,0}} parameter(0)
+%sliced (q: f32[4,8]) -> f32[8] {
+  %q = f32[4,8]{1,0} parameter(0)
   %zero = s32[] constant(0)
   %first = s32[] add(%zero, %zero)
-  %part = f32[1,8]{{1,0}} dynamic-slice(%q, %first, %zero), dynamic_slice_sizes={{1,8}}
-  ROOT %flat = f32[8]{{0}} bitcast(%part)
-}}
+  %part = f32[1,8]{1,0} dynamic-slice(%q, %first, %zero), dynamic_slice_sizes={1,8}
+  ROOT %flat = f32[8]{0} bitcast(%part)
+}
 
-%updated (g: f32[8]) -> (f32[8], f32[8]) {{
-  %g = f32[8]{{0}} parameter(0)
-  %clipped = f32[8]{{0}} multiply(%g, %g), metadata={{op_name="jit(step)/mul" stack_frame_id=4}}
-  %moment = f32[8]{{0}} add(%clipped, %g), metadata={{op_name="jit(step)/add" stack_frame_id=2}}
-  %value = f32[8]{{0}} subtract(%moment, %g), metadata={{op_name="jit(step)/sub" stack_frame_id=2}}
-  ROOT %both = (f32[8]{{0}}, f32[8]{{0}}) tuple(%moment, %value)
-}}
+%updated (g: f32[8]) -> (f32[8], f32[8]) {
+  %g = f32[8]{0} parameter(0)
+  %clipped = f32[8]{0} multiply(%g, %g), metadata={op_name="jit(step)/gradient_accumulation/mul"}
+  %moment = f32[8]{0} add(%clipped, %g), metadata={op_name="jit(step)/optimizer/add"}
+  %value = f32[8]{0} subtract(%moment, %g), metadata={op_name="jit(step)/optimizer/sub"}
+  ROOT %both = (f32[8]{0}, f32[8]{0}) tuple(%moment, %value)
+}
 
-%scaled (code: f32[8]) -> f32[8] {{
-  %code = f32[8]{{0}} parameter(0)
-  ROOT %decoded = f32[8]{{0}} multiply(%code, %code)
-}}
+%scaled (code: f32[8]) -> f32[8] {
+  %code = f32[8]{0} parameter(0)
+  ROOT %decoded = f32[8]{0} multiply(%code, %code)
+}
 
-%body (x: f32[8]) -> f32[8] {{
-  %x = f32[8]{{0}} parameter(0)
-  %product = f32[8]{{0}} custom-call(%x), custom_call_target="__cublas$gemm", \
-metadata={{op_name="jit(step)/transpose(jvp())/while/body/dot_general" stack_frame_id=3}}
-  %unpacked = f32[8]{{0}} fusion(%x), kind=kLoop, calls=%scaled, \
-metadata={{op_name="jit(step)/transpose(jvp())/while/body/rematted_computation/mul" stack_frame_id=3}}
-  ROOT %made = f32[8]{{0}} negate(%product)
-}}
+%body (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %product = f32[8]{0} custom-call(%x), custom_call_target="__cublas$gemm", \
+metadata={op_name="jit(step)/transpose(jvp(layers))/while/body/mlp/dot_general"}
+  %unpacked = f32[8]{0} fusion(%x), kind=kLoop, calls=%scaled, \
+metadata={op_name="jit(step)/transpose(jvp(layers))/while/body/rematted_computation/mlp/dequantization/mul"}
+  ROOT %made = f32[8]{0} negate(%product)
+}
 
-%condition (c: f32[8]) -> pred[] {{
-  %c = f32[8]{{0}} parameter(0)
+%condition (c: f32[8]) -> pred[] {
+  %c = f32[8]{0} parameter(0)
   ROOT %go = pred[] constant(true)
-}}
+}
 
-ENTRY %main (w: f32[8], layers: f32[4,8]) -> (f32[8], f32[8]) {{
-  %w = f32[8]{{0}} parameter(0)
-  %layers = f32[4,8]{{1,0}} parameter(1)
-  %gather = (f32[8]{{0}}, f32[16]{{0}}) all-gather-start(%w), replica_groups={{{{0,1}}}}, dimensions={{0}}, \
-metadata={{op_name="jit(step)/jvp()/reshard" stack_frame_id=1}}
-  %gate = f32[8]{{0}} multiply(%w, %w), metadata={{op_name="jit(step)/jvp()/mul" stack_frame_id=1}}
-  %gathered = f32[16]{{0}} all-gather-done(%gather)
-  %weight = f32[8]{{0}} fusion(%layers), kind=kLoop, calls=%sliced, \
-metadata={{op_name="jit(step)/jvp()/dynamic_slice" stack_frame_id=1}}
-  %loop = f32[8]{{0}} while(%weight), condition=%condition, body=%body, \
-metadata={{op_name="jit(step)/transpose(jvp())/while" stack_frame_id=1}}
-  %scattering = ((f32[8]{{0}}), f32[4]{{0}}) async-start(%loop), calls=%scattered
-  %summed = f32[8]{{0}} add(%loop, %w), metadata={{op_name="jit(step)/add" stack_frame_id=4}}
-  %sent = f32[8]{{0:S(5)}} copy(%summed)
-  ROOT %update = (f32[8]{{0}}, f32[8]{{0}}) fusion(%loop), kind=kLoop, calls=%updated
-}}
+ENTRY %main (w: f32[8], layers: f32[4,8]) -> (f32[8], f32[8]) {
+  %w = f32[8]{0} parameter(0)
+  %layers = f32[4,8]{1,0} parameter(1)
+  %gather = (f32[8]{0}, f32[16]{0}) all-gather-start(%w), replica_groups={{0,1}}, dimensions={0}, \
+metadata={op_name="jit(step)/jvp(layers)/mlp/collectives/reshard"}
+  %gate = f32[8]{0} multiply(%w, %w), metadata={op_name="jit(step)/jvp(layers)/mlp/mul"}
+  %gathered = f32[16]{0} all-gather-done(%gather)
+  %weight = f32[8]{0} fusion(%layers), kind=kLoop, calls=%sliced, \
+metadata={op_name="jit(step)/jvp(layers)/dynamic_slice"}
+  %loop = f32[8]{0} while(%weight), condition=%condition, body=%body, \
+metadata={op_name="jit(step)/transpose(jvp(layers))/while"}
+  %scattering = ((f32[8]{0}), f32[4]{0}) async-start(%loop), calls=%scattered
+  %summed = f32[8]{0} add(%loop, %w), metadata={op_name="jit(step)/gradient_accumulation/add"}
+  %sent = f32[8]{0:S(5)} copy(%summed)
+  ROOT %update = (f32[8]{0}, f32[8]{0}) fusion(%loop), kind=kLoop, calls=%updated
+}
 """
 # For each stream: the instruction, its module and program, and start and end in microseconds.
 STEP = ("jit_step", 7)
@@ -239,6 +214,7 @@ def test_a_traced_step_goes_into_parts_that_sum_to_its_operations(traced):
     expected = sum(max(by_program.values(), key=len)) / 2e6
     total = sum(sum(by_phase.values()) for part, by_phase in times.parts.items() if part != "other programs")
     assert total == pytest.approx(expected, rel=1e-9)
+    assert sum(times.parts["other"].values()) < 0.1 * total  # more if operations have lost their scope
     assert 0 < times.busy <= times.wall
     assert all(0 <= times.alone[part] <= sum(by_phase.values()) + 1e-9 for part, by_phase in times.parts.items())
 
@@ -258,8 +234,29 @@ def test_a_profile_that_cannot_be_read_does_not_end_the_run(tmp_path, caplog, mo
     assert not file.exists()
 
 
-def test_the_files_of_parts_exist():
-    """A file that moves would otherwise give its time to another part."""
+def test_a_scope_of_the_package_is_one_that_the_breakdown_knows():
+    """A scope under another name would give its time to 'other'."""
     root = Path(__file__).parents[3]
-    for place in (*itertools.chain(*FILES.values()), *UNPACKED, *FORWARD):
-        assert (root / place).exists(), place
+    sources = (file.read_text() for room in ("jaxtune", "pallas_kernels") for file in (root / room).rglob("*.py"))
+    named = re.findall(r'named_scope\("(\w+)"\)', "\n".join(sources))
+    assert {*named} == FORWARD | UPDATE | {"collectives"}
+
+
+@pytest.mark.parametrize(
+    "operation, part, phase",
+    [
+        ("jit(step)/jvp(layers)/while/body/attention/norm/mul", "attention", "forward"),
+        ("jit(step)/jvp(layers)/while/body/attention/adapters/dequantization/mul", "dequantization", "forward"),
+        ("jit(step)/transpose(jvp(layers))/while/body/checkpoint/experts/mlp/dot_general", "experts", "backward"),
+        ("jit(step)/transpose(jvp(layers))/while/body/checkpoint/rematted_computation/norm/mul", "norms", "recomputed"),
+        ("jit(step)/layers/while/body/add", "other", "forward"),
+        ("jit(step)/cond/branch_1_fun/merge/dot_general", "adapters", "rest"),
+        ("jit(step)/optimizer/jit(norm)/sqrt", "optimizer", "rest"),
+    ],
+)
+def test_the_place_of_an_instruction_by_its_name_stack(operation, part, phase):
+    text = f'''HloModule jit_step
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  ROOT %x = f32[8]{{0}} parameter(0), metadata={{op_name="{operation}"}}
+}}'''
+    assert places_of(text)[1]["x"] == (part, phase, ())
