@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import make_batch, tokens
-from family_configs import FAMILIES
 from parity.test_families import gradients_in_files
-from tiny import CHATML, byte_tokenizer, save_torch_model
+from tiny import CHATML, FAMILIES, byte_tokenizer, save_torch_model
 
 from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.errors import UserError

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import logits_on_host, make_batch, tokens
-from family_configs import FAMILIES
-from tiny import byte_tokenizer, read_model, save_torch_model
+from tiny import FAMILIES, byte_tokenizer, read_model, save_torch_model
 
 from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.errors import UserError
