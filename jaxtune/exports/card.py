@@ -12,6 +12,7 @@ from jaxtune.config.schema import Config, Dataset
 from jaxtune.data.reading.readers import SUFFIXES
 from jaxtune.hf import Evaluation
 from jaxtune.host.run_folder import RunFolder
+from jaxtune.lora.options import TITLES
 from jaxtune.monitor import metrics
 
 # Options for storage, logging and machine resources. They do not describe the model, and are the likeliest to hold
@@ -39,7 +40,7 @@ def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dic
     if lora.enabled:
         targets = ", ".join(_several(lora.target_modules))
         low_rank = {"DoRA" if lora.use_dora else "LoRA": f"rank {lora.rank}, alpha {lora.alpha:g}, {targets}"}
-        rows |= {"(IA)^3": targets} if lora.kind == "ia3" else low_rank
+        rows |= low_rank if lora.kind == "lora" else {TITLES[lora.kind]: targets}
     shown = {
         "loss": "training loss, last step",
         "eval_loss": "validation loss",

@@ -21,8 +21,9 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HEAD = "score.weight"  # the head of a classifier, which is trained in full together with the adapters
 _CLASSIFIER = ("classifier", "score")  # peft's modules_to_save of every classifier; a decoder's head is called score
 _PREFIX = "base_model.model."
-_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.(lora_(?P<half>[AB])\.weight|lora_magnitude_vector|ia3_l)")
-_ADAPTER_ENDING = re.compile(r"\.(lora_[AB]\.weight|lora_magnitude_vector|ia3_l)$")
+# Tensors of an adapter, by its kind, which is peft's peft_type in lower case.
+_TENSORS = {"lora": r"lora_(?P<half>[AB])\.weight|lora_magnitude_vector", "ia3": "ia3_l"}
+_ADAPTER_ENDING = re.compile(rf"\.({'|'.join(_TENSORS.values())})$")
 
 # Fields of adapter_config.json that are read here, or that do not change what the adapter computes. Any other field
 # must be empty or false, because it enables something that is not supported (trained tokens, biases of adapters, ...).
@@ -85,7 +86,7 @@ class SavedAdapter:
 
         `chosen` has the options that select modules, which can be written in several equivalent ways.
         """
-        if self.kind == "ia3":
+        if self.kind != "lora":
             return {"kind": self.kind, "bias": self.bias}
         return {name: getattr(self, name) for name in ("kind", "rank", "alpha", "use_rslora", "bias", "use_dora")}
 
@@ -116,7 +117,7 @@ class SavedAdapter:
     @property
     def targets(self) -> tuple[str, ...]:
         """Names or name endings of the modules and the expert tensors that have an adapter."""
-        if self.kind == "ia3" or not self.parameters:
+        if self.kind != "lora" or not self.parameters:
             return tuple(sorted(self.modules))
         ranks = {module: self.tensors[f"{module}.lora_A.weight"].shape[0] for module in self.modules}
         modules = {module for module, rank in ranks.items() if rank == self.rank}
@@ -243,10 +244,11 @@ def read_adapter(folder: Path) -> SavedAdapter:
         if key.endswith(".bias") and key.startswith(_PREFIX) and config.get("bias") in ("all", "lora_only"):
             tensors[current_name(key.removeprefix(_PREFIX).replace(".base_layer.bias", ".bias"))] = source
             continue
-        match, end = _KEY.fullmatch(key), "ia3_l" if kind == "ia3" else "lora_A|B.weight"
-        if match is None or key.endswith(".ia3_l") != (kind == "ia3"):
+        match = re.fullmatch(rf"base_model\.model\.(?P<module>.+)\.({_TENSORS[kind]})", key)
+        if match is None:
+            end = "lora_A|B.weight" if kind == "lora" else _TENSORS[kind]
             raise UserError(f"{file}: {key} is not understood; tensors are named base_model.model.<module>.{end}")
-        if match["half"] is None:  # a vector; its shape is checked when it is read
+        if (half := match.groupdict().get("half")) is None:  # a vector; its shape is checked when it is read
             tensors[current_name(key.removeprefix(_PREFIX))] = source
             continue
         module = current_name(match["module"])
@@ -254,7 +256,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
         alpha = _match_pattern(match["module"], config.get("alpha_pattern"), None)
         ranks |= {module: rank} if rank != default else {}
         alphas |= {module: float(alpha)} if alpha is not None else {}
-        shape, axis = source.shape, "AB".index(match["half"])
+        shape, axis = source.shape, "AB".index(half)
         # With target_parameters, the experts of a tensor are stacked along the rank.
         fits = len(shape) == 2 and (shape[axis] == rank or (parameters and shape[axis] and shape[axis] % rank == 0))
         if not fits or source.dtype not in DTYPES:
@@ -315,11 +317,12 @@ def _check_config(path: Path, config: dict[str, Any]) -> None:
         value = config.get(key)
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
-    parameters, factors = config.get("target_parameters") or [], config.get("peft_type") == "IA3"
+    parameters, vectors = config.get("target_parameters") or [], config.get("peft_type") != "LORA"
+    types = tuple(kind.upper() for kind in _TENSORS)
     wrong = {
-        "peft_type": (config.get("peft_type") in ("LORA", "IA3"), "'LORA' or 'IA3'"),
-        "r": (factors or (isinstance(config.get("r"), int) and number("r") and config["r"] > 0), "a rank, 1 or more"),
-        "lora_alpha": (factors or number("lora_alpha"), "a number"),
+        "peft_type": (config.get("peft_type") in types, " or ".join(map(repr, types))),
+        "r": (vectors or (isinstance(config.get("r"), int) and number("r") and config["r"] > 0), "a rank, 1 or more"),
+        "lora_alpha": (vectors or number("lora_alpha"), "a number"),
         "lora_dropout": (config.get("lora_dropout") is None or number("lora_dropout"), "a number"),
         "use_rslora": (config.get("use_rslora") in (True, False, None), "true or false"),
         "base_model_name_or_path": (isinstance(config.get("base_model_name_or_path"), str | None), "a name"),

@@ -1,6 +1,6 @@
 """Learned factors that multiply activations: (IA)^3 (Liu et al. 2022)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,9 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxtune.errors import UserError
 from jaxtune.models.declared import declare_parameter
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.linear import Linear
+from jaxtune.models.spec import ModelSpec
+from jaxtune.models.treatment import linears as linears_of
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,29 @@ class IA3:
     def merged_bias(self, bias: Float[Array, " o"], values: Mapping[str, Array]) -> Float[Array, " o"]:
         """Return the bias; factors of the output multiply it too."""
         return bias if self.of_input else bias * values["ia3_l"][:, 0]
+
+
+def place(spec: ModelSpec, chosen: Set[str], targets: str | tuple[str, ...]) -> dict[IA3, Set[str]]:
+    """Return the layers whose input and whose output have factors, by their names in the checkpoint files.
+
+    Raises UserError for experts, and if keys are part of a fused layer.
+    """
+    known = linears_of(spec)
+    inner = {name for name in chosen if known[name][0].local.endswith(".down.weight")}
+    if targets == "all-linear":
+        # The layers of the paper: keys, values, and the input of the down projection.
+        keys = ("attention.k.weight", "attention.v.weight")
+        chosen = inner | {name for name in chosen if all(site.local in keys for site in known[name])}
+        if chosen == inner:
+            raise UserError(
+                f"lora.kind='ia3': keys and values of this {spec.family} are part of a fused layer; name layers in "
+                "lora.target_modules, whose whole output gets factors"
+            )
+    if experts := sorted(name for name in chosen if known[name][0].of_experts):
+        raise UserError(
+            f"lora.kind='ia3': experts, such as {experts[0]}, have no factors; leave them out of lora.target_modules"
+        )
+    return {adapter: names for adapter, names in ((IA3(True), inner), (IA3(False), chosen - inner)) if names}
 
 
 def _scale(x: Float[Array, "b s f"], factors: Float[Array, " f"]) -> Float[Array, "b s f"]:

@@ -1,14 +1,15 @@
 """Put adapters into a ModelSpec: choose the linear layers, and the rank and scale of each adapter."""
 
 import dataclasses
+import importlib
 from collections.abc import Mapping, Set
+from typing import Any
 
 from jaxtune.errors import UserError
 from jaxtune.lora.dora import DoRA
-from jaxtune.lora.ia3 import IA3
 from jaxtune.lora.lora import FROM_WEIGHT, LoRA
 from jaxtune.lora.options import LoraOptions
-from jaxtune.models.parameters import Site, loaded_names, sites
+from jaxtune.models.parameters import loaded_names, sites
 from jaxtune.models.selection import select
 from jaxtune.models.spec import ModelSpec
 from jaxtune.models.treatment import linears, treat, treat_linears, treat_sites
@@ -40,7 +41,7 @@ def inject(spec: ModelSpec, lora: LoraOptions) -> ModelSpec:
     return spec
 
 
-def _adapters(spec: ModelSpec, lora: LoraOptions, file_names: Mapping[str, str]) -> dict[LoRA | IA3, Set[str]]:
+def _adapters(spec: ModelSpec, lora: LoraOptions, file_names: Mapping[str, str]) -> dict[Any, Set[str]]:
     """Return the layers of each adapter, by their names in the checkpoint files.
 
     `file_names`: name in the checkpoint files of each linear layer, by its name in a loaded model.
@@ -51,11 +52,10 @@ def _adapters(spec: ModelSpec, lora: LoraOptions, file_names: Mapping[str, str])
     targeted = _in_layers(
         spec, targeted, {name: known[of][0].layer for name, of in file_names.items()}, lora.layers_to_transform
     )
-    if lora.kind == "ia3":
-        scaled = _factors(spec, {file_names[name] for name in targeted}, targets)
-        inner = {name for name in scaled if _is_down(known[name])}
-        return {adapter: names for adapter, names in ((IA3(True), inner), (IA3(False), scaled - inner)) if names}
-    experts = {name for name in targeted if _is_of_experts(known[file_names[name]])}
+    if lora.kind != "lora":  # a file of this folder, named as the kind
+        place = importlib.import_module(f"jaxtune.lora.{lora.kind}").place
+        return place(spec, {file_names[name] for name in targeted}, targets)
+    experts = {name for name in targeted if known[file_names[name]][0].of_experts}
     for option, is_set in (("use_dora=True", lora.use_dora), (f"init={lora.init!r}", lora.init in FROM_WEIGHT)):
         if experts and is_set:
             raise UserError(
@@ -121,7 +121,7 @@ def _whole_modules(spec: ModelSpec, modules: tuple[str, ...], adapted: Set[str])
     of_module = {name: name.rpartition(".")[0] for name in known if name.endswith((".weight", ".bias"))}
     selected = select(modules, sorted(set(of_module.values())), option)
     tensors = {name: known[name] for name, module in of_module.items() if module in selected}
-    if experts := sorted(name for name, parts in tensors.items() if _is_of_experts(parts)):
+    if experts := sorted(name for name, parts in tensors.items() if parts[0].of_experts):
         raise UserError(f"{option}: experts, such as {experts[0]}, are not supported; leave them out")
     if both := sorted(selected & adapted):
         raise UserError(f"{option}: {both[0]} has an adapter too; remove it from {option} or from lora.target_modules")
@@ -135,33 +135,6 @@ def _whole_modules(spec: ModelSpec, modules: tuple[str, ...], adapted: Set[str])
             "quantization (quant.exclude)"
         )
     return set(tensors)
-
-
-def _is_of_experts(parts: tuple[Site, ...]) -> bool:
-    return parts[0].local.startswith("mlp.experts.")
-
-
-def _factors(spec: ModelSpec, chosen: Set[str], targets: str | tuple[str, ...]) -> Set[str]:
-    """Return the layers that have factors. Raises UserError for experts, and if keys are part of a fused layer."""
-    known = linears(spec)
-    if targets == "all-linear":
-        # The layers of the paper: keys, values, and the input of the down projection.
-        keys = ("attention.k.weight", "attention.v.weight")
-        chosen = {name for name in chosen if _is_down(known[name]) or all(s.local in keys for s in known[name])}
-        if all(_is_down(known[name]) for name in chosen):
-            raise UserError(
-                f"lora.kind='ia3': keys and values of this {spec.family} are part of a fused layer; name layers in "
-                "lora.target_modules, whose whole output gets factors"
-            )
-    if experts := sorted(name for name in chosen if _is_of_experts(known[name])):
-        raise UserError(
-            f"lora.kind='ia3': experts, such as {experts[0]}, have no factors; leave them out of lora.target_modules"
-        )
-    return chosen
-
-
-def _is_down(parts: tuple[Site, ...]) -> bool:
-    return parts[0].local.endswith(".down.weight")
 
 
 def _biases(spec: ModelSpec, lora: LoraOptions, adapted: set[str]) -> set[str]:

@@ -8,6 +8,8 @@ from jaxtune.option_field import option
 # One line or two an option: this file is a table.
 # fmt: off
 
+TITLES = {"ia3": "(IA)^3"}  # what a model card calls the kinds other than low-rank matrices
+
 
 @dataclass(frozen=True)
 class LoraOptions:

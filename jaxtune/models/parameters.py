@@ -114,6 +114,11 @@ class Site(NamedTuple):
     local: str
     kind: Kind
 
+    @property
+    def of_experts(self) -> bool:
+        """Whether it is a parameter of a mixture's experts."""
+        return self.local.startswith("mlp.experts.")
+
 
 class _Declaration(NamedTuple):
     """A parameter as its module declares it, without the leading axes of layers and experts."""

@@ -1,7 +1,8 @@
 """Floating-point operations of a training step, and the fraction of the hardware's peak that they reach (MFU)."""
 
-import re
 from dataclasses import dataclass
+
+from pallas_kernels.gpus import peak_flops
 
 
 @dataclass(frozen=True)
@@ -42,38 +43,6 @@ def flops_per_token(work: Work) -> float:
     visible_keys = window * (1 - window / (2 * work.seq_len))
     attention = 3 * 4 * visible_keys * work.attention_width * work.layers
     return 6 * work.trained + 4 * work.frozen + attention
-
-
-# Dense bf16 tensor-core peak in TFLOP/s with fp32 accumulation, from NVIDIA's data sheets (half of the figures "with
-# sparsity") and, for GeForce, its architecture papers. The first pattern that matches the device's name counts.
-_PEAK_TFLOPS = (
-    (r"\bMIG\b|\bLaptop\b|\b4090 D\b|\b5090 D\b", None),  # part of a GPU, or a slower GPU of similar name
-    (r"\bGB[23]00\b", 2500.0),
-    (r"\bB[23]00\b", 2250.0),
-    (r"\bH[12]00 NVL\b", 835.5),
-    (r"\bH[18]00 PCIe\b", 756.5),
-    (r"\bH[128]00\b|\bGH200\b", 989.4),
-    (r"\bH20\b", 148.0),
-    (r"\bA[18]00\b", 312.0),
-    (r"\bA40\b", 149.7),
-    (r"\bA30\b", 165.0),
-    (r"\bA10G\b", 70.0),
-    (r"\bA10\b", 125.0),
-    (r"\bL40S\b", 362.0),
-    (r"\bL40\b", 181.0),
-    (r"\bL4\b", 121.0),
-    (r"\bRTX A6000\b", 154.8),
-    (r"\bRTX 6000 Ada\b", 364.2),
-    (r"\bRTX 5090\b", 209.5),
-    (r"\bRTX 4090\b", 165.2),
-    (r"\bRTX 3090\b(?! Ti)", 71.0),
-)
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Dense bf16 peak of a device in FLOP/s, by jax's `device_kind`; None for one that is not in the table."""
-    tflops = next((peak for pattern, peak in _PEAK_TFLOPS if re.search(pattern, device_kind)), None)
-    return None if tflops is None else tflops * 1e12
 
 
 def mfu(work: Work, tokens_per_second: float, device_kind: str, devices: int) -> float | None:

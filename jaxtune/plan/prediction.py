@@ -13,7 +13,7 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.host import process
 from jaxtune.models.parameters import abstract
-from jaxtune.monitor.throughput import flops_per_token, peak_flops
+from jaxtune.monitor.throughput import flops_per_token
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.plan import calibration, rates
 from jaxtune.plan.launches import Launch, LaunchedProgram, count_executed, read_program
@@ -25,7 +25,7 @@ from jaxtune.weights.architecture import spec_of
 from jaxtune.weights.model import Base, read_base
 from pallas_kernels import aot
 from pallas_kernels.aot import COLLECTIVES
-from pallas_kernels.gpus import GPUS
+from pallas_kernels.gpus import GPUS, peak_flops
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,10 +25,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jaxtune.monitor.throughput import peak_flops
 from jaxtune.plan.launches import Launch, LaunchedProgram
 from pallas_kernels.aot import COLLECTIVES
-from pallas_kernels.gpus import GPUS, Gpu
+from pallas_kernels.gpus import GPUS, Gpu, peak_flops
 
 _DIMENSIONS = (256, 512, 1024, 2048, 4096)
 # TFLOP/s of bf16 products with bf16 results on an H100, by m, n and k.
@@ -121,17 +120,6 @@ KERNELS: dict[str, dict[int, float]] = {
     "gated_delta_pairs": {8: 0.25, 9: 0.15, 10: 0.10, 12: 0.25},
     "gated_delta_heads": {8: 0.25, 9: 0.15, 10: 0.10, 12: 0.25},
 }
-# Bytes per second that a GPU sends, in one direction: to GPUs of its host by NVLink or PCIe (data sheets); to other
-# hosts by one adapter per GPU of 400 Gb/s; A100: 200, L40S: 100, GeForce: 10 Gb/s per host (assumed).
-LINKS = {
-    "a100": (300e9, 25e9), "h100": (450e9, 50e9), "h200": (450e9, 50e9), "b200": (900e9, 50e9), "l40s": (32e9, 12.5e9),
-    "rtx4090": (32e9, 1.5e9), "rtx5090": (64e9, 1.5e9),
-}  # fmt: skip
-
-# Bytes per second from or to the host: PCIe 4.0 or 5.0 x16, in one direction (data sheets).
-PCIE = {
-    "a100": 32e9, "h100": 64e9, "h200": 64e9, "b200": 64e9, "l40s": 32e9, "rtx4090": 32e9, "rtx5090": 64e9,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -181,7 +169,7 @@ def _us(launch: Launch, gpu: str, per_host: int, cached: float, rates: Rates) ->
     if launch.kind in COLLECTIVES:
         return _collective_us(launch, gpu, per_host, rates)
     if launch.kind == "host copy":
-        return max(launch.read, launch.written) / (PCIE[gpu] * rates.link) * 1e6 + rates.launch
+        return max(launch.read, launch.written) / (spec.pcie * rates.link) * 1e6 + rates.launch
     moved = launch.read + launch.written
     bandwidth = rates.bandwidth * spec.memory_bandwidth
     memory = (moved - cached) / bandwidth + cached / (bandwidth * rates.l2)
@@ -225,7 +213,7 @@ def _collective_us(launch: Launch, gpu: str, per_host: int, rates: Rates) -> flo
     """The time of a ring: each device sends all bytes except its own part; in an all-reduce, twice."""
     size = max(1, len(launch.group))
     one_host = len({device // per_host for device in launch.group}) <= 1
-    inside, between = LINKS[gpu]
+    inside, between = GPUS[gpu].links
     rounds = {"all-reduce": 2.0, "all-to-all": 1 / size, "collective-permute": size / max(1, size - 1)}
     sent = launch.written * (size - 1) / size * rounds.get(launch.kind, 1.0)
     return sent / ((inside if one_host else between) * rates.link) * 1e6 + rates.latency

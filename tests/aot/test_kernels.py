@@ -20,8 +20,7 @@ from pallas_kernels.gpus import GPUS, Device
 COVERS = ("pallas_kernels", ":!pallas_kernels/*/__init__.py", "tests/aot/spills.json")
 
 SPILLS = json.loads(Path(__file__).with_name("spills.json").read_text())
-# One GPU of each architecture: h200 differs from h100 only in memory, and l40s from rtx4090 in nothing relevant here.
-ARCHITECTURES = tuple(gpu for gpu in GPUS if gpu not in ("h200", "l40s"))
+ARCHITECTURES = ("a100", "rtx4090", "h100", "b200", "rtx5090")  # a GPU of each
 NARROW = ("d=64", "d=80", "d=96", "d=128")
 # The instruction of the matrix unit, by the major compute capability.
 MATRIX_UNIT = {8: "mma_sync", 9: "wgmma", 10: "tcgen05", 12: "mma_sync"}
@@ -44,6 +43,10 @@ def compiled_for(gpus: Iterable[str], wanted: Callable[[Case], bool] = lambda ca
                 yield pytest.param(gpu, case, marks=marks, id=f"{gpu} {case}")
 
     return pytest.mark.parametrize(("gpu", "case"), list(parameters()))
+
+
+def test_every_architecture_has_its_gpu_here():
+    assert {GPUS[gpu].capability for gpu in ARCHITECTURES} == {gpu.capability for gpu in GPUS.values()}
 
 
 @compiled_for(ARCHITECTURES)

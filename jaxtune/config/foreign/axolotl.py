@@ -367,7 +367,7 @@ def axolotl_rl(o: Options) -> Settings:
         return {}
     losses = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
     if kind not in losses:
-        raise Unsupported(f"rl must be one of {', '.join(losses)}")
+        raise Unsupported(f"rl must be one of {', '.join(losses)}; for GRPO use the options rollout.* and grpo.*")
     loss = losses[kind]
     # rl_beta is the newer name, and ORPO has an option of its own.
     beta = next((o[name] for name in ("rl_beta", "dpo_beta") if o.get(name) is not None), None)

@@ -5,12 +5,12 @@ import dataclasses
 
 import pytest
 import transformers
-from tiny import FAMILIES as ROWS
+from family_configs import FAMILIES as ROWS
+from family_configs import FORMS
 
 from jaxtune.errors import UserError
 from jaxtune.models import families
 from jaxtune.models.families import FAMILIES, read_spec
-from unit.models.published import FORMS
 
 CLASSES = {getattr(transformers, kind).model_type: getattr(transformers, kind) for kind, _ in ROWS.values()}
 SIZES = {

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtune.monitor.throughput import Work, flops_per_token, mfu, peak_flops
+from jaxtune.monitor.throughput import Work, flops_per_token, mfu
+from pallas_kernels.gpus import peak_flops
 
 
 def test_flops_by_hand():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import transformers
-from tiny import FAMILIES, SIZES
+from family_configs import FAMILIES, SIZES
 
 from jaxtune.errors import UserError
 from jaxtune.models.families import read_spec

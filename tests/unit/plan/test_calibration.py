@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from jaxtune.errors import UserError
-from jaxtune.monitor.throughput import peak_flops
 from jaxtune.plan import __main__ as plan
 from jaxtune.plan import calibration
 from jaxtune.plan.launches import Launch, LaunchedProgram
 from jaxtune.plan.prediction import Speed
 from jaxtune.plan.rates import KERNELS, SCENARIOS, gaps_ms, step_ms
 from jaxtune.plan.summary import comparison
-from pallas_kernels.gpus import GPUS
+from pallas_kernels.gpus import GPUS, peak_flops
 
 # Made up for these tests.
 VALUES = {"sustained": 0.8, "bandwidth": 0.94, "launch": 2.6, "graph": 5.0, "flash_attention_dq": 0.5}

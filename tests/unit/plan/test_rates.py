@@ -1,11 +1,13 @@
 """The time model: floors that it must respect, and the published figures that it was fitted to."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from jaxtune.monitor.throughput import peak_flops
 from jaxtune.plan.launches import Launch, LaunchedProgram
-from jaxtune.plan.rates import KERNELS, LINKS, PCIE, SCENARIOS, time_launches
-from pallas_kernels.gpus import GPUS
+from jaxtune.plan.rates import KERNELS, SCENARIOS, time_launches
+from pallas_kernels.gpus import GPUS, peak_flops
 
 CENTRAL = SCENARIOS["central"]
 
@@ -49,9 +51,10 @@ def test_scenarios_are_in_order(gpu):
         assert fast <= central <= slow
 
 
-def test_every_gpu_has_rates_of_kernels_and_links():
+def test_every_gpu_has_rates_of_kernels_and_is_on_the_page_of_gpus():
+    page = (Path(__file__).parents[3] / "docs" / "gpus.md").read_text()
     for name, gpu in GPUS.items():
-        assert name in LINKS and name in PCIE
+        assert re.search(rf"\b{name}\b", page)
         for kind, rates in KERNELS.items():  # Mosaic and FlashAttention 3 run on Hopper only
             assert set(rates) == {9} if kind.startswith(("mosaic_", "flash_mha_")) else gpu.capability[0] in rates
 
@@ -78,7 +81,7 @@ def test_work_hides_a_collective_that_runs_beside_it():
 @pytest.mark.parametrize("moved", [{"read": 1e9}, {"written": 1e9}])
 def test_a_copy_from_the_host_takes_pcie_and_is_hidden_by_as_much_work(moved):
     copied = us(launch("host copy", **moved))
-    assert copied * 1e-6 >= 1e9 / PCIE["h100"]
+    assert copied * 1e-6 >= 1e9 / GPUS["h100"].pcie
     work = product(4096, 12_288, 4096)
     hidden, _ = time_launches(LaunchedProgram([launch("host copy", **moved, beside=[work]), work]), "h100", 8, CENTRAL)
     assert hidden.exposed == pytest.approx(copied - us(work))

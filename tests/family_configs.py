@@ -1,10 +1,325 @@
-"""config.json of each family with the entries of its publisher's files, but fewer layers.
-
-These files are older than the form that transformers writes now: they have `rope_theta`, `rope_scaling`, `torch_dtype`,
-and some entries that no class reads.
-"""
+"""Two configs of each family: a tiny one that covers it, and its publisher's with fewer layers."""
 
 from typing import Any
+
+VOCABULARY = 320  # not a multiple of 256, so that every test covers the padding
+SIZES = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    rms_norm_eps=1e-6,
+    initializer_range=0.1,
+)
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+    rope_theta=5e5,
+)
+YARN_ROPE = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=1e6)
+DEEPSEEK_V3 = dict(
+    moe_intermediate_size=32,
+    num_experts_per_tok=2,
+    num_key_value_heads=4,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+# If a delta net's state is almost zero for a key, the norm after it amplifies rounding, by up to 1 / sqrt(epsilon).
+DELTA_NET = dict(
+    rms_norm_eps=1e-2,
+    head_dim=16,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    tie_word_embeddings=False,
+)
+SHARED_EXPERT = dict(
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=24,
+    num_experts=4,
+    num_experts_per_tok=2,
+    output_router_logits=True,
+    router_aux_loss_coef=0.1,
+)
+SIGLIP = dict(
+    model_type="siglip_vision_model",
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    image_size=28,
+    patch_size=14,
+)
+PIXTRAL = SIGLIP | dict(model_type="pixtral")
+QWEN_VISION = dict(
+    depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64, num_position_embeddings=16
+)
+TWO_KINDS = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+# name: (config class in transformers, fields). Torch would give a padding token's embedding no gradient.
+FAMILIES = {
+    "llama, llama3 rope, untied, biases": (
+        "LlamaConfig",
+        dict(rope_parameters=LLAMA3_ROPE, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
+    ),
+    "llama, linear rope": ("LlamaConfig", dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4))),
+    "llama, dynamic rope": (
+        "LlamaConfig",
+        dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4), max_position_embeddings=64),
+    ),
+    "qwen2, two unlike stacks": (
+        "Qwen2Config",
+        dict(
+            use_sliding_window=True,
+            sliding_window=16,
+            layer_types=["sliding_attention"] * 2 + ["full_attention"] * 2,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "qwen3, yarn rope, tied": (
+        "Qwen3Config",
+        dict(head_dim=32, rope_parameters=YARN_ROPE, tie_word_embeddings=True),
+    ),
+    "qwen3, a period of two": (
+        "Qwen3Config",
+        dict(
+            head_dim=16,
+            use_sliding_window=True,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "phi3, fused, window": (
+        "Phi3Config",
+        dict(sliding_window=24, pad_token_id=None, tie_word_embeddings=False),
+    ),
+    "phi3, part of a head rotated": (
+        "Phi3Config",
+        dict(pad_token_id=None, tie_word_embeddings=True, partial_rotary_factor=0.5),
+    ),
+    "qwen3_moe, a dense layer, router loss": (
+        "Qwen3MoeConfig",
+        dict(
+            head_dim=16,
+            moe_intermediate_size=32,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+            output_router_logits=True,
+            router_aux_loss_coef=0.1,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "qwen3_next, a dense layer": ("Qwen3NextConfig", DELTA_NET | SHARED_EXPERT | dict(mlp_only_layers=[1])),
+    "qwen3_5_text, delta nets": ("Qwen3_5TextConfig", DELTA_NET),
+    "qwen3_5_moe_text, delta nets": ("Qwen3_5MoeTextConfig", DELTA_NET | SHARED_EXPERT),
+    "cohere2, shared layer norm": (
+        "Cohere2Config",
+        dict(sliding_window=16, logit_scale=0.3, pad_token_id=None, eos_token_id=None, bos_token_id=None),
+    ),
+    "ernie4_5, interleaved rope, biases": ("Ernie4_5Config", dict(head_dim=16, use_bias=True, pad_token_id=None)),
+    "exaone4, windows and no rope in turn": (
+        "Exaone4Config",
+        dict(sliding_window=16, sliding_window_pattern=2, tie_word_embeddings=False),
+    ),
+    "gemma2, soft caps": (
+        "Gemma2Config",
+        dict(
+            head_dim=16,
+            pad_token_id=None,
+            query_pre_attn_scalar=24,
+            sliding_window=16,
+            attn_logit_softcapping=5.0,
+            final_logit_softcapping=3.0,
+        ),
+    ),
+    "gemma3_text, two ropes": (
+        "Gemma3TextConfig",
+        dict(
+            head_dim=16,
+            pad_token_id=None,
+            query_pre_attn_scalar=16,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", factor=2.0, rope_theta=1e6),
+                sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            ),
+        ),
+    ),
+    "glm4, half of a head rotated": ("Glm4Config", dict(head_dim=16, pad_token_id=None)),
+    "granite, scaled": (
+        "GraniteConfig",
+        dict(
+            embedding_multiplier=3.0,
+            logits_scaling=2.0,
+            residual_multiplier=0.3,
+            attention_multiplier=0.4,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+    ),
+    "ministral3, growing queries": (
+        "Ministral3Config",
+        dict(
+            head_dim=16,
+            sliding_window=40,
+            rope_parameters=YARN_ROPE | dict(original_max_position_embeddings=32, llama_4_scaling_beta=0.5),
+        ),
+    ),
+    "olmo2, norms after": (
+        "Olmo2Config",
+        dict(tie_word_embeddings=False, attention_bias=True, pad_token_id=None, eos_token_id=None),
+    ),
+    "olmo3, windows": (
+        "Olmo3Config",
+        dict(
+            sliding_window=16,
+            rope_parameters=dict(full_attention=YARN_ROPE, sliding_attention=dict(rope_type="default", rope_theta=1e6)),
+            pad_token_id=None,
+            eos_token_id=None,
+        ),
+    ),
+    "seed_oss, biases": ("SeedOssConfig", dict(head_dim=16, pad_token_id=None)),
+    "smollm3, layers without a rope": (
+        "SmolLM3Config",
+        dict(no_rope_layer_interval=2, pad_token_id=None, bos_token_id=None, eos_token_id=None),
+    ),
+    "starcoder2, layer norm, no gate": (
+        "Starcoder2Config",
+        dict(norm_epsilon=1e-5, bos_token_id=None, eos_token_id=None),
+    ),
+    "deepseek_v3, latent attention": (
+        "DeepseekV3Config",
+        DEEPSEEK_V3
+        | dict(
+            n_routed_experts=8,
+            n_group=4,
+            topk_group=2,
+            q_lora_rank=24,
+            qk_nope_head_dim=16,
+            v_head_dim=12,
+            first_k_dense_replace=1,
+            rope_parameters=YARN_ROPE | dict(mscale=1.0, mscale_all_dim=0.7),
+        ),
+    ),
+    "deepseek_v3, queries without a latent": (
+        "DeepseekV3Config",
+        DEEPSEEK_V3
+        | dict(
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            q_lora_rank=None,
+            qk_nope_head_dim=8,
+            v_head_dim=16,
+            first_k_dense_replace=3,
+            attention_bias=True,
+            rope_interleave=False,
+        ),
+    ),
+    "gpt_oss, stacked experts": (
+        "GptOssConfig",
+        dict(
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=16,
+            swiglu_limit=0.5,
+            output_router_logits=True,
+            router_aux_loss_coef=0.1,
+        ),
+    ),
+    "granitemoe, stacked experts": (
+        "GraniteMoeConfig",
+        dict(
+            embedding_multiplier=3.0,
+            logits_scaling=2.0,
+            residual_multiplier=0.3,
+            attention_multiplier=0.4,
+            num_local_experts=4,
+            output_router_logits=True,
+            router_aux_loss_coef=0.1,
+        ),
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        dict(num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.1),
+    ),
+    "olmoe, router loss": (
+        "OlmoeConfig",
+        dict(
+            num_experts=4,
+            num_experts_per_tok=2,
+            output_router_logits=True,
+            router_aux_loss_coef=0.1,
+            pad_token_id=None,
+            eos_token_id=None,
+        ),
+    ),
+    "glm4_moe, groups, a shared expert": (
+        "Glm4MoeConfig",
+        dict(
+            head_dim=16,
+            moe_intermediate_size=32,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.5,
+            use_qk_norm=True,
+            attention_bias=True,
+        ),
+    ),
+    "ernie4_5_moe, shared experts": (
+        "Ernie4_5_MoeConfig",
+        dict(moe_intermediate_size=32, moe_num_experts=4, moe_k=2, moe_layer_interval=2, pad_token_id=None),
+    ),
+    "gemma3, inside a model that sees": (
+        "Gemma3Config",
+        dict(
+            vision_config=SIGLIP,
+            mm_tokens_per_image=4,
+            text_config=dict(
+                model_type="gemma3_text",
+                num_hidden_layers=2,
+                head_dim=16,
+                pad_token_id=None,
+                query_pre_attn_scalar=16,
+                sliding_window=16,
+                final_logit_softcapping=3.0,
+                layer_types=["sliding_attention", "full_attention"],
+            ),
+        ),
+    ),
+    "qwen3_5, inside a model that sees": (
+        "Qwen3_5Config",
+        dict(vision_config=QWEN_VISION, text_config=DELTA_NET | TWO_KINDS),
+    ),
+    "qwen3_5_moe, inside a model that sees": (
+        "Qwen3_5MoeConfig",
+        dict(vision_config=QWEN_VISION, text_config=DELTA_NET | SHARED_EXPERT | TWO_KINDS),
+    ),
+    "mistral3, inside a model that sees, untied": (
+        "Mistral3Config",
+        dict(
+            vision_config=PIXTRAL,
+            tie_word_embeddings=False,
+            text_config=dict(model_type="mistral", num_hidden_layers=2, head_dim=16, sliding_window=24),
+        ),
+    ),
+    "mistral, sliding window": ("MistralConfig", dict(head_dim=16, sliding_window=24, tie_word_embeddings=False)),
+}
 
 
 def _form(hidden: int, inner: int, layers: int, heads: int, kv: int, vocabulary: int, positions: int, **more: Any):
@@ -51,6 +366,8 @@ QWEN3_5 = _form(
     ),
 )  # fmt: skip
 
+# By `model_type`: config.json with the entries of its publisher's files. They are older than the form that transformers
+# writes now: they have `rope_theta`, `rope_scaling`, `torch_dtype`, and some entries that no class reads.
 FORMS: dict[str, dict[str, Any]] = {
     "llama": _form(
         2048, 8192, 4, 32, 8, 128_256, 131_072, head_dim=64, rope_theta=5e5, rope_scaling=LLAMA3, mlp_bias=False,
