@@ -94,6 +94,7 @@ class TensorSource:
         """
         with report_damage(self.file):
             tensor = np.memmap(self.file, _READ_AS[self.dtype], "r", self.begin, self.shape)
+            # A copy, so that the mapping ends here and the result keeps no pages of the file.
             values = np.array(place.rows_in(tensor)[(slice(first, first + count), *rest)])
         missing = count - len(values)
         return np.pad(values, [(0, missing)] + [(0, 0)] * len(rest)) if missing else values
@@ -229,6 +230,7 @@ def check_content(sources: Iterable[TensorSource]) -> None:
     """
     files = sorted({file for source in sources for file in source.files})
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # threads, as hashing releases the GIL
+        # A stride, so that processes have different files and together all of them.
         list(pool.map(_check_file, files[jax.process_index() :: jax.process_count()]))
 
 
