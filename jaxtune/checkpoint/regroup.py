@@ -99,6 +99,7 @@ def load(
     arrays = read(as_saved) if as_saved else {}
     for leaves in made_of.values():
         like = wanted[next(iter(leaves))]  # leaves of a family share dtype and sharding
+        # A saved leaf may give layers to several new leaves; it is read once for all of them.
         sources = {part.leaf: part for parts in leaves.values() for part in parts}
         abstract = {
             name: jax.ShapeDtypeStruct(saved[name].shape, like.dtype, sharding=_source_sharding(part, like.sharding))
@@ -112,6 +113,7 @@ def _source_sharding(part: LayerPiece, sharding: jax.sharding.Sharding) -> jax.s
     """A wanted leaf's sharding, but in device memory and with unsharded layers, so that layers can be cut out."""
     if part.index is None or not isinstance(sharding, jax.NamedSharding):
         return sharding
+    # Without a memory kind, the sharding is in device memory, even if the wanted leaf is offloaded.
     return jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec[1:]))
 
 
