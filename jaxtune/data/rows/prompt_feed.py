@@ -49,6 +49,7 @@ class PromptSet:
         """A hash of the prompts' tokens and of all columns, because rewards may read any column."""
         content = hashlib.sha256()
         for prompt in self.prompts:
+            # default=str, because columns may hold dates and other values that JSON has no type for.
             content.update(json.dumps([prompt.tokens, dict(prompt.sample)], sort_keys=True, default=str).encode())
         return content.hexdigest()
 
@@ -130,6 +131,7 @@ def open_prompts(config: Config, tokenizer: "PreTrainedTokenizerFast", mesh: jax
 def open_prompt_sets(config: Config, tokenizer: "PreTrainedTokenizerFast") -> tuple[list[Prompt], list[Prompt] | None]:
     """Return training and validation prompts; None for the latter if the config has none. Raises as `read_prompts`."""
     data = config.data
+    # A prompt and its completion are trained in one row.
     most, skip = data.seq_len - config.rollout.max_new_tokens, data.on_bad_row == "skip"
     prompts = read_prompts(data.datasets, tokenizer, config.chat, most, skip)
     if data.eval_datasets:
