@@ -253,7 +253,7 @@ class CheckpointManager:
             if primary:
                 checkpoint_folder.remove_unfinished(self._folder)  # frees the space, should the disk be full
             raise
-        # A new checkpoint counts as verified: the checksums are those of the files on disk, read a moment ago.
+        # A new checkpoint counts as verified: its checksums were taken from the files on disk a moment ago.
         self._verified = set(sorted(self._verified | {step})[-self._keep_last :])
         if primary:
             self._retire()

@@ -99,7 +99,7 @@ def load(
     arrays = read(as_saved) if as_saved else {}
     for leaves in made_of.values():
         like = wanted[next(iter(leaves))]  # leaves of a family share dtype and sharding
-        # A saved leaf may give layers to several new leaves; it is read once for all of them.
+        # A saved leaf may give layers to several new leaves; it is read once.
         sources = {part.leaf: part for parts in leaves.values() for part in parts}
         abstract = {
             name: jax.ShapeDtypeStruct(saved[name].shape, like.dtype, sharding=_source_sharding(part, like.sharding))

@@ -230,7 +230,7 @@ def check_content(sources: Iterable[TensorSource]) -> None:
     """
     files = sorted({file for source in sources for file in source.files})
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # threads, as hashing releases the GIL
-        # A stride, so that processes have different files and together all of them.
+        # Processes check different files, and together they check all files.
         list(pool.map(_check_file, files[jax.process_index() :: jax.process_count()]))
 
 

@@ -74,7 +74,7 @@ def quantize(tensors: Iterable[OutputTensor], kind: str, chosen: Collection[str]
         groups.setdefault(shared, []).append(tensor)
 
     def value(group: Sequence[OutputTensor], name: str, ending: str) -> np.ndarray:
-        # The file's order decides what is asked for next. Neighbours from one group need only one quantization.
+        # The writer asks in the order of the file. Neighbours from one group need only one quantization.
         if name not in last:
             last.clear()
             last.update(_quantize_group(group, format))
