@@ -18,6 +18,7 @@ from pallas_kernels.manual_axes import varying_axes
 
 def named_key(key: Array, name: str) -> Array:
     """Return a key that depends on the given key and a name."""
+    # Not hash(): Python seeds it differently in each process.
     return jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
 
 
@@ -91,6 +92,7 @@ def dropout(x: Float[Array, "b s i"], rate: float | Float[Array, ""], noise: Noi
         return jax.random.bernoulli(jax.random.fold_in(noise.key, row), 1.0 - rate, (length, width))
 
     keep = jax.vmap(draw)(noise.rows)
+    # Bits are drawn in the order of the row; devices may hold its positions in another order (data.rows.deal).
     if noise.place is not None:
         keep = jnp.take_along_axis(keep, noise.place[..., None], axis=1)
     if divided_by:
