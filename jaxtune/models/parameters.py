@@ -263,6 +263,7 @@ def sites(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
     by_tensor: dict[str, tuple[Site, ...]] = {}
     names = names_of(spec)
     outside = _declarations(Decoder(dataclasses.replace(spec, layers=())))
+    # Equal layers declare the same parameters, so one block is built for each kind of layer.
     inside = {layer: _declarations(Block(spec, layer)) for layer in set(spec.layers)}
     every = [(None, None, outside), *((number, layer, inside[layer]) for number, layer in enumerate(spec.layers))]
     for number, layer, declared in every:
@@ -311,6 +312,7 @@ def draw_parameter(parameter: Parameter, key: Array) -> Array:
     key = named_key(key, parameter.local)
 
     def draw(key: Array) -> Array:
+        # Drawn in float32 and then rounded, so that all dtypes start from the same values.
         return parameter.init(key, parameter.matrix, jnp.float32).astype(parameter.dtype)
 
     if not parameter.layers:
@@ -318,6 +320,7 @@ def draw_parameter(parameter: Parameter, key: Array) -> Array:
     # A key for each layer by its number, so that values do not depend on how layers are stacked.
     keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.asarray(parameter.layers))
     if len(parameter.lead) > 1:
+        # Experts are never regrouped, so their keys may depend on their number in the stack.
         keys = jax.vmap(lambda key: jax.random.split(key, parameter.lead[1]))(keys)
         return jax.vmap(jax.vmap(draw))(keys)
     return jax.vmap(draw)(keys)
