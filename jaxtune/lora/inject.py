@@ -53,6 +53,7 @@ def _adapters(spec: ModelSpec, lora: LoraOptions, file_names: Mapping[str, str])
     )
     if lora.kind == "ia3":
         scaled = _factors(spec, {file_names[name] for name in targeted}, targets)
+        # As in the paper, the feed-forward's factors are on its hidden units: the input of the down projection.
         inner = {name for name in scaled if _is_down(known[name])}
         return {adapter: names for adapter, names in ((IA3(True), inner), (IA3(False), scaled - inner)) if names}
     experts = {name for name in targeted if _is_of_experts(known[file_names[name]])}
@@ -118,6 +119,7 @@ def _whole_modules(spec: ModelSpec, modules: tuple[str, ...], adapted: Set[str])
             "train the whole model (lora.enabled=False)"
         )
     known = sites(spec)
+    # peft saves whole modules, so a weight and its bias are trained together.
     of_module = {name: name.rpartition(".")[0] for name in known if name.endswith((".weight", ".bias"))}
     selected = select(modules, sorted(set(of_module.values())), option)
     tensors = {name: known[name] for name, module in of_module.items() if module in selected}
