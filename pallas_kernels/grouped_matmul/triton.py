@@ -64,6 +64,7 @@ def multiply(
     out = jax.ShapeDtypeStruct((len(x), width), x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
     call = pl.pallas_call(
         partial(_kernel, tile=tile, transposed=transposed),
+        # A program's rows are one block, so they have one group and one weight.
         grid=(len(groups.block_group), pl.cdiv(width, tile.columns)),
         in_specs=[_whole(groups.block_group), _whole(x), _whole(weight)],
         out_specs=_whole(out),

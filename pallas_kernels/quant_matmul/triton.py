@@ -41,6 +41,7 @@ def dequantize(
     nothing.
     """
     codes = codes.reshape(-1, layout.block_columns // layout.elements.packed)
+    # Triton's arrays have powers of two as sizes; masks cut off the rest of a narrow block.
     columns = min(pl.next_power_of_2(codes.shape[1]), COLUMNS)
     rows = CODES // columns
     operands = kernel_operands(codes, scales, tensor_scale, layout)
