@@ -68,7 +68,7 @@ class CheckpointManager:
         self._best: int | None = None  # kept in addition
         self._pending: tuple[int, Future[None]] | None = None
         self._failure: str | None = None
-        # One thread, so that commits happen in the order of the saves.
+        # One thread is enough: `save` waits for the save before it.
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._mirror = mirror
         if mirror is not None:
@@ -103,7 +103,7 @@ class CheckpointManager:
         self.wait()
         self._best = best
         arrays = structure.leaves_by_name(state)
-        # Serialised before the return, because the run changes the values of `host` while the save is in progress.
+        # Serialised before the return, so that no later change of `host` reaches the file.
         text = json.dumps({"format": FORMAT, "host": host, "grouping": dict(grouping or {})}, indent=1)
         # All processes must take the same branch: one that returned here would leave the others waiting in Orbax.
         if _from_process_0(step in self._verified):
@@ -128,6 +128,7 @@ class CheckpointManager:
             step, done = self._pending
             try:
                 done.result()
+                # This checkpoint has a newer state, so an earlier failure no longer matters.
                 self._failure = None
             except Exception as error:
                 self._fail(step, error, warn=not final)

@@ -46,6 +46,8 @@ def pieces(leaves: Leaves, grouping: Grouping) -> dict[str, LayerPiece]:
     """
     result: dict[str, LayerPiece] = {}
     for leaf, array in leaves.items():
+        # The parameter's name is one part of the path, also for its moments in the optimizer, which are stacked like
+        # it.
         path = leaf.split("/")
         local, layers = next((grouping[part] for part in path if part in grouping), ("", ()))
         family = "/".join(local if part in grouping else part for part in path)
@@ -120,6 +122,7 @@ def _source_sharding(part: LayerPiece, sharding: jax.sharding.Sharding) -> jax.s
 def _join(sources: Leaves, leaves: dict[str, list[LayerPiece]], shardings: dict[str, jax.sharding.Sharding]) -> Leaves:
     """Join each leaf from its pieces of saved leaves. Raises UserError like `load`."""
     for parts in leaves.values():
+        # Compared bit by bit, so that a NaN equals itself.
         if parts[0].index is None and len({np.asarray(sources[part.leaf]).tobytes() for part in parts}) > 1:
             raise UserError(
                 f"the checkpoint cannot be restored into other stacks of layers: {parts[0].family} is not the same in "

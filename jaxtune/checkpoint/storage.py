@@ -144,6 +144,7 @@ def upload(folder: Path, remote: RemoteFolder, last: str, mark: str) -> None:
         check_unused(remote, mark)
         remote.write(mark, json.dumps(writer | {"time": time.time()}).encode())
         try:
+            # If two processes began in the same moment, the mark names the later writer, and the other one stops here.
             renew()
             for name in (last, *(remote.names() - files.keys() - {mark})):
                 remote.remove(name)

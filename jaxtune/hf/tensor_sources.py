@@ -264,6 +264,7 @@ def report_damage(file: Path) -> Iterator[None]:
 
 def _inside(folder: Path, name: str) -> Path:
     """Return the file of this name in a folder. Raises UserError if the name or a link leads out of the folder."""
+    # The index comes with the model, from anybody: its names must not lead to other files of this host.
     if name != Path(name).name or "\\" in name or not name.endswith(".safetensors") or not name.isprintable():
         raise UserError(f"{folder}: {name!r} is not a name for a weight file; it must be plain and end in .safetensors")
     file = folder / name

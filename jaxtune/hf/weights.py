@@ -147,6 +147,7 @@ def read_tensors(sources: Mapping[str, TensorSource], targets: Mapping[str, Targ
         if target.conversion is None:
             return fill(target, parts, chunk_bytes)
         stored = [(part.source, part.place) for part in parts if isinstance(part.source, Mxfp4Tensors)]
+        # A stack has one format, so it keeps the codes of the files only if all of its tensors have them.
         if target.conversion.to_mxfp4 and len(stored) == len(parts):
             return _read_mxfp4(target, stored, chunk_bytes)
         return _read_converted(target, parts, chunk_bytes)
@@ -183,6 +184,7 @@ def check_tensors(
         "wrong shape": [
             f"{name} {sources[name].shape}, not {wanted[name]}" for name in both if sources[name].shape != wanted[name]
         ],
+        # Without this check, codes of a scheme that config.json does not mention would be read as numbers.
         "wrong dtype": [
             f"{name} {sources[name].dtype}, not {' or '.join(DTYPES)}"
             for name in both

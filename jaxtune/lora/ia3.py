@@ -54,7 +54,6 @@ class IA3:
 
     def merged(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> Float[Array, "o i"]:
         """Return W with its columns (factors of the input) or rows (of the output) times the factors."""
-        # (1, in) broadcasts over rows, (out, 1) over columns.
         return weight * values["ia3_l"]
 
     def merged_bias(self, bias: Float[Array, " o"], values: Mapping[str, Array]) -> Float[Array, " o"]:

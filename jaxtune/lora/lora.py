@@ -178,6 +178,7 @@ def apply_dropout(linear: Linear, x: Float[Array, "b s i"], call: ForwardOptions
     rate = linear.adapter.dropout
     if call.noise is None or not rate:
         return x
+    # Parts of a fused module have the site of their owner, and so its mask: in peft they are one module.
     return dropout(x, rate, call.noise.site(linear.adapter.owner or linear.name))
 
 

@@ -146,7 +146,7 @@ def run_chunks(
             layers = nnx.merge(graph, slice_chunk(weights, chunk, stack.chunks))
             return run_chunk(layers, chunk, x, spec, batch, call)
 
-        # What an idle stage returns; both branches of the cond below must have the same types.
+        # An idle stage returns these; both branches of the cond below must have the same types.
         none = zeros_like(jax.eval_shape(run, jnp.zeros((), jnp.int32), x)[1])
 
         def hop(number: Int[Array, ""], carried: tuple[Array, Sums]) -> tuple[Array, Sums]:

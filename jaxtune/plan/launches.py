@@ -231,7 +231,7 @@ def _kind(module: Module, instruction: Instruction, work: Instruction, inner: st
         return "library call"
     if inner is not None:
         opcodes = {i.opcode for i in module.computations[inner].values()}
-        # At most a few scalars are read, so the time is that of the write.
+        # At most a few scalars are read, so only the write takes time.
         if opcodes <= {"parameter", "constant", "broadcast", "bitcast", "tuple"} and sum(n for _, n in reads) < 64:
             return "fill"
         if opcodes <= {"parameter", "copy", "bitcast", "dynamic-slice", "dynamic-update-slice", "constant", "tuple"}:

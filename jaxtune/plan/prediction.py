@@ -252,6 +252,7 @@ def _groups(timed: list[rates.Timed], gaps: float, starts: dict[str, int], syncs
         )
         for key, of in by.items()
     ]
+    # Time between launches, which belongs to none; with it the groups add up to the step.
     groups.append(Group("starting work", "step", "", gaps, starts["graphs"] + starts["outside"] + syncs, 0, 0))
     return tuple(sorted(groups, key=lambda group: -group.ms))
 

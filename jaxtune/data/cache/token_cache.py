@@ -158,6 +158,7 @@ def gather_units(units: Sequence[Unit], name: str, columns: tuple[Column, ...] =
     every = {column.name: column for column in (_TOKENS, _LOSS_WEIGHT, *columns)}
     return TokenisedDataset(
         name,
+        # Not compared with anything: a stream has a key of its own.
         key="",
         columns=every,
         values={name: np.concatenate(arrays).astype(every[name].dtype) for name, arrays in values.items()},

@@ -131,6 +131,7 @@ class Tokeniser:
                     if isinstance(unit, UserError):
                         problems.append(unit)
                         continue
+                    # The prompt is cut first: max_tokens applies to the documents that are trained.
                     if self.entry.max_prompt_tokens is not None:
                         cut = tuple(cut_prompt(document, self.entry.max_prompt_tokens) for document in unit.documents)
                         unit = dataclasses.replace(unit, documents=cut)

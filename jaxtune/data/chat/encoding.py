@@ -104,7 +104,7 @@ class Encoder:
         if not tokenizer.is_fast:
             raise UserError(f"{type(tokenizer).__name__} is not a fast tokenizer; a tokenizer.json is needed")
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-        # Tried out, because the setting has another place in each kind of tokenizer.
+        # Tried out, because kinds of tokenizers keep this setting in different places.
         starts_with_bos = bos is not None and tokenizer("a").input_ids[0] == bos
         self._bos = np.array(bos, np.int32).tobytes() if starts_with_bos else b""
         self._eos = np.array(eos, np.int32).tobytes() if eos is not None else b""

@@ -49,6 +49,7 @@ def mix(documents: Documents, entries: tuple[Dataset, ...], data: DataOptions) -
         # last dataset decides.
         most = np.min if data.mixing == "interleave_under" else np.max
         counts = np.rint(weights * most((sizes / weights)[left])).astype(int)
+        # Rounding must not leave out a dataset that has units.
         counts = np.where(left, np.maximum(counts, 1), 0)
     # np.resize begins again at the start of the array, so no unit occurs a second time before all have occurred once.
     drawn = [np.resize(_shuffle(group, data, i), count) for i, (group, count) in enumerate(zip(groups, counts))]

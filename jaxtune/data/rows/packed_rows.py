@@ -233,6 +233,7 @@ class Rows:
 
     def with_column(self, column: Column, values: np.ndarray) -> "Rows":
         """Return the same rows with another column; `values` as in `Documents.with_column`."""
+        # A shallow copy shares the plans of the epochs, which do not depend on columns.
         other = copy.copy(self)
         other._documents, other._columns = self._documents.with_column(column, values), (*self._columns, column)
         return other

@@ -114,6 +114,7 @@ def open_prompts(config: Config, tokenizer: "PreTrainedTokenizerFast", mesh: jax
     train, options = config.train, config.rollout
     completions = train.grad_accum_steps * train.micro_batch_size * data_shards(mesh)
     if completions % options.group_size:
+        # The smallest multiple of the steps with which a step has whole groups.
         least = train.grad_accum_steps * options.group_size // math.gcd(completions, options.group_size)
         raise UserError(
             f"a step has {completions} completions (train.micro_batch_size={train.micro_batch_size} times "

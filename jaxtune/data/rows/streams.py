@@ -93,6 +93,8 @@ class Stream:
         data, labels = config.data, config.model.id2label
         entries = with_task_type(config, data.datasets)
         self._sources = [sources.open_source(entry, len(tokenizer), streaming=True) for entry in entries]
+        # The tokens are not known yet, so the key is made of everything that shapes them, as the name of a cache
+        # folder.
         shaping = hash_shaping(tokenizer, data.on_bad_row, labels, config.chat)
         names = [folder_name(source, entry, shaping) for source, entry in zip(self._sources, entries)]
         self.key = hashlib.sha256(" ".join(names).encode()).hexdigest()

@@ -398,6 +398,7 @@ def _read_state(name: str, sources: Mapping[str, TensorSource]) -> tuple[QuantOp
     if source.dtype != "U8" or len(source.shape) != 1 or source.shape[0] > _LARGEST_STATE:
         raise UserError(f"{source.file}: {name} is {source.dtype} {source.shape}; it must be a few bytes of JSON")
     try:
+        # The file may come from anybody, so each field may be missing or of another type.
         state = json.loads(source.rows(0, source.shape[0], ()).tobytes())
         kind, block_size, (rows, columns) = state["quant_type"], state["blocksize"], state["shape"]
         offset = float(state["nested_offset"]) if "nested_offset" in state else None

@@ -39,7 +39,7 @@ class LatentAttention(nnx.Module):
         if latent.query_rank is None:
             self.q = linear("q", queries, spec.hidden, "heads", "embed")
         else:
-            # A latent is not sharded, because its norm needs all of its features.
+            # A latent is not sharded, because its norm needs all features.
             self.q_down = linear("q_down", latent.query_rank, spec.hidden, None, "embed")
             self.q_norm = NormLayer(latent.query_rank, LATENT_NORM)
             self.q_up = linear("q_up", queries, latent.query_rank, "heads", None)

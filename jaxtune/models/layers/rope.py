@@ -61,6 +61,7 @@ def _frequencies(rope: Rope, head_dim: int, positions: Array) -> tuple[Array, fl
     if rope.kind == "default":
         return jnp.asarray(base), 1.0
     if rope.kind == "linear":
+        # Position interpolation (Chen et al. 2023): the same angles as with positions divided by the factor.
         return jnp.asarray(base / rope.factor), 1.0
     if rope.kind == "llama3":
         return jnp.asarray(_llama3(rope, base)), 1.0
@@ -75,6 +76,7 @@ def _frequencies(rope: Rope, head_dim: int, positions: Array) -> tuple[Array, fl
 
 def _llama3(rope: Rope, base: np.ndarray) -> np.ndarray:
     """Scale as Llama 3.1: divide low frequencies by the factor, keep high ones, with a ramp in between."""
+    # Wavelengths are in positions, so they compare with the original context.
     wavelength = 2 * np.pi / base
     longest = rope.original_positions / rope.low_frequency_factor
     shortest = rope.original_positions / rope.high_frequency_factor

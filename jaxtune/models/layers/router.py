@@ -76,8 +76,7 @@ class Router(nnx.Module):
             scores += jax.reshard(self.correction.get_value(), P())
         if options.groups == 1:
             return scores
-        # DeepSeek-V3's node-limited routing: a token uses experts of only a few groups, each of which is on one node
-        # there.
+        # DeepSeek-V3's node-limited routing: a token uses experts of few groups, and there a group is on one node.
         by_group = scores.reshape(*scores.shape[:2], options.groups, -1)
         best = jax.lax.top_k(by_group, 2)[0].sum(-1)  # a group's score: the sum of its best two experts' scores
         last = jax.lax.top_k(best, options.active_groups)[0][..., -1:]
