@@ -53,7 +53,6 @@ def _adapters(spec: ModelSpec, lora: LoraOptions, file_names: Mapping[str, str])
     )
     if lora.kind == "ia3":
         scaled = _factors(spec, {file_names[name] for name in targeted}, targets)
-        # As in the paper, the feed-forward's factors are on its hidden units: the input of the down projection.
         inner = {name for name in scaled if _is_down(known[name])}
         return {adapter: names for adapter, names in ((IA3(True), inner), (IA3(False), scaled - inner)) if names}
     experts = {name for name in targeted if _is_of_experts(known[file_names[name]])}

@@ -148,6 +148,7 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
     ]
     records = {}
     for prefix, layers, layer, staged in [("", (), None, False), *inside]:
+        # An empty prefix would match all names: outside the layers are only those that the family lists in full.
         in_prefix = {n.removeprefix(prefix): one for n, one in declared.items() if n.startswith(prefix or tuple(names))}
         treatments = dict(spec.treatments if layer is None else layer.treatments)
         for local, one in in_prefix.items():
@@ -155,6 +156,7 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
             treatment = treatments.get(_weight_of(local, one.kind), Treatment())
             records[prefix + local] = Parameter(
                 shape=(*lead, *one.shape),
+                # As many names as leading axes: none, layers, or layers and experts.
                 axes=(*("stages" if staged else "layers", "experts")[: len(lead)], *one.axes),
                 init=one.init,
                 kind=one.kind,
@@ -330,6 +332,7 @@ def find_undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: j
     """Return complaints about dimensions that the mesh does not divide, each with sizes that would fit."""
     rules, mixers, divided = RULES.value, {layer.mixer for layer in spec.layers}, set()
     for stack in spec.stacks:
+        # Layers in a pipeline see a mesh without the axis of stages, and that decides how heads are divided.
         with RULES(rules.apart("stage") if stack.stages > 1 else rules):
             divided |= {("heads", *_mixed_heads(layer.mixer)) for layer in stack.period}
     for layout in {rules.parameters, rules.gradients, rules.optimizer}:

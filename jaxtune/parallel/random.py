@@ -98,6 +98,7 @@ def dropout(x: Float[Array, "b s i"], rate: float | Float[Array, ""], noise: Noi
     if divided_by:
         keep = jax.lax.dynamic_slice_in_dim(keep, jax.lax.axis_index(divided_by) * x.shape[2], x.shape[2], axis=2)
     if noise.token_of is not None:
+        # A row without a token has an index past the end. It is zero, whichever bits it gets.
         keep = jnp.take(keep.reshape(-1, x.shape[2]), noise.token_of, axis=0, mode="clip")[:, None]
     keep = jax.reshard(keep, jax.typeof(x).sharding.spec)
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
