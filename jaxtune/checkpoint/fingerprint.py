@@ -54,11 +54,13 @@ def _sampled_sha256(path: Path) -> str:
         digest.update(prefix)
         digest.update(file.read(data_start - len(prefix)))
         inner = size - data_start - 2 * _MIB
+        # In such a file the samples would overlap.
         if inner <= _SAMPLES * _SAMPLE_BYTES:
             digest.update(file.read())
         else:
             digest.update(file.read(_MIB))
             for index in range(_SAMPLES):
+                # The first sample begins after the first MiB, and the last one ends before the last MiB.
                 file.seek(data_start + _MIB + index * (inner - _SAMPLE_BYTES) // (_SAMPLES - 1))
                 digest.update(file.read(_SAMPLE_BYTES))
             file.seek(size - _MIB)

@@ -34,6 +34,8 @@ def find_newest_good(folder: Path, step: int | None, only: Iterable[str] | None)
     available = steps(folder)
     if step is not None and step not in available:
         raise UserError(f"{folder} has no checkpoint of step {step}, only of {available or 'no step'}")
+    # Leftovers before a finished checkpoint cost nothing. A later one is training that is lost, and the user should
+    # know.
     for unfinished in sorted({int(path.name) for path in _numbered(folder, r"\d+")} - set(available)):
         if only is None and step is None and unfinished > max(available, default=-1):
             logger.warning("checkpoint %d in %s has no %s, so it is not used", unfinished, folder, manifest.MANIFEST)
@@ -65,6 +67,7 @@ def remove(folder: Path, step: int) -> None:
 def remove_unfinished(folder: Path) -> None:
     """Remove the folders that interrupted saves and removals left behind. No save may be in progress."""
     finished = {str(step) for step in steps(folder)}
+    # Orbax writes into a folder with this ending and renames it when its arrays are complete.
     for path in _numbered(folder, r"\d+(\.orbax-checkpoint-tmp.*)?"):
         if path.name not in finished:
             shutil.rmtree(path, ignore_errors=True)

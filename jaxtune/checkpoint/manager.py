@@ -68,6 +68,7 @@ class CheckpointManager:
         self._best: int | None = None  # kept in addition
         self._pending: tuple[int, Future[None]] | None = None
         self._failure: str | None = None
+        # One thread is enough: `save` waits for the save before it.
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._mirror = mirror
         if mirror is not None:
@@ -102,7 +103,9 @@ class CheckpointManager:
         self.wait()
         self._best = best
         arrays = structure.leaves_by_name(state)
+        # Serialised before the return, so that no later change of `host` reaches the file.
         text = json.dumps({"format": FORMAT, "host": host, "grouping": dict(grouping or {})}, indent=1)
+        # All processes must take the same branch: one that returned here would leave the others waiting in Orbax.
         if _from_process_0(step in self._verified):
             return
         try:
@@ -125,6 +128,7 @@ class CheckpointManager:
             step, done = self._pending
             try:
                 done.result()
+                # This checkpoint has a newer state, so an earlier failure no longer matters.
                 self._failure = None
             except Exception as error:
                 self._fail(step, error, warn=not final)
@@ -181,6 +185,7 @@ class CheckpointManager:
         """Return state and host of a checkpoint; arguments and errors are those in `restore`."""
         path = self._folder / str(chosen)
         host, saved_grouping = self._read_host(chosen)
+        # Layers can be matched only if both sides name theirs. Otherwise a leaf is compared whole, under its path.
         if not (grouping and saved_grouping):
             grouping = saved_grouping = {}
         wanted, saved = structure.leaves_by_name(abstract_state), ocp.metadata(str(path)).metadata
@@ -209,6 +214,7 @@ class CheckpointManager:
 
     def _choose(self, step: int | None, only: Iterable[str] | None = None) -> int | None:
         """Choose the step to read. Process 0 decides; if it fails, all processes raise."""
+        # The decision and its failure travel in one broadcast integer, so no process waits for one that has raised.
         nothing, failed = -1, -2
         choice, failure = nothing, None
         if jax.process_index() == 0:
@@ -248,6 +254,7 @@ class CheckpointManager:
             if primary:
                 checkpoint_folder.remove_unfinished(self._folder)  # frees the space, should the disk be full
             raise
+        # A new checkpoint counts as verified: its checksums were taken from the files on disk a moment ago.
         self._verified = set(sorted(self._verified | {step})[-self._keep_last :])
         if primary:
             self._retire()

@@ -36,7 +36,9 @@ def write(folder: Path) -> None:
         json.dump({"files": files}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+    # A rename is atomic, so a reader finds no manifest or a whole one.
     partial.replace(folder / MANIFEST)
+    # A rename is durable once its folder is on disk. The parent has the entry of the checkpoint's own folder.
     for path in (folder, folder.parent):
         _sync_folder(path)
 
@@ -54,6 +56,7 @@ def verify(folder: Path, only: Iterable[str] | None = None) -> list[str]:
     except (ValueError, OSError) as error:
         return [f"{MANIFEST}: cannot be read ({error})"]
     if only is not None:
+        # A file that is not in the manifest gets an entry that no file can agree with.
         recorded = {name: recorded.get(name, Entry(0, "")) for name in only}
     problems = _in_threads(lambda item: _problem(folder / item[0], *item[1]), recorded.items())
     return [f"{name}: {problem}" for name, problem in zip(recorded, problems) if problem]
@@ -82,6 +85,7 @@ def _is_inside(name: str) -> bool:
 
 def _problem(path: Path, size: int, sha256: str) -> str | None:
     try:
+        # The size first: it finds a truncated file without reading gigabytes.
         actual = path.stat().st_size
         if actual != size:
             return f"has {actual} bytes, the manifest says {size}"
@@ -97,6 +101,7 @@ def _measure(path: Path, sync: bool = False) -> dict[str, Any]:
         if sync:
             os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
+        # The number of bytes that were hashed; stat would give another if the file grew.
         return {"size": file.tell(), "sha256": digest}
 
 

@@ -36,6 +36,7 @@ class Mirror:
         self.released: Callable[[], None] = lambda: None
         """Called when that step may be removed."""
         self._run, self._records = run, tuple(records)
+        # The random part tells restarted containers from each other: host and process number may be the same.
         self._id = f"process {os.getpid()} on host {socket.gethostname()} ({uuid.uuid4().hex})".encode()
         self._claimed = False
         self._same: dict[int, bytes] = {}  # by step, the manifests that are known to be at the URL
@@ -86,6 +87,7 @@ class Mirror:
             if not problems:
                 return candidate
             logger.warning("checkpoint %d in %s is damaged: %s", candidate, self.remote.url, problems[0])
+            # Otherwise the damaged one would be the newest of the run's folder.
             checkpoint_folder.remove(self._checkpoints, candidate)
         if available:
             raise UserError(f"all checkpoints in {self.remote.url} are damaged; to start afresh, remove them")
@@ -120,6 +122,7 @@ class Mirror:
                 if (self._run / name).is_file():
                     self.remote.write(name, (self._run / name).read_bytes())
             remote = self._remote_steps()
+            # The newest first: another machine would continue from it.
             for step in reversed(checkpoint_folder.steps(self._checkpoints)):
                 try:
                     self._copy(step, whole=remote.get(step, False))
@@ -127,6 +130,8 @@ class Mirror:
                     if (self._checkpoints / str(step) / MANIFEST).exists():  # else a newer one has replaced it
                         failures.append(f"checkpoint {step} was not copied to {self.remote.url}: {error_text(error)}")
             local = checkpoint_folder.steps(self._checkpoints)
+            # Old copies are removed only when all new ones have arrived. An empty local folder removes nothing: the
+            # copy may then be the only one.
             for step in remote.keys() - local if local and not failures else ():
                 if remote[step] and step > local[-1]:
                     logger.warning("checkpoint %d is removed from %s: the run is before it", step, self.remote.url)
@@ -147,6 +152,7 @@ class Mirror:
                 self._same[step] = self.remote.read(f"{remote}/{MANIFEST}")
             if whole and self._same[step] == content:
                 return
+            # Before the remote one is removed, so that damage never replaces a good copy.
             if problems := manifest.verify(local):
                 raise ValueError(f"it is damaged: {problems[0]}")
             self._remove(step)

@@ -46,6 +46,8 @@ def pieces(leaves: Leaves, grouping: Grouping) -> dict[str, LayerPiece]:
     """
     result: dict[str, LayerPiece] = {}
     for leaf, array in leaves.items():
+        # The parameter's name is one part of the path, also for its moments in the optimizer, which are stacked like
+        # it.
         path = leaf.split("/")
         local, layers = next((grouping[part] for part in path if part in grouping), ("", ()))
         family = "/".join(local if part in grouping else part for part in path)
@@ -99,6 +101,7 @@ def load(
     arrays = read(as_saved) if as_saved else {}
     for leaves in made_of.values():
         like = wanted[next(iter(leaves))]  # leaves of a family share dtype and sharding
+        # A saved leaf may give layers to several new leaves; it is read once.
         sources = {part.leaf: part for parts in leaves.values() for part in parts}
         abstract = {
             name: jax.ShapeDtypeStruct(saved[name].shape, like.dtype, sharding=_source_sharding(part, like.sharding))
@@ -112,12 +115,14 @@ def _source_sharding(part: LayerPiece, sharding: jax.sharding.Sharding) -> jax.s
     """A wanted leaf's sharding, but in device memory and with unsharded layers, so that layers can be cut out."""
     if part.index is None or not isinstance(sharding, jax.NamedSharding):
         return sharding
+    # Without a memory kind, the sharding is in device memory, even if the wanted leaf is offloaded.
     return jax.NamedSharding(sharding.mesh, jax.P(None, *sharding.spec[1:]))
 
 
 def _join(sources: Leaves, leaves: dict[str, list[LayerPiece]], shardings: dict[str, jax.sharding.Sharding]) -> Leaves:
     """Join each leaf from its pieces of saved leaves. Raises UserError like `load`."""
     for parts in leaves.values():
+        # Compared bit by bit, so that a NaN equals itself.
         if parts[0].index is None and len({np.asarray(sources[part.leaf]).tobytes() for part in parts}) > 1:
             raise UserError(
                 f"the checkpoint cannot be restored into other stacks of layers: {parts[0].family} is not the same in "

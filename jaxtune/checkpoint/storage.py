@@ -108,6 +108,7 @@ def open_folder(url: str, said: str) -> RemoteFolder:
     try:
         system, root = fsspec.core.url_to_fs(url)
         folder = RemoteFolder(hide_secrets(url.rstrip("/")), system, root.rstrip("/"))
+        # A write is the only proof: credentials that can list and read may still lack permission to write.
         folder.write(_PROBE, b"")
         folder.remove(_PROBE)
     except ImportError as error:
@@ -143,9 +144,11 @@ def upload(folder: Path, remote: RemoteFolder, last: str, mark: str) -> None:
         check_unused(remote, mark)
         remote.write(mark, json.dumps(writer | {"time": time.time()}).encode())
         try:
+            # If two processes began in the same moment, the mark names the later writer, and the other one stops here.
             renew()
             for name in (last, *(remote.names() - files.keys() - {mark})):
                 remote.remove(name)
+            # False comes before True, so `last` is copied last.
             for name in sorted(files, key=lambda name: name == last):
                 renew()
                 remote.put(files[name], name)
@@ -164,6 +167,7 @@ def upload(folder: Path, remote: RemoteFolder, last: str, mark: str) -> None:
 def check_unused(remote: RemoteFolder, mark: str) -> None:
     """Raise UserError if a living process writes to a folder with `upload`."""
     holder = _holder(remote, mark)
+    # A process of this host can be looked up, so a dead one is replaced without the wait.
     same_host = holder.get("host") == socket.gethostname()
     if time.time() - holder.get("time", 0) < _TAKE_OVER_SECONDS and not (same_host and not _runs(holder["process"])):
         raise _in_use(remote, holder)

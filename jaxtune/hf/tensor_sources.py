@@ -94,6 +94,7 @@ class TensorSource:
         """
         with report_damage(self.file):
             tensor = np.memmap(self.file, _READ_AS[self.dtype], "r", self.begin, self.shape)
+            # A copy, so that the mapping ends here and the result keeps no pages of the file.
             values = np.array(place.rows_in(tensor)[(slice(first, first + count), *rest)])
         missing = count - len(values)
         return np.pad(values, [(0, missing)] + [(0, 0)] * len(rest)) if missing else values
@@ -229,6 +230,7 @@ def check_content(sources: Iterable[TensorSource]) -> None:
     """
     files = sorted({file for source in sources for file in source.files})
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # threads, as hashing releases the GIL
+        # Processes check different files, and together they check all files.
         list(pool.map(_check_file, files[jax.process_index() :: jax.process_count()]))
 
 
@@ -262,6 +264,7 @@ def report_damage(file: Path) -> Iterator[None]:
 
 def _inside(folder: Path, name: str) -> Path:
     """Return the file of this name in a folder. Raises UserError if the name or a link leads out of the folder."""
+    # The index comes with the model, from anybody: its names must not lead to other files of this host.
     if name != Path(name).name or "\\" in name or not name.endswith(".safetensors") or not name.isprintable():
         raise UserError(f"{folder}: {name!r} is not a name for a weight file; it must be plain and end in .safetensors")
     file = folder / name

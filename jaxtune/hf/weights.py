@@ -147,6 +147,7 @@ def read_tensors(sources: Mapping[str, TensorSource], targets: Mapping[str, Targ
         if target.conversion is None:
             return fill(target, parts, chunk_bytes)
         stored = [(part.source, part.place) for part in parts if isinstance(part.source, Mxfp4Tensors)]
+        # A stack has one format, so it keeps the codes of the files only if all of its tensors have them.
         if target.conversion.to_mxfp4 and len(stored) == len(parts):
             return _read_mxfp4(target, stored, chunk_bytes)
         return _read_converted(target, parts, chunk_bytes)
@@ -183,6 +184,7 @@ def check_tensors(
         "wrong shape": [
             f"{name} {sources[name].shape}, not {wanted[name]}" for name in both if sources[name].shape != wanted[name]
         ],
+        # Without this check, codes of a scheme that config.json does not mention would be read as numbers.
         "wrong dtype": [
             f"{name} {sources[name].dtype}, not {' or '.join(DTYPES)}"
             for name in both
@@ -204,6 +206,7 @@ def fill(target: Target, sources: Sequence[RowSource], chunk_bytes: int) -> jax.
     lead, holders = target.lead, target.holders
     rows, *rest = target.sharding.shard_shape(target.shape)[lead:]
     itemsize = max(np.dtype(target.dtype).itemsize, *(source.itemsize for source in sources))
+    # A chunk has rows for every device of this process, in the file's dtype until `_place` converts them.
     row_bytes = math.prod(rest) * itemsize * len(target.sharding.addressable_devices)
     step = min(max(chunk_bytes // row_bytes, 1), rows)
     # A chunk is sharded like the parameter, so placing it moves nothing between devices: it is not `step` consecutive
@@ -249,6 +252,7 @@ def _read_converted(target: Target, sources: Sequence[RowSource], chunk_bytes: i
         numbers = [target.number(holder, element) for holder in np.ndindex(target.holders)]
         places, parts = zip(*((target.places[number], sources[number]) for number in numbers))
         one = Target(shape, target.dtype, sharding, places, lead)
+        # The conversion sees these tensors as one stack, so any of the names may belong to its error.
         names = " or ".join(place.name for place in places)
         # The unconverted tensor is not bound to a variable, which would keep it alive while the next one is read.
         converted = target.conversion.convert(fill(one, parts, chunk_bytes), names)
@@ -290,6 +294,8 @@ def _zeros_program(shape: tuple[int, ...], dtype: Any, sharding: jax.NamedShardi
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
+# Donated, so that the array is updated in place: otherwise each chunk would copy the whole parameter. `start` is an
+# argument and not static, so that all chunks share one program.
 @functools.partial(jax.jit, static_argnames="sharding", donate_argnames="array")
 def _place(
     array: Shaped[Array, "..."], chunk: Shaped[Array, "..."], start: Int[Array, "dims"], sharding: jax.NamedSharding
@@ -327,6 +333,7 @@ def write(
     """
     # Larger items first: readers map the file into memory and need every tensor aligned to its item size.
     tensors = sorted((OutputTensor(*tensor) for tensor in tensors), key=lambda tensor: -np.dtype(tensor.dtype).itemsize)
+    # `get` may be a collective: a process that skipped one, or took another order, would leave the others waiting.
     if jax.process_index() != 0:
         for tensor in tensors:
             tensor.get()
@@ -363,6 +370,7 @@ def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
     """
     names = {dtype: name for name, dtype in ALL_DTYPES.items()}
     checksum = xxhash.xxh3_64()
+    # The digest of nothing holds the place: all digests have 16 digits, so the final header has the same length.
     header: dict[str, Any] = {"__metadata__": {"format": "pt", CHECKSUM: checksum.hexdigest()}}
     end = 0
     for tensor in tensors:
@@ -376,16 +384,19 @@ def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
             value = np.asarray(tensor.get())
             if value.shape != tuple(tensor.shape) or value.dtype != np.dtype(tensor.dtype):
                 raise ValueError(f"{tensor.name} is {value.dtype}{value.shape}, not {tensor.dtype}{tensor.shape}")
+            # As bytes, because arrays of bfloat16 and FP8 export no buffer.
             content = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
             checksum.update(content)
             file.write(content)
         header["__metadata__"][CHECKSUM] = checksum.hexdigest()
         file.seek(0)
         file.write(_encode(header))
+        # On disk before the staging folder's files get their names: after a crash a file is whole or absent.
         os.fsync(file.fileno())
 
 
 def _encode(header: Mapping[str, Any]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The data begin at a multiple of 8 bytes, because readers map them as arrays.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -54,6 +54,7 @@ class DoRA(LoRA):
             base = (y if adapter_x is x else linear.base(adapter_x, call)).astype(jnp.float32)
             if linear.bias is not None:
                 base -= jax.reshard(linear.bias.astype(jnp.float32), P(jax.typeof(y).sharding.spec[-1]))
+            # y has the base product once already, so only the rest of factor * (base + extra) is added.
             correction = (factor - 1) * base + factor * extra.astype(jnp.float32)
             return (y.astype(jnp.float32) + correction).astype(y.dtype)
 

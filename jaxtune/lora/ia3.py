@@ -51,6 +51,7 @@ class IA3:
 
         def one(linear: Linear, y: Array) -> Array:
             factors = linear.part("ia3_l").reshape(-1)
+            # With factors on the input, y itself is not used, so XLA drops its product.
             return linear.base(_scale(x, factors), call) if linear.adapter.of_input else _scale(y, factors)
 
         return [one(linear, y) for linear, y in zip(linears, ys)]

@@ -118,6 +118,7 @@ def _whole_modules(spec: ModelSpec, modules: tuple[str, ...], adapted: Set[str])
             "train the whole model (lora.enabled=False)"
         )
     known = sites(spec)
+    # peft saves whole modules, so a weight and its bias are trained together.
     of_module = {name: name.rpartition(".")[0] for name in known if name.endswith((".weight", ".bias"))}
     selected = select(modules, sorted(set(of_module.values())), option)
     tensors = {name: known[name] for name, module in of_module.items() if module in selected}

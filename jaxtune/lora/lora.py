@@ -111,6 +111,7 @@ class LoRA:
             root = jnp.sqrt(singular[: self.rank] / self.scale)
             a, b = root[:, None] * right[: self.rank], left[:, : self.rank] * root
         else:
+            # As in peft's olora_init, the scale is not divided out of A and B.
             q, r = jnp.linalg.qr(weight)
             a, b = r[: self.rank], q[:, : self.rank]
         return {**values, "lora_a": a, "lora_b": b, "lora_a_start": a, "lora_b_start": b}
@@ -125,6 +126,7 @@ class LoRA:
     def merged(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> Float[Array, "o i"]:
         """Return W + scale · B A."""
         a, b = self.matrices(values)
+        # No TF32 on a GPU: the merged weight is exported, or trained further.
         return weight + self.scale * jnp.einsum("or,ri->oi", b, a, precision=jax.lax.Precision.HIGHEST)
 
     def merged_bias(self, bias: Float[Array, " o"], values: Mapping[str, Array]) -> Float[Array, " o"]:
@@ -176,6 +178,7 @@ def apply_dropout(linear: Linear, x: Float[Array, "b s i"], call: ForwardOptions
     rate = linear.adapter.dropout
     if call.noise is None or not rate:
         return x
+    # Parts of a fused module have the site of their owner, and so its mask: in peft they are one module.
     return dropout(x, rate, call.noise.site(linear.adapter.owner or linear.name))
 
 

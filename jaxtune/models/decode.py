@@ -69,6 +69,7 @@ def empty_cache(spec: ModelSpec, batch: int, length: int, dtype: jnp.dtype) -> A
         if isinstance(mixer, DeltaNet):
             shapes, place = memory(mixer, batch, dtype), P(None, rows)
         else:
+            # If devices divide more heads than there are, attention repeats heads, and the cache has the copies too.
             one = jax.ShapeDtypeStruct((batch, length, heads_on_devices(mixer.kv_heads), mixer.head_dim), dtype)
             shapes, place = (one, one), P(None, rows, None, heads, None)
         return jax.tree.map(lambda leaf: jax.reshard(jnp.zeros((repeats, *leaf.shape), leaf.dtype), place), shapes)
@@ -88,6 +89,7 @@ def begin(
     """Return the first token after prompts, padded on the left, and the state, with room for `length` positions."""
     seen = None
     if sampling.repetition_penalty != 1:
+        # Padding marks nothing, and max keeps a mark that another position of the same token has set.
         there = jnp.arange(tokens.shape[1]) >= start[:, None]
         rows = jnp.arange(len(tokens))[:, None]
         seen = jnp.zeros((len(tokens), decoder.spec.vocabulary), bool).at[rows, tokens].max(there)
@@ -109,13 +111,16 @@ def advance(
     valid, end = numbers >= start[:, None], index + tokens.shape[1]
     # Padding sees no keys: its first key is past the last one.
     key_start = jnp.where(valid, start[:, None], end)
+    # Positions count from a row's first token, so that rotary embedding does not depend on the padding.
     placed = (jax.reshard(x, by_token()) for x in (tokens, jnp.maximum(numbers - start[:, None], 0), key_start, valid))
     tokens, positions, key_start, valid = placed
     inputs = inputs_of(decoder.spec, positions, attend_cached(index, key_start), valid)
     hidden, cache, _ = decoder(tokens, inputs, ForwardOptions(dtype), decoding.cache)
     rows = P(by_token()[0])
+    # Prompts are padded on the left, so the last position is the last token of every row.
     next_logits, seen = logits(decoder, hidden[:, -1], dtype), decoding.seen
     arguments = jax.tree.map(lambda array: jax.reshard(array, rows), (next_logits, keys, seen))
+    # Each device has whole vocabularies of some rows: a sort along a sharded axis would communicate.
     chosen = jax.shard_map(partial(choose, sampling=sampling), in_specs=rows, out_specs=rows)(*arguments)
     chosen = jax.reshard(chosen, P())
     if seen is not None:
@@ -133,6 +138,7 @@ def choose(
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = mask_logits(logits / sampling.temperature, sampling)
+    # A key for each row, so that a completion does not depend on the other rows.
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
@@ -145,11 +151,13 @@ def mask_logits(logits: Float[Array, "b v"], sampling: Sampling) -> Float[Array,
     if top_p < 1:
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probability = jax.nn.softmax(ordered, axis=-1)
+        # Probability of the likelier tokens: the token that crosses top_p is kept, as in transformers.
         before = jnp.cumsum(probability, axis=-1) - probability
         inside = (before < top_p) | (before == 0)  # the likeliest token is always kept
         least = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits >= least, logits, -jnp.inf)
     if min_p:
+        # p >= min_p * largest p, in logits.
         least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(min_p)
         logits = jnp.where(logits >= least, logits, -jnp.inf)
     return logits

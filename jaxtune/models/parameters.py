@@ -153,6 +153,7 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
     ]
     records = {}
     for prefix, layers, layer, staged in [("", (), None, False), *inside]:
+        # An empty prefix would match all names: outside the layers are only those that the family lists in full.
         in_prefix = {n.removeprefix(prefix): one for n, one in declared.items() if n.startswith(prefix or tuple(names))}
         treatments = dict(spec.treatments if layer is None else layer.treatments)
         for local, one in in_prefix.items():
@@ -160,6 +161,7 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
             treatment = treatments.get(_weight_of(local, one.kind), Treatment())
             records[prefix + local] = Parameter(
                 shape=(*lead, *one.shape),
+                # As many names as leading axes: none, layers, or layers and experts.
                 axes=(*("stages" if staged else "layers", "experts")[: len(lead)], *one.axes),
                 init=one.init,
                 kind=one.kind,
@@ -268,6 +270,7 @@ def sites(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
     by_tensor: dict[str, tuple[Site, ...]] = {}
     names = names_of(spec)
     outside = _declarations(Decoder(dataclasses.replace(spec, layers=())))
+    # Equal layers declare the same parameters, so one block is built for each kind of layer.
     inside = {layer: _declarations(Block(spec, layer)) for layer in set(spec.layers)}
     every = [(None, None, outside), *((number, layer, inside[layer]) for number, layer in enumerate(spec.layers))]
     for number, layer, declared in every:
@@ -316,6 +319,7 @@ def draw_parameter(parameter: Parameter, key: Array) -> Array:
     key = named_key(key, parameter.local)
 
     def draw(key: Array) -> Array:
+        # Drawn in float32 and then rounded, so that all dtypes start from the same values.
         return parameter.init(key, parameter.matrix, jnp.float32).astype(parameter.dtype)
 
     if not parameter.layers:
@@ -323,6 +327,7 @@ def draw_parameter(parameter: Parameter, key: Array) -> Array:
     # A key for each layer by its number, so that values do not depend on how layers are stacked.
     keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.asarray(parameter.layers))
     if len(parameter.lead) > 1:
+        # Experts are never regrouped, so their keys may depend on their number in the stack.
         keys = jax.vmap(lambda key: jax.random.split(key, parameter.lead[1]))(keys)
         return jax.vmap(jax.vmap(draw))(keys)
     return jax.vmap(draw)(keys)
@@ -332,6 +337,7 @@ def find_undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: j
     """Return complaints about dimensions that the mesh does not divide, each with sizes that would fit."""
     rules, mixers, divided = RULES.value, {layer.mixer for layer in spec.layers}, set()
     for stack in spec.stacks:
+        # Layers in a pipeline see a mesh without the axis of stages, and that decides how heads are divided.
         with RULES(rules.apart("stage") if stack.stages > 1 else rules):
             divided |= {("heads", *_mixed_heads(layer.mixer)) for layer in stack.period}
     for layout in {rules.parameters, rules.gradients, rules.optimizer}:

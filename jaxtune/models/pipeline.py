@@ -77,6 +77,7 @@ def seen_by_stages(batch: Batch) -> Batch:
         place = tuple(by_token())
 
     def one(name: str, column: Array) -> Array:
+        # `row` has no positions, so its layout is the same inside and outside of the stages.
         return column if name == "row" else jax.reshard(column, P(*(None,) * (column.ndim - 2), *place))
 
     return {name: one(name, batch[name]) for name in SEEN if name in batch}
@@ -113,6 +114,7 @@ def in_order(sums: Sums) -> Sums:
 
     def one(value: Float[Array, "stages chunks n ..."]) -> Float[Array, "layers ..."]:
         rest = jax.typeof(value).sharding.spec[3:]
+        # Chunk c of every stage comes before chunk c + 1 of any, so chunks are the outer axis.
         whole = jnp.swapaxes(jax.reshard(value, P(None, None, None, *rest)), 0, 1)
         return jnp.reshape(whole, (-1, *value.shape[3:]), out_sharding=P(None, *rest))
 
@@ -144,12 +146,14 @@ def run_chunks(
             layers = nnx.merge(graph, slice_chunk(weights, chunk, stack.chunks))
             return run_chunk(layers, chunk, x, spec, batch, call)
 
+        # An idle stage returns these; both branches of the cond below must have the same types.
         none = zeros_like(jax.eval_shape(run, jnp.zeros((), jnp.int32), x)[1])
 
         def hop(number: Int[Array, ""], carried: tuple[Array, Sums]) -> tuple[Array, Sums]:
             x, sums = carried
             # In hop n only stage n % stages has the activations and computes; the others' x is not used.
             chunk, is_active = number // stack.stages, number % stack.stages == jax.lax.axis_index("stage")
+            # All devices of a stage take the same branch, so collectives inside a chunk have all their participants.
             x, emitted = jax.lax.cond(is_active, run, lambda chunk, x: (x, none), chunk, x)
             sums = jax.tree.map(lambda total, value: add_at(total, value, chunk), sums, emitted)
             return shift_stages(x, stack.stages), sums

@@ -71,6 +71,8 @@ class Rules:
                 f"weights are gathered over {sorted(idle)}, whose devices would all compute the same tokens"
             )
         for axes in astuple(self.parameters):
+            # The gathered axes are innermost, so that all-gathered neighbours form one contiguous part. In another
+            # order XLA would also have to exchange parts between devices.
             if list(axes) != sorted(axes, key=self.gathered.__contains__):
                 raise ValueError(f"in {axes} the gathered axes, {self.gathered}, must come last")
 

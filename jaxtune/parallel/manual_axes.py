@@ -49,6 +49,7 @@ def sum_over(tree: Any, axes: Axes) -> Any:
     """Sum arrays over all devices along the given axes, in float32; arrays in host memory are summed layer by layer."""
 
     def one(part: Array) -> Array:
+        # In bfloat16 the sum over many devices would drop small gradients.
         total = jax.lax.psum(to_device(part).astype(jnp.float32), axes)
         return put_like(total.astype(part.dtype), part)
 

@@ -24,6 +24,7 @@ def make_mesh(
     known = math.prod(size for size in sizes.values() if size != -1)
     free = [axis for axis in AXES if sizes[axis] == -1]
     if free and len(devices) % known == 0:
+        # A second axis of -1 keeps that size, so the check below fails and its message shows both.
         sizes[free[0]] = len(devices) // known
     if math.prod(sizes[axis] for axis in AXES) != len(devices):
         wanted = ", ".join(f"mesh.{axis}={sizes[axis]}" for axis in AXES if sizes[axis] != 1)
@@ -33,6 +34,8 @@ def make_mesh(
             f"{wanted or 'every mesh axis is 1'}: the axes span {known} devices and there are {len(devices)}; "
             f"set one axis to -1 to take what is left, or shard over all with {flags}"
         )
+    # Devices that are next to each other differ in the last axis. AXES therefore end with tensor parallelism, which
+    # communicates in every layer, and begin with data parallelism, which does so once a step.
     made = jax.make_mesh([sizes[axis] for axis in AXES], AXES, devices=devices)
     jax.set_mesh(made)
     RULES.set_global(rules_of(parallel, sizes["expert"] > 1, sizes["stage"] > 1))
@@ -48,6 +51,7 @@ def rules_of(parallel: ParallelOptions, experts_apart: bool = False, staged: boo
     expert_axes = ("expert",) if experts_apart else ()
     positions = ("context", "sequence", "stage") if staged else ("context", "sequence")
     shared = ("fsdp", *expert_axes, *positions)
+    # Experts are divided in every ZeRO stage: tokens are sent to them, and they are not gathered.
     sharded, whole = Layout(embed=shared, experts=expert_axes), Layout(embed=(), experts=expert_axes)
     return Rules(
         parameters=sharded if parallel.zero == 3 else whole,

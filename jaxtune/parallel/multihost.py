@@ -132,7 +132,9 @@ def init_arguments(environ: Mapping[str, str], gpus: int) -> dict[str, Any] | No
     `gpus` is the number of GPUs that this process sees. Raises UserError if the variables are incomplete or wrong.
     """
     if environ.keys() >= set(KUBEFLOW.values()):
+        # JAXTUNE_* variables come last and so take precedence.
         environ = {ours: environ[theirs] for ours, theirs in KUBEFLOW.items()} | dict(environ)
+    # A single task has no others to join, for example in an interactive allocation.
     launcher = next((one for one in (SLURM, OPEN_MPI) if int(environ.get(one.num_processes, 1)) > 1), None)
     coordinator = environ.get("JAXTUNE_COORDINATOR")
     processes = _number(environ, "JAXTUNE_NUM_PROCESSES", launcher and launcher.num_processes)
@@ -196,6 +198,7 @@ def local_gpus(environ: Mapping[str, str], launcher: Launcher, gpus: int) -> lis
 
 def visible_gpus(environ: Mapping[str, str]) -> int:
     """Return the number of NVIDIA GPUs that this process may use, without starting a driver."""
+    # CUDA hides all GPUs at "-1"; Slurm sets "NoDevFiles" for a task without GPUs.
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")])
     return sum(1 for path in pathlib.Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))

@@ -65,6 +65,7 @@ class Schedule(NamedTuple):
     @property
     def bubble(self) -> float:
         """The share of a stage's time in which it is idle, if all chunks take the same time."""
+        # Backward passes mirror the forward ones, so forward passes suffice, over the ticks in which any stage has one.
         forward = self.ticks.forward.micro_batch >= 0
         return 1 - forward.mean(1)[forward.any(1)].mean().item()
 
@@ -84,7 +85,10 @@ def schedule(stages: int, chunks: int, micro_batches: int, order: Order) -> Sche
     # group of micro-batches takes a stage stages * chunks turns, and a stage runs a tick behind the stage before it.
     turn = group * stages * chunks + chunk * stages + place
     forward = turn + stage
+    # The tick of the first backward pass. In 1F1B it is the tick in which micro-batch 0 leaves the last chunk, because
+    # a tick has a forward pass and then a backward pass.
     begin = stages * chunks - 1 if order == "1f1b" else forward.max() + 1
+    # The same order with chunks and stages reversed.
     backward = begin + group * stages * chunks + (chunks - 1 - chunk) * stages + place + (stages - 1 - stage)
     ticks = backward.max() + 1
     slots = _fewest(turn, forward, backward)
@@ -116,6 +120,7 @@ def _fewest(turn: np.ndarray, begin: np.ndarray, end: np.ndarray) -> int:
             free = np.full(slots, -1)
             for at in np.argsort(begin[stage], axis=None):
                 slot = turn[stage].flat[at] % slots
+                # <=, because in a tick the forward pass writes its slot before the backward pass reads one.
                 if begin[stage].flat[at] <= free[slot]:
                     return False
                 free[slot] = end[stage].flat[at]
@@ -136,6 +141,8 @@ def from_one(x: Array, is_own: Bool[Array, ""]) -> Array:
 
     The bits are summed as integers, because XLA on CPUs cannot sum bfloat16 over an axis if only that axis is manual.
     """
+    # The bitcast folds the last axis into a 32-bit word. All stages but one add zeros, so the sum of the words has the
+    # bits of x.
     as_words = jnp.reshape(jnp.where(is_own, x, 0), (*x.shape[:-1], -1, 4 // x.dtype.itemsize))
     words = jax.lax.psum(jax.lax.bitcast_convert_type(as_words, jnp.uint32), "stage")
     return jnp.reshape(jax.lax.bitcast_convert_type(words, x.dtype), x.shape)

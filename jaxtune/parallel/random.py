@@ -18,6 +18,7 @@ from pallas_kernels.manual_axes import varying_axes
 
 def named_key(key: Array, name: str) -> Array:
     """Return a key that depends on the given key and a name."""
+    # Not hash(): Python seeds it differently in each process.
     return jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
 
 
@@ -91,11 +92,13 @@ def dropout(x: Float[Array, "b s i"], rate: float | Float[Array, ""], noise: Noi
         return jax.random.bernoulli(jax.random.fold_in(noise.key, row), 1.0 - rate, (length, width))
 
     keep = jax.vmap(draw)(noise.rows)
+    # Bits are drawn in the order of the row; devices may hold its positions in another order (data.rows.deal).
     if noise.place is not None:
         keep = jnp.take_along_axis(keep, noise.place[..., None], axis=1)
     if divided_by:
         keep = jax.lax.dynamic_slice_in_dim(keep, jax.lax.axis_index(divided_by) * x.shape[2], x.shape[2], axis=2)
     if noise.token_of is not None:
+        # A row without a token has an index past the end. It is zero, whichever bits it gets.
         keep = jnp.take(keep.reshape(-1, x.shape[2]), noise.token_of, axis=0, mode="clip")[:, None]
     keep = jax.reshard(keep, jax.typeof(x).sharding.spec)
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)

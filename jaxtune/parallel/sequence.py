@@ -58,6 +58,7 @@ def gather_positions(x: Float[Array, "b s *of"], place: Int[Array, "b t"], axes:
     place: for each position as devices hold it, its position in the row.
     """
     whole = jax.lax.all_gather(x, axes, axis=1, tiled=True) if axes else x
+    # A scatter of 0, 1, 2, ... to `place` gives the inverse permutation.
     order = jnp.broadcast_to(jnp.arange(place.shape[1]), place.shape)
     return deal_positions(whole, jnp.zeros_like(place).at[_rows(place), place].set(order, unique_indices=True))
 
@@ -76,6 +77,8 @@ def _repeat(x: Array, heads: int, axis: int, times: int) -> Array:
     """Repeat each head `times` times, with the copies next to each other."""
     before, after, place = x.shape[:axis], x.shape[axis + 1 :], jax.typeof(x).sharding.spec
     size = x.shape[axis] // heads
+    # jax does not infer how a reshape divides a sharded axis. The heads keep its sharding: their features stay
+    # together.
     split = P(*place[: axis + 1], None, None, *place[axis + 1 :])
     by_head = jnp.reshape(x, (*before, heads, 1, size, *after), out_sharding=split)
     repeated = jnp.broadcast_to(by_head, (*before, heads, times, size, *after), out_sharding=split)

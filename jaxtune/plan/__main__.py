@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     for recipe in recipes:
 
         def body(values: flags.FlagValues, config: Config, recipe: str = recipe) -> None:
+            # `recipe` is a default argument, because a closure would see the loop's last one.
             parsed[recipe] = values, config
 
         if (code := command.run(_define_flags, body, [f"--config={recipe}", *rest])) or not parsed:

@@ -133,6 +133,7 @@ def assumptions(gpu: str, calibration: Calibration | None) -> dict[str, Assumpti
     """The central value of every rate on a GPU, and its source."""
     central = SCENARIOS["central"]
     assumed = {field.name: getattr(central, field.name) for field in fields(Rates)}
+    # One scales the kernels' fractions and the other replaces them: neither is a rate by itself.
     del assumed["kernels"], assumed["fractions"]
     capability, _ = GPUS[gpu].capability
     assumed |= {name: rates[capability] for name, rates in KERNELS.items() if capability in rates}

@@ -35,9 +35,12 @@ def fastest(config: Config, planned: Callable[[Config], Plan]) -> Plan | None:
 
 
 def _fastest_in_a_loop(config: Config, planned: Callable[[Config], Plan]) -> Plan | None:
+    # Lazy, because each plan compiles a step: the search ends at the first that fits. Quantization comes last, since it
+    # changes the arithmetic.
     smaller = (other for base in (config, *_quantized(config)) for other in (base, *_micro_batches(base, smaller=True)))
     plans = (_first_fit(other, planned) for other in smaller)
     best = next((plan for plan in plans if plan is not None), None)
+    # If the rows had to shrink or the base to be quantized, a larger micro-batch cannot fit.
     if best is None or best.config.train != config.train or best.config.quant != config.quant:
         return best
     for larger in _micro_batches(config, smaller=False):
@@ -59,6 +62,7 @@ def overrides(config: Config, chosen: Config) -> list[str]:
 
 def _first_fit(config: Config, planned: Callable[[Config], Plan]) -> Plan | None:
     changed = (_replace_options(config, memory={"remat": remat}) for remat in POLICIES)
+    # POLICIES are in the order in which a run tries them, the fastest first.
     plans = (planned(other) for other in changed if other is not None)
     return next((plan for plan in plans if plan.fits), None)
 

@@ -52,6 +52,7 @@ def _fastest(config: Config, where: TargetGpus, measured: calibration.Calibratio
 
     def make_plan(other: Config) -> Plan:
         plans.append(predict(other, where, measured))
+        # Progress goes to stderr, because stdout may be JSON.
         print(line(plans[-1]), file=sys.stderr, flush=True)
         return plans[-1]
 

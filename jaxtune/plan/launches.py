@@ -89,6 +89,7 @@ def read_program(text: str) -> LaunchedProgram:
 def _read(module: Module, computation: str, count: int, phase: str, program: LaunchedProgram) -> None:
     """Add the launches of a computation that runs `count` times per step."""
     body = module.computations[computation]
+    # Asynchronous launches between their -start and -done: other work hides them.
     started: dict[str, Launch] = {}
     for instruction in body.values():
         if instruction.opcode.endswith("-done") and instruction.operands:
@@ -107,6 +108,7 @@ def _read(module: Module, computation: str, count: int, phase: str, program: Lau
                 work = next(inner for inner in place.values() if inner.opcode not in FREE)
             launch = _launch(module, work, place, count, own_phase, instruction.opcode.endswith("-start"))
             for other in started.values():
+                # Only synchronous work hides a transfer; transfers compete with each other for the links.
                 if launch.beside is None and other.beside is not None:
                     other.beside.append(launch)
             if launch.beside is not None:
@@ -138,6 +140,7 @@ def _residual_bytes(body: Computation, trips: int) -> float:
     total = 0.0
     for place, name in enumerate(root(body).operands):
         value = body[name]
+        # An element that the body returns as it came in is an input, such as the stacked weights.
         carried = value.opcode == "get-tuple-element" and value.attribute(r"index=(\d+)") == str(place)
         (_, sizes), *more = value.arrays or [("", ())]
         if not carried and not more and not value.on_host and len(sizes) > 2 and sizes[0] == trips:
@@ -160,6 +163,7 @@ def _longest(module: Module, instruction: Instruction) -> str:
 def _phase(instruction: Instruction, around: str) -> str:
     """The phase by JAX's name stack; instructions that XLA made have the phase of the loop around them."""
     operation = instruction.operation
+    # First, because recomputation is part of the backward pass and has "transpose(" in its name stack too.
     if "rematted_computation" in operation:
         return "recomputed"
     if "transpose(" in operation:
@@ -179,6 +183,7 @@ def _launch(
         reads = [(name, module.read(inner, p)) for name, p in zip(instruction.operands, parameters)]
         written = module.written(inner)
         calls = [i for i in module.computations[inner].values() if i.opcode == "custom-call"]
+        # XLA fuses slices of operands and results with a library call. The call is the work; the fusion has the bytes.
         if calls:
             work, place = calls[0], module.computations[inner]
     else:
@@ -226,6 +231,7 @@ def _kind(module: Module, instruction: Instruction, work: Instruction, inner: st
         return "library call"
     if inner is not None:
         opcodes = {i.opcode for i in module.computations[inner].values()}
+        # At most a few scalars are read, so only the write takes time.
         if opcodes <= {"parameter", "constant", "broadcast", "bitcast", "tuple"} and sum(n for _, n in reads) < 64:
             return "fill"
         if opcodes <= {"parameter", "copy", "bitcast", "dynamic-slice", "dynamic-update-slice", "constant", "tuple"}:

@@ -138,6 +138,7 @@ def predict(config: Config, where: TargetGpus, measured: calibration.Calibration
     for configs that `train` would refuse, and if compiling for a GPU is not possible here.
     """
     plans = (_predict(memory.with_policy(config, remat), where, measured) for remat in memory.policies(config, "gpu"))
+    # As in a run, the first rematerialisation policy that leaves enough room.
     for plan in plans:
         if plan.needed <= memory.CLOSE * plan.limit:
             break
@@ -150,13 +151,16 @@ def _predict(config: Config, where: TargetGpus, measured: calibration.Calibratio
     if where.gpu not in GPUS:
         raise UserError(f"--gpu={where.gpu}: there are {', '.join(GPUS)}")
     began = time.monotonic()
+    # Descriptions of devices: a step can be compiled for them, but they hold no arrays.
     mesh = make_mesh(config.mesh, aot.devices(where.gpu, where.hosts, where.gpus), config.parallel)
     run = assemble(base_of(config), config, mesh)
     options = process.compiler_options(config) | xla_options(where.gpu)
+    # The state is donated as in training; otherwise memory would count it twice.
     compiled = aot.compile_for(
         where.gpu, run.step, *run.arguments, mesh=mesh, donate_argnums=0, compiler_options=options
     )
     program = read_program(compiled.hlo)
+    # XLA's list of thunks has loops without trip counts, in the order of the program's text.
     starts = count_executed(compiled.thunks, program.trips)
     need = memory.need_of(run, where.gpus, compiled.memory)
     tokens = config.data.seq_len * config.train.micro_batch_size * config.train.grad_accum_steps * data_shards(mesh)
@@ -215,6 +219,7 @@ def _memory(run: Run, need: memory.Need, program: LaunchedProgram, config: Confi
         "average of weights": sum(map(memory.device_bytes, jax.tree.leaves(run.state.average))),
     }
     sizes["batch and scales"] = max(0, need.state - sum(sizes.values()))
+    # The compiler reports temporaries as one number; gradients and residuals are its parts that shapes tell.
     dtype = jax.numpy.dtype(config.precision.gradient_dtype)
     trained = jax.tree.leaves(abstract(model.trained))
     gradients = sum(memory.shard_bytes(jax.ShapeDtypeStruct(p.shape, dtype, sharding=p.sharding)) for p in trained)
@@ -247,6 +252,7 @@ def _groups(timed: list[rates.Timed], gaps: float, starts: dict[str, int], syncs
         )
         for key, of in by.items()
     ]
+    # Time between launches, which belongs to none; with it the groups add up to the step.
     groups.append(Group("starting work", "step", "", gaps, starts["graphs"] + starts["outside"] + syncs, 0, 0))
     return tuple(sorted(groups, key=lambda group: -group.ms))
 

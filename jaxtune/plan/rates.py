@@ -160,6 +160,7 @@ def _exposed_us(launch: Launch, us: float, alone: dict[int, float], rates: Rates
         return us
     if launch.kind not in _ON_LINKS:
         return us * (1 - rates.hidden)
+    # Per step, because work between start and end may be a loop that runs more often than the transfer.
     work = sum(alone[id(o)] * o.count for o in launch.beside if o.kind not in _ON_LINKS)
     return max(0.0, us - work / launch.count)
 
@@ -176,6 +177,7 @@ def _us(launch: Launch, gpu: str, per_host: int, cached: float, rates: Rates) ->
     if launch.sizes is not None:
         return _product_us(launch.sizes, moved - 0.6 * cached, launch.kind == "FP8 product", spec, rates)
     fraction = rates.fractions.get(launch.kind, KERNELS.get(launch.kind, {}).get(spec.capability[0]))
+    # Roofline: arithmetic and memory overlap, and the slower one decides.
     if fraction is not None and launch.flops:
         return max(launch.flops / (_peak(spec) * fraction * rates.kernels), memory) * 1e6 + rates.launch
     return max(memory * 1e6, launch.compute_us) + rates.launch

@@ -33,6 +33,7 @@ class Fp8Matmul(MatmulFormat):
 
     def operands(self, weight: Float[Array, "o i"]) -> Operands:
         """Make codes of W and W^T, as FP8 products contract last dimensions; the scale comes from the weight's amax."""
+        # Both have the same codes unless they are rotated: the rotation runs along the contracted dimension.
         return Operands(self._matrix(weight), self._matrix(weight.T))
 
     def forward(self, x, weight, scale):

@@ -77,6 +77,8 @@ class Nvfp4Matmul(MatmulFormat):
 
     def backward(self, dy, x, weight, scales, random, dtype):
         """Round dy stochastically by the `random` bits, or to nearest without them, and multiply."""
+        # dy is rounded twice, in blocks along o and along tokens. With the same bits, the errors of dx and dW would
+        # correlate.
         for_dx, for_dw = (None, None) if random is None else random
         rows, amax = dy.reshape(-1, dy.shape[-1]), global_amax(dy)
         left = self._gradient(rows, amax, None if for_dx is None else for_dx.reshape(rows.shape))
@@ -84,11 +86,13 @@ class Nvfp4Matmul(MatmulFormat):
         if x is None:
             return dx, None, amax
         dy, x = by_feature(dy), by_feature(x)
+        # Only for dW, as in the paper: a rotation along o for dx would have to rotate the weight too.
         if self.hadamard:
             dy, x = rotate_blocks(dy, SIGNED), rotate_blocks(x, SIGNED)
         if for_dw is not None:  # after the rotation, padded positions are no longer 0 and need random bits too
             padding = -for_dw.shape[1] % BLOCK
             for_dw = by_feature(jnp.pad(for_dw, ((0, 0), (0, padding), (0, 0)), "wrap"))
+        # The rotation changes the amax of both sides, so each is taken again.
         left = self._gradient(dy, global_amax(dy), for_dw)
         return dx, _product(left, self._nearest(x, global_amax(x)), dtype), amax
 
@@ -119,6 +123,7 @@ class Nvfp4Matmul(MatmulFormat):
         if random is None:
             return self._nearest(dy, absmax)
         blocks, tensor_scale = in_blocks(dy, (1, BLOCK)), tensor_scale_of(absmax)
+        # Midpoints of 2^16 intervals: their mean is exactly 1/2, and none is 0 or 1, so numbers on the grid stay there.
         uniform = (in_blocks(random, (1, BLOCK)) + 0.5) / 2**16
         scales = rounded_up(block_absmax(blocks) / LARGEST / tensor_scale)
         return _operand(blocks, scales, tensor_scale, lambda x: stochastic_e2m1(x, uniform))
@@ -127,7 +132,9 @@ class Nvfp4Matmul(MatmulFormat):
 def stochastic_e2m1(x: Float[Array, "*shape"], uniform: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
     """Round x to one of its two neighbours, the nearer one more likely, and return codes; unbiased up to |x| = 6."""
     magnitude = jnp.abs(x)
+    # The spacing of e2m1 below 2, from 2 to 4, and from 4 to 6.
     step = jnp.where(magnitude < 2.0, 0.5, jnp.where(magnitude < 4.0, 1.0, 2.0))
+    # The value is on the grid already; `nearest_e2m1` only encodes it.
     return nearest_e2m1(jnp.copysign(jnp.floor(magnitude / step + uniform) * step, x))
 
 
@@ -166,9 +173,12 @@ def _in_nvfp4(a: Operand, b: Operand) -> Float[Array, "m n"]:
 
     def side(operand: Operand) -> tuple[Array, Array]:
         assert operand.block_scales is not None
+        # This adds a last axis, the two elements of a byte. The reshape below folds it, and adds the batch axis of
+        # scaled_matmul.
         codes = jax.lax.bitcast_convert_type(operand.codes, jnp.float4_e2m1fn)
         rows = len(operand.codes)
         scales = jax.lax.bitcast_convert_type(operand.block_scales, jnp.float8_e4m3fn)
+        # scaled_matmul wants a scale for each row; a weight has one for 16 rows.
         scales = jnp.repeat(scales, rows // len(scales), axis=0)
         return codes.reshape(1, rows, -1), scales[None]
 

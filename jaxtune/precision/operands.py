@@ -124,6 +124,7 @@ def operands_at(weight: Float[Array, "*stack o i"], numbers: MatmulFormat, place
 def _make_operands(weight: Float[Array, "*stack o i"], numbers: MatmulFormat, places: Operands) -> Operands:
     make = numbers.operands
     for _ in range(weight.ndim - 2):
+        # A stack of layers, or of layers and experts: each matrix has its own scale.
         make = jax.vmap(make)
     # Formats do not handle shardings, so XLA chooses them inside. An axis of stages may be manual here and stays so.
     axes = jax.sharding.get_abstract_mesh().explicit_axes
@@ -158,6 +159,7 @@ def global_amax(x: Float[Array, "..."]) -> Float[Array, ""]:
     finite = jnp.isfinite(x)
     magnitudes = jnp.where(finite, jnp.abs(x), finite.astype(x.dtype))  # False, so 0, where x is not finite
     amax, axes = magnitudes.max().astype(jnp.float32), tuple(sorted(varying_axes(x)))
+    # Over all devices, so that the scale, and with it the rounding, does not depend on the mesh.
     return jax.lax.pmax(amax, axes) if axes else amax
 
 

@@ -105,6 +105,7 @@ class QuantizedArray:
         scales, tensor_scale = self.kernel_scales()
         kernel = partial(quant_matmul.dequantize, elements=self.elements, dtype=self.dtype)
         arguments = (self.codes, scales) if tensor_scale is None else (self.codes, scales, tensor_scale)
+        # A device decodes the codes that it has: no block is divided between devices, unless all have its scale.
         specs = tuple(jax.typeof(array).sharding.spec for array in arguments)
         return jax.shard_map(kernel, in_specs=specs, out_specs=specs[0])(*arguments)
 

@@ -39,6 +39,8 @@ class FourBitFloats(Format):
         order = np.argsort(table, stable=True)  # FP4's codes are not ordered by value
         blocks = in_blocks(weight, self.block_of(weight.shape))
         absmax = block_absmax(blocks)
+        # By the reciprocal, as in bitsandbytes' kernel: a division would round differently, and some codes would
+        # differ.
         elements = jnp.clip(blocks * by_block(1.0 / jnp.maximum(absmax, TINY)), -1, 1)  # bitsandbytes' floor is 1e-38
         codes = jnp.asarray(order, jnp.uint8)[nearest(elements, table[order])]
         codes = pack(codes).reshape(len(weight), -1)
@@ -53,6 +55,7 @@ def doubly_quantized(absmax: Float[Array, "o n"]) -> tuple[UInt8[Array, "o n"], 
     """
     # Scales are positive: unless their mean is subtracted they would use half of the codes of the signed map.
     offset = absmax.mean()
+    # bitsandbytes sees one list of scales, row after row, so a group of 256 may continue in the next row.
     centred = (absmax - offset).reshape(-1)
     groups = jnp.pad(centred, (0, -centred.size % SCALES_PER_OUTER)).reshape(-1, SCALES_PER_OUTER)
     outer = jnp.abs(groups).max(axis=1)

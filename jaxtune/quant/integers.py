@@ -32,5 +32,6 @@ class Integers(Format):
         scales = divisors(absmax / largest)
         integers = jnp.clip(jnp.round(blocks / by_block(scales)), -largest, largest).astype(jnp.int8)
         codes = jax.lax.bitcast_convert_type(integers, jnp.uint8)
+        # A negative int8 has ones in its high bits, which would spoil the other code of the byte.
         codes = (pack(codes & 15) if bits == 4 else codes).reshape(len(weight), -1)
         return QuantizedArray(codes, scales, None, None, self.elements, weight.dtype)

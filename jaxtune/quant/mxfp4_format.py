@@ -35,4 +35,5 @@ def exponents(absmax: Float[Array, "o n"]) -> UInt8[Array, "o n"]:
     """
     # The exponent is read from the bits of the float32 because a logarithm may be wrong at a power of two.
     exponent = jax.lax.bitcast_convert_type(absmax, jnp.int32) >> 23
+    # An amax has sign 0, so the shift left only the biased exponent. e8m0 has the same bias of 127.
     return jnp.maximum(exponent - LARGEST_EXPONENT, 1).astype(jnp.uint8)

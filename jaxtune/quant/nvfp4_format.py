@@ -44,6 +44,7 @@ class Nvfp4(Format):
 
 def tensor_scale_of(absmax: Float[Array, ""]) -> Float[Array, ""]:
     """Return the scale of a matrix with this amax; amax divided by it is 6 * 448."""
+    # With this least value, the product with the smallest scale of a block is not subnormal either.
     return divisors(absmax / (LARGEST * LARGEST_SCALE), least=TINY / SMALLEST_SCALE)
 
 
@@ -64,6 +65,7 @@ def block_scales(
 
 def _block_scales(absmax: Float[Array, "o n"], becomes: float, tensor_scale: Float[Array, ""]) -> Float[Array, "o n"]:
     """Return scales, rounded to e4m3, that map the amax of a block to `becomes`."""
+    # From below, because a scale of 0 would divide its block by 0.
     clipped = jnp.clip(absmax / becomes / tensor_scale, SMALLEST_SCALE, LARGEST_SCALE)
     return e4m3(e4m3_bits(clipped))
 
@@ -72,6 +74,7 @@ def rounded_up(scales: Float[Array, "o n"]) -> Float[Array, "o n"]:
     """Round scales of blocks up to e4m3."""
     clipped = jnp.clip(scales, SMALLEST_SCALE, LARGEST_SCALE)
     nearest = e4m3_bits(clipped)
+    # Positive floats are ordered like their bits, so the next code is the next larger scale.
     return jnp.where(e4m3(nearest) < clipped, e4m3(nearest + 1), e4m3(nearest))
 
 

@@ -59,6 +59,7 @@ def gated_delta_rule(
         initial_state = jnp.zeros((len(v), v.shape[2], k.shape[3], v.shape[3]), jnp.float32)
     chosen = registry.choose("gated_delta_rule", BACKENDS, current_device(), (q, v), backend)
     arrays = (q, k, v, log_decay, beta, starts, initial_state)
+    # Inside a shard_map, zeros made above vary over no mesh axis; the backends need arguments that vary alike.
     return chosen.run(*vary_over(varying_axes(*arrays), *arrays), scale)
 
 

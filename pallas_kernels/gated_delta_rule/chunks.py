@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+# As in flash-linear-attention. Longer chunks mean fewer sequential steps, but more work per token inside a chunk.
 CHUNK = 64
 
 
@@ -26,6 +27,7 @@ def sum_decays(
     decay. A sum includes only tokens of its own document, so that other documents do not add rounding errors.
     """
     documents = jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
+    # The state that a start would decay is zero. With a constant in its place, the start's log_decay gets no gradient.
     log_decay = jnp.where(starts, 0, log_decay)
     return jnp.sum(jnp.where(_visible_pairs(documents), log_decay[..., None, :], 0), axis=-1), documents
 
@@ -40,6 +42,7 @@ def decays(
     """
     # Masked before the exponential, because for a later token it may be infinite and its gradient NaN.
     between = jnp.exp(jnp.where(_visible_pairs(documents), total[..., :, None] - total[..., None, :], -jnp.inf))
+    # Only tokens of the document that continues from before the chunk (number 0) read the state before the chunk.
     return between, jnp.exp(jnp.where(documents == 0, total, -jnp.inf))
 
 

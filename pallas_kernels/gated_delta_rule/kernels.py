@@ -28,6 +28,7 @@ def within(q_ref, k_ref, total_ref, begun_ref, beta_ref, inverse_ref, attention_
     """Compute the inverse and the attention of a chunk, both (tokens, tokens)."""
     rows = _rows(pl.program_id(0))
 
+    # Both products contract over the features and share each load of k.
     def block(j, products):
         q, k = (plgpu.load(ref.at[rows, pl.ds(j * columns, columns)]) for ref in (q_ref, k_ref))
         return products[0] + _dot(q, k.T), products[1] + _dot(k, k.T)
@@ -68,11 +69,15 @@ def forward(
         q, k, beta = (plgpu.load(ref.at[rows]) for ref in (q_ref, k_ref, beta_ref))
         inverse, attention = (plgpu.load(ref.at[rows]) for ref in (inverse_ref, attention_ref))
         carried, to_end, through = _ends(total_ref, begun_ref, n)
+        # The carried state stays float32. Only this 16-bit copy is multiplied and saved, so the backward pass sees the
+        # same numbers.
         before = state.astype(q.dtype)
         plgpu.store(states_ref.at[n, :, column], before)
         held = carried[:, None] * _dot(k, before)
+        # A float32 difference: v and what the state holds for k become nearly equal as the state learns.
         missing = plgpu.load(v_ref.at[rows, column]).astype(jnp.float32) - held
         written = _dot(inverse, beta[:, None] * missing)
+        # `attention` includes the scale and the decays already (see `within`); the state's part needs both here.
         out = (scale * carried)[:, None] * _dot(q, before) + _dot(attention, written)
         plgpu.store(out_ref.at[rows, column], out.astype(out_ref.dtype))
         return through * state + _dot(k.T, to_end[:, None] * written)
@@ -107,6 +112,7 @@ def backward(
     chunks = d_states_ref.shape[0]
 
     def chunk(done, d_state):
+        # d_state is the gradient of the state after chunk n, so chunks run from the last to the first.
         n = chunks - 1 - done
         rows = _rows(n)
         q, k, beta = (plgpu.load(ref.at[rows]) for ref in (q_ref, k_ref, beta_ref))
@@ -115,10 +121,12 @@ def backward(
         carried, to_end, through = _ends(total_ref, begun_ref, n)
         after = d_state.astype(q.dtype)
         plgpu.store(d_states_ref.at[n, :, column], after)
+        # Two uses of written: the chunk's outputs read it, and so does the state at the chunk's end.
         d_written = _dot(attention.T, d_out) + to_end[:, None] * _dot(k, after)
         d_missing = _dot(inverse.T, d_written)  # gradient of beta * missing, the operand of the inverse
         plgpu.store(d_missing_ref.at[rows, column], d_missing.astype(d_missing_ref.dtype))
         d_held = (beta * carried)[:, None] * d_missing
+        # Three uses of the state before the chunk: the state after it, the queries, and `held`, which is subtracted.
         return through * d_state + _dot(q.T, (scale * carried)[:, None] * d_out) - _dot(k.T, d_held)
 
     d_state = jax.lax.fori_loop(0, chunks, chunk, plgpu.load(d_last_ref.at[:, column]))
@@ -157,12 +165,14 @@ def pairs(
         v, d_out, d_missing = (plgpu.load(ref.at[rows, column]) for ref in (v_ref, d_out_ref, d_missing_ref))
         held = carried[:, None] * _dot(k, plgpu.load(states_ref.at[n, :, column]))
         missing = v.astype(jnp.float32) - held
+        # The same product as in `forward`, which saves only the states.
         written = _dot(plgpu.load(inverse_ref.at[rows]), beta[:, None] * missing).astype(k.dtype)
         plgpu.store(written_ref.at[rows, column], written)
         d_attention += _dot(d_out, written.T)
         # written = (1 + overlap)^-1 x with x = beta * missing, so d_overlap = -d_x written^T.
         d_overlap -= _dot(d_missing, written.T)
         d_beta += jnp.sum(d_missing * missing, axis=1)
+        # held is a multiple of exp(total), so its gradient times held itself is the gradient of total.
         d_held -= jnp.sum(d_missing * held, axis=1)
         return d_attention, d_overlap, d_beta, d_held
 
@@ -174,13 +184,16 @@ def pairs(
     between, _ = decays(plgpu.load(total_ref.at[rows]), plgpu.load(begun_ref.at[rows]))
     d_qk = scale * between * d_attention
     plgpu.store(d_qk_ref.at[rows], d_qk.astype(d_qk_ref.dtype))
+    # d_overlap is a full matrix, but only elements below the diagonal are in the system.
     below = jnp.where(row > column, between * d_overlap, 0.0)
     overlap = below * _dot(k, k.T)
     d_kk = beta[:, None] * below
+    # k is on both sides of k k^T. With the transpose added, `heads` gets this part of dk by a single product.
     plgpu.store(d_kk_ref.at[rows], (d_kk + d_kk.T).astype(d_kk_ref.dtype))
     plgpu.store(d_beta_ref.at[rows], d_beta + jnp.sum(overlap, axis=1))
     # Gradients of the log-decays: between two tokens (d_between), and of the state before the chunk in `held`.
     d_between = d_attention * plgpu.load(attention_ref.at[rows]) + beta[:, None] * overlap
+    # A log-decay between two tokens is total[token] - total[other], so rows add to the gradient and columns subtract.
     d_total = jnp.sum(d_between, axis=1) - jnp.sum(d_between, axis=0) + beta * d_held
     plgpu.store(d_total_ref.at[rows], d_total)
 
@@ -228,8 +241,11 @@ def heads(
     sums = wide, wide, wide, jnp.zeros(q_ref.shape[1], jnp.float32)
     dq, dk, d_held, d_through = jax.lax.fori_loop(0, d_out_ref.shape[1] // columns, block, sums)
     q, k = (plgpu.load(ref.at[rows]) for ref in (q_ref, k_ref))
+    # Row factors are the same for all columns of the state, so they multiply the sums once.
     dq = (scale * carried)[:, None] * dq
     dk = to_end[:, None] * dk
+    # Until here dq and dk have only the parts through the states. Their dot products with q and k are thus the
+    # gradients of log(carried) and log(to_end); the decays between tokens were in `pairs`.
     d_to_end = jnp.sum(k * dk, axis=1)
     # to_end and through depend on the chunk's last summed decay, so its gradient collects all of theirs.
     at_end = jnp.sum(d_to_end) + through * jnp.sum(d_through)
@@ -272,14 +288,18 @@ def _inverse(overlap: Float[Array, "c c"]) -> Float[Array, "c c"]:
     row, column = _pair()
     same = row // HALF == column // HALF
 
+    # Both diagonal blocks are eliminated in the same step. The sum over rows picks one pivot row of each block: the two
+    # do not overlap, because the inverse is block diagonal in the loop.
     def eliminate(pivot, inverse):
         factor = jnp.sum(jnp.where(column == row // HALF * HALF + pivot, overlap, 0.0), axis=1)
         known = jnp.sum(jnp.where(row % HALF == pivot, inverse, 0.0), axis=0)
         return inverse - jnp.where(same, factor[:, None] * known[None, :], 0.0)
 
+    # The last row of a block has no row below it, so it is never a pivot.
     inverse = jax.lax.fori_loop(0, HALF - 1, eliminate, jnp.where(row == column, 1.0, 0.0))
     # Three bfloat16 products are precise enough, because the result is rounded to 16 bits.
     product = partial(plgpu.dot, precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3)
+    # The inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']], with A' and B' the inverses of A and B.
     return inverse - product(product(inverse, jnp.where(same, 0.0, overlap)), inverse)
 
 

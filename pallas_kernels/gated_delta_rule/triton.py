@@ -48,8 +48,10 @@ def gated_delta_rule(
     """Return outputs in the dtype of v, and the last state in float32."""
     length = v.shape[1]
     q, k, v, log_decay, beta, starts = (whole_chunks(x, 1) for x in (q, k, v, log_decay, beta, starts))
+    # The numbers of a head become consecutive in memory; a program reads a chunk's 64 numbers.
     log_decay, beta = (x.astype(jnp.float32).swapaxes(1, 2) for x in (log_decay, beta))
     by_chunk = log_decay.reshape(len(v), v.shape[2], -1, CHUNK), starts.reshape(len(v), 1, -1, CHUNK)
+    # Outside the custom derivative: the kernels return the gradient of the sums, and jax differentiates the sums.
     total, begun = sum_decays(*by_chunk)
     total, begun = total.reshape(beta.shape), begun.reshape(starts.shape)
     out, state = _rule(q, k, v, total, begun, beta, state, scale, interpret)
@@ -134,6 +136,7 @@ class _Call:
     def within(self, q, k, total, begun, beta) -> tuple[Array, Array]:
         """Return the inverse of each chunk's triangular system, and its attention: a row of tokens for each token."""
         inputs = ((q, "key head"), (k, "key head"), (total, "row of head"), (begun, "row"), (beta, "row of head"))
+        # q k^T, k k^T, and two products in `_inverse` that each are three bfloat16 products.
         flops = 2 * CHUNK**2 * (2 * self.dk + 6 * CHUNK)
         outputs = (("pairs", self.dtype), ("pairs", self.dtype))
         return self._run(kernels.within, self.chunks, flops, inputs, outputs)
@@ -182,6 +185,7 @@ class _Call:
 
     def of_key_heads(self, gradient: Array) -> Array:
         """Sum a gradient over the value heads that share a key head."""
+        # Each value head has its own array: heads that add to a shared one would need atomics, which add in any order.
         *shape, dk = self.shapes["key head"]
         return jnp.sum(gradient.reshape(*shape, self.group, dk), axis=-2, dtype=jnp.float32).astype(self.dtype)
 
@@ -200,12 +204,15 @@ class _Call:
             interpret=self.interpret,
             name=f"gated_delta_{kernel.__name__}",
         )
+        # XLA cannot look into a kernel; the plan reads the count from the name stack.
         with cost.flops(flops * math.prod((programs, *self.grid))):
             return call(*(x for x, _ in inputs))
 
     def _part(self, layout: str) -> pl.BlockSpec:
         """Return the part of an array that a program sees: all elements of its head."""
+        # Layouts without an entry have their heads in axis 1; "row" (None) is the same for all heads.
         head_axis = {"key head": 2, "keys": 2, "values": 2, "row": None}.get(layout, 1)
+        # The grid counts value heads; consecutive groups of value heads read the same key head.
         shared = self.group if layout == "key head" else 1
         shape = self.shapes[layout]
 

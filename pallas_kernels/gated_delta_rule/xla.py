@@ -30,10 +30,12 @@ def gated_delta_rule(
     def chunk(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
         *arrays, starts = inputs
         q, k, v, log_decay, beta = (x.astype(state.dtype) for x in arrays)
+        # Repeated inside the checkpoint, so that a residual has only the key heads.
         q, k = (jnp.repeat(x, group, axis=1) for x in (q * scale, k))
         state, out = _chunk(q, k, v, log_decay, beta, starts, state)
         return state, out.astype(inputs[2].dtype)
 
+    # Documents are the same for all heads: `starts` gets a head axis of one, which broadcasts.
     by_head = (x.swapaxes(1, 2) for x in (q, k, v, log_decay, beta, starts[..., None]))
     state, out = jax.lax.scan(chunk, state, tuple(map(_by_chunk, by_head)))
     out = jnp.moveaxis(out, 0, 2).reshape(*out.shape[1:3], -1, out.shape[-1])
@@ -75,9 +77,11 @@ def _unit_lower_inverse(matrix: Float[Array, "b h c c"]) -> Float[Array, "b h c 
     cores XLA's solve waits forever for other devices.
     """
     size = matrix.shape[-1]
+    # Blocks of one element: the diagonal is 1, and so is its inverse.
     inverse = jnp.ones((*matrix.shape[:2], size, 1, 1), matrix.dtype)
     inverse += 0 * matrix[..., :1, :1, None]  # so that it varies over the same mesh axes as the matrix
     for half in (2**n for n in range(size.bit_length() - 1)):
+        # Only the diagonal blocks of twice the size are used: they are [[A, 0], [C, B]], and C is new in this round.
         in_blocks = matrix.reshape(*matrix.shape[:2], size // half // 2, 2 * half, -1, 2 * half)
         diagonal = jnp.moveaxis(jnp.diagonal(in_blocks, axis1=2, axis2=4), -1, 2)
         a, b, c = inverse[:, :, ::2], inverse[:, :, 1::2], diagonal[..., half:, :half]
@@ -88,6 +92,7 @@ def _unit_lower_inverse(matrix: Float[Array, "b h c c"]) -> Float[Array, "b h c 
 
 
 def _product(subscripts: str, a: Array, b: Array) -> Array:
+    # No TF32 on a GPU: errors in the inverse and the state would carry over to all later chunks.
     return jnp.einsum(subscripts, a, b, precision="highest")
 
 

@@ -34,6 +34,8 @@ def grouped_matmul(x: Float[Array, "m i"], weight: Float[Array, "g o i"], groups
         raise ValueError(f"grouped_matmul: x {x.shape} must be (rows, i) and the weights {weight.shape} (groups, o, i)")
     if len(groups.first) != len(weight) + 1 or len(x) % len(groups.block_group):
         raise ValueError(f"grouped_matmul: {len(x)} rows and {len(weight)} weights do not match the groups")
+    # Outside the custom derivative: the transpose of the cast gives the gradient the weight's own dtype, and the
+    # transpose of vary_over sums it over devices.
     x, weight, block_group, first = _vary_alike(x, weight.astype(x.dtype), groups.block_group, groups.first)
     return _matmul(x, weight, replace(groups, block_group=block_group, first=first))
 
@@ -41,6 +43,7 @@ def grouped_matmul(x: Float[Array, "m i"], weight: Float[Array, "g o i"], groups
 def by_row(values: Float[Array, "g o"], groups: Groups, rows: int) -> Float[Array, "m o"]:
     """Return the values of each row's group; rows without an item get the values of an arbitrary group."""
     blocks = len(groups.block_group)
+    # One gathered row for each block, not for each row. Blocks without rows have an index past the end, hence "clip".
     block_values = jnp.take(values, groups.block_group, axis=0, mode="clip")
     return jnp.broadcast_to(block_values[:, None], (blocks, rows // blocks, values.shape[1])).reshape(rows, -1)
 
@@ -76,5 +79,6 @@ _matmul.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _choose_backend(weight: Array, groups: Groups) -> Any:
+    # The weight decides, which forward and backward pass share, so both have the same backend.
     request = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
     return registry.choose("grouped_matmul", BACKENDS, current_device(), request, groups.backend).run

@@ -53,6 +53,7 @@ def arrange(group_of: Int[Array, " a"], groups: int, backend: str = "auto", bloc
     items = len(group_of)
     block = block or block_of(items, groups)
     blocks = items // block + groups
+    # Items without a group have number `groups`, which bincount drops.
     counts = jnp.bincount(group_of, length=groups)
     # Every group starts a new block.
     first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-counts // block)).astype(jnp.int32)])
@@ -63,8 +64,10 @@ def arrange(group_of: Int[Array, " a"], groups: int, backend: str = "auto", bloc
     row = first[ordered] * block + position - before[ordered]
     # Items without a group get distinct rows past the end, which the scatter below drops.
     row = jnp.where(ordered < groups, row, blocks * block + position).astype(jnp.int32)
+    # `order` is a permutation, so row_of is its inverse and no two updates collide.
     row_of = jnp.zeros(items, jnp.int32).at[order].set(row, unique_indices=True)
     item_of = jnp.full(blocks * block, items, jnp.int32).at[row].set(order, mode="drop", unique_indices=True)
+    # The number of groups that end at or before a block: its own group, or `groups` after the last one.
     block_group = jnp.searchsorted(first[1:], jnp.arange(blocks), side="right").astype(jnp.int32)
     return Arrangement(Groups(block_group, first, backend), row_of, item_of)
 
@@ -75,5 +78,6 @@ def block_of(items: int, groups: int) -> int:
     With this size at most a quarter of the rows is empty. Fewer than 16 rows do not fill a matrix instruction; more
     than 128 rows do not fit into a program.
     """
+    # A power of two, rounded down.
     half = max(1, items // groups // 2)
     return min(128, max(16, 1 << half.bit_length() - 1))

@@ -64,6 +64,7 @@ def multiply(
     out = jax.ShapeDtypeStruct((len(x), width), x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
     call = pl.pallas_call(
         partial(_kernel, tile=tile, transposed=transposed),
+        # A program's rows are one block, so they have one group and one weight.
         grid=(len(groups.block_group), pl.cdiv(width, tile.columns)),
         in_specs=[_whole(groups.block_group), _whole(x), _whole(weight)],
         out_specs=_whole(out),
@@ -85,11 +86,13 @@ def _kernel(group_ref, x_ref, weight_ref, out_ref, *, tile: GroupedTile, transpo
     def step(k, total):
         inner = _span(k, tile.step)
         in_depth = inner < depth
+        # Both operands are masked along the depth: beyond it is other memory, and 0 times a NaN there would be NaN.
         x = plgpu.load(x_ref.at[row[:, None], inner[None, :]], mask=in_depth[None, :], other=0)
         if transposed:
             mask = in_depth[:, None] & in_columns[None, :]
             weight = plgpu.load(weight_ref.at[group, inner[:, None], column[None, :]], mask=mask, other=0)
         else:
+            # A weight is (o, i) in memory: it is read in that order, i fastest, and transposed in the program.
             mask = in_columns[:, None] & in_depth[None, :]
             weight = plgpu.load(weight_ref.at[group, column[:, None], inner[None, :]], mask=mask, other=0).T
         return total + plgpu.dot(x, weight, precision=_precision(x))
@@ -114,6 +117,7 @@ def outer(
     shape = (len(groups.first) - 1, dy.shape[1], x.shape[1])
     out = jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
     call = pl.pallas_call(
+        # A step divides a block, so no step reads rows of two groups.
         partial(_outer_kernel, tile=tile, steps=block // tile.step),
         grid=(pl.cdiv(shape[1], tile.rows), pl.cdiv(shape[2], tile.columns), shape[0]),
         in_specs=[_whole(groups.first), _whole(dy), _whole(x)],
@@ -133,6 +137,7 @@ def _outer_kernel(first_ref, dy_ref, x_ref, out_ref, *, tile: GroupedTile, steps
 
     def step(k, total):
         inner = _span(k, tile.step)
+        # Rows need no mask: groups have whole blocks, and rows without an item are zeros.
         dy = plgpu.load(dy_ref.at[inner[:, None], row[None, :]], mask=in_rows[None, :], other=0)
         x = plgpu.load(x_ref.at[inner[:, None], column[None, :]], mask=in_columns[None, :], other=0)
         return total + plgpu.dot(dy.T, x, precision=_precision(x))

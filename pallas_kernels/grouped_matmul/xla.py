@@ -29,6 +29,7 @@ def multiply(
 def outer(dy: Float[Array, "m o"], x: Float[Array, "m i"], groups: Groups) -> Float[Array, "g o i"]:
     """Sum dy x^T over the rows of each group, accumulated in float32."""
     blocks, precision = len(groups.block_group), "highest" if x.dtype == jnp.float32 else None
+    # A running sum for each group: the products of all blocks together would be an array of (blocks, o, i).
     zeros = jnp.zeros((len(groups.first) - 1, dy.shape[-1], x.shape[-1]), jnp.float32)
     (zeros,) = vary_over(varying_axes(dy, x), zeros)
 

@@ -59,6 +59,7 @@ def dequantize(
 def _dequantize(codes, scales, tensor_scale, layout: WeightLayout, dtype: jnp.dtype, backend: str) -> Array:
     request = QuantRequest(layout, dtype)
     chosen = registry.choose("dequantize", DEQUANTIZE_BACKENDS, current_device(), request, backend)
+    # Scales are floats, and kernels have no derivative: jax would fail to differentiate through them.
     arrays = jax.lax.stop_gradient((codes, scales, tensor_scale))
     return chosen.run(*vary_over(varying_axes(*arrays), *arrays), layout, dtype)
 
@@ -99,6 +100,7 @@ def quant_matmul(
     check(x.ndim == 2 and x.shape[1] == layout.columns, f"x {x.shape} must be (rows, {layout.columns}) for this weight")
     check(x.dtype in FLOATS, f"x has dtype {x.dtype}; bfloat16, float16 and float32 are supported")
     check(x.size < 2**31 and len(x) * layout.rows < 2**31, "x or the product has 2^31 elements or more")
+    # Marked outside the custom derivative, so that the transpose sums the gradient of an x that devices share.
     arrays = (x, codes, scales, tensor_scale)
     x, codes, scales, tensor_scale = vary_over(varying_axes(*arrays), *arrays)
     return _matmul(x, codes, scales, tensor_scale, layout, backend)

@@ -35,6 +35,7 @@ class Elements:
         """Return the float32 values of codes."""
         if self.arithmetic is not None:
             return self.arithmetic(code)
+        # A code cannot exceed the table, so XLA needs no clamp.
         return jnp.asarray(self.values, jnp.float32).at[code].get(mode="promise_in_bounds")
 
 
@@ -46,8 +47,10 @@ def small_float(code: Array, exponent_bits: int, mantissa_bits: int) -> Array:
     """
     size = exponent_bits + mantissa_bits
     code = code.astype(jnp.uint16)
+    # float16 has 10 mantissa bits: the mantissas align at their high ends, and the exponents at their low ends.
     magnitude = (code & (1 << size) - 1) << 10 - mantissa_bits
     half = jax.lax.bitcast_convert_type((code >> size) << 15 | magnitude, jnp.float16)
+    # The bias is 15 in float16 and 2^(exponent_bits - 1) - 1 in the small float; the factor is 2 to the difference.
     return half.astype(jnp.float32) * 2.0 ** (16 - 2 ** (exponent_bits - 1))
 
 

@@ -56,6 +56,7 @@ def multiply(
     blocks_m = pl.cdiv(m, tile.block_m)
     splits = splits or max(1, min(steps, PROGRAMS // (tiles * blocks_m)))
     width = layout.columns if transposed else layout.rows
+    # Sums of splits stay float32, so that a result is rounded once.
     out = jax.ShapeDtypeStruct(
         (splits, m, width), x.dtype if splits == 1 else jnp.float32, manual_axis_type=jax.typeof(x).manual_axis_type
     )
@@ -86,6 +87,7 @@ def _kernel(x_ref, *refs, layout: WeightLayout, tile: QuantTile, steps: int):
         stored_tile, total = carry
         # Load the next tile before this one is multiplied, to hide the latency.
         next_tile = read(first + k + 1)
+        # The tile that the last step loads is not used; its masks keep it inside the weight.
         byte = span(first + k, tile.block_columns // parts)
         mask = (x_rows < m)[:, None] & (byte < width)[None, :]
         for part, weight in enumerate(decode_tile(stored_tile, stored, layout, x_ref.dtype)):
@@ -120,6 +122,7 @@ def _transposed_kernel(x_ref, *refs, layout: WeightLayout, tile: QuantTile, step
     parts = layout.elements.packed
     zeros = (jnp.zeros((tile.block_m, tile.block_columns // parts), jnp.float32),) * parts
     _, totals = jax.lax.fori_loop(0, steps, step, (read(first), zeros))
+    # Each part has every second column of the result; they interleave once, after the loop.
     total = totals[0] if parts == 1 else jnp.stack(totals, axis=-1).reshape(tile.block_m, -1)
     _store(out_ref, x_rows, span(block, tile.block_columns), total)
 
@@ -133,6 +136,7 @@ def read_tile(
     """
     codes_ref, scales_ref, *_ = stored
     byte = span(column_block, columns // layout.elements.packed)
+    # Code 0 is -1 in NF4: elements beyond the weight are zero because their scales are, not because of their codes.
     in_weight = in_rows[:, None] & (byte < codes_ref.shape[1])[None, :]
     code = plgpu.load(codes_ref.at[row[:, None], byte[None, :]], mask=in_weight, other=0)
     blocks = layout.columns // layout.block_columns

@@ -72,6 +72,7 @@ def layout_of(codes: Any, scales: Any, tensor_scale: Any, kind: str) -> WeightLa
         block_columns % packed == 0,
         f"blocks of {block_columns} columns separate the two codes of a byte; a block of {kind} needs an even number",
     )
+    # The kernels compute offsets as signed 32-bit integers.
     check(rows * columns < 2**31, f"{rows * columns} elements; fewer than 2^31 are supported")
     if tensor_scale is not None:
         check(

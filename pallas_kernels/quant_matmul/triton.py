@@ -41,6 +41,7 @@ def dequantize(
     nothing.
     """
     codes = codes.reshape(-1, layout.block_columns // layout.elements.packed)
+    # Triton's arrays have powers of two as sizes; masks cut off the rest of a narrow block.
     columns = min(pl.next_power_of_2(codes.shape[1]), COLUMNS)
     rows = CODES // columns
     operands = kernel_operands(codes, scales, tensor_scale, layout)
@@ -66,6 +67,7 @@ def _kernel(codes_ref, scales_ref, tensor_scale_ref, *refs, layout: WeightLayout
     # Each row of codes has its own scale, unless blocks have several rows of the weight and share it.
     scale = row
     if layout.block_rows > 1:
+        # `row` counts rows of blocks, so it is (row of the weight) * blocks + (block in this row).
         blocks = layout.columns // layout.block_columns  # number of blocks in a row of the weight
         scale = jax.lax.div(row, blocks * layout.block_rows) * blocks + jax.lax.rem(row, blocks)
     scale = plgpu.load(scales_ref.at[scale], mask=in_rows, other=0)

@@ -108,6 +108,7 @@ def tokenize(
         with _hold_lock(cache_dir / f"{folder.name}.lock") as locked, explain_full_disk(cache_dir):
             _remove_damaged(folder, source.name)
             if locked:
+                # Nobody but the holder of the lock writes such folders on this host, so their process was killed.
                 for left_by_a_kill in cache_dir.glob(f"{folder.name}.{socket.gethostname()}.*.tmp"):
                     shutil.rmtree(left_by_a_kill, ignore_errors=True)
             if not folder.exists():
@@ -138,6 +139,7 @@ def prepare_shard(
     lines = []
     shaping = hash_shaping(tokenizer, on_bad_row, labels, chat)
     for source, entry, folder, _ in _find_sources(entries, tokenizer, cache_dir, shaping):
+        # Shards run at the same time. The shared lock keeps `tokenize` from joining parts that they still write.
         with _hold_lock(cache_dir / f"{folder.name}.lock", shared=True), explain_full_disk(cache_dir):
             _remove_damaged(folder, source.name)
             if folder.exists():
@@ -174,6 +176,7 @@ def _last_made(entry: Dataset, cache_dir: Path, shaping: str) -> TokenisedDatase
     times = {
         file.parent: file.stat().st_mtime
         for file in cache_dir.glob(f"*/{manifest.MANIFEST}")
+        # A folder with a suffix is temporary, or holds parts.
         if not file.parent.suffix and token_cache.read_summary(file.parent).get("request") == _request(entry, shaping)
     }
     if not times:
@@ -206,6 +209,7 @@ def _remove_damaged(folder: Path, name: str) -> None:
     """Remove a folder of documents, whole or a part, if it does not agree with its manifest, and warn the user."""
     if problems := manifest.verify(folder) if folder.exists() else ():
         log.warning("data: %s is damaged (%s), so %s is tokenised again", folder, problems[0], name)
+        # Renamed first, because removing takes time, and another process must not read half a folder.
         removed = _temporary(folder, "damaged")
         with contextlib.suppress(FileNotFoundError):  # another shard's process was faster
             folder.rename(removed)
@@ -360,6 +364,7 @@ def _make_parts(
 
     def missing_blocks() -> Iterator[tuple[int, Items]]:
         nonlocal count
+        # Finished parts are read again, though not tokenised: the samples before a part determine its beginning.
         for part, items in _blocks(source):
             count = part + 1
             if part % shards == number and part not in finished:
@@ -379,6 +384,7 @@ def _make_parts(
                 progress.update(line, advance=block.characters, documents=documents)
                 yield part, block
 
+        # Blocks arrive in the order of parts, so each part is complete before the next one begins.
         for part, blocks in itertools.groupby(tokenised_blocks(), itemgetter(0)):
             _write_part(parts / str(part), (block for _, block in blocks), source.name, tokeniser, problems)
     problems.raise_refused()
@@ -395,6 +401,7 @@ def _blocks(source: sources.SampleSource) -> Iterator[tuple[int, Items]]:
             items.append((where, sample))
             size += size_of(sample)
             if size >= _BLOCK_SIZE or len(items) >= _BLOCK_SAMPLES:
+                # A copy, because the source appends the errors of unreadable samples to this list.
                 yield part, items.copy()
                 items.clear()
                 part_size += max(size, _BLOCK_SIZE // 8)  # a block of many tiny samples counts too
@@ -491,6 +498,7 @@ def _join(
         if len(parts) == 1 and not paired:  # no copy of the data: the part becomes the folder
             temporary.rmdir()
             parts[0].rename(temporary)
+            # The other fields of a part's summary count its problems; their sums over all parts are made below.
             summary = {name: summaries[0][name] for name in token_cache.CONTENT}
         else:
             units = itertools.chain.from_iterable(token_cache.units_of(token_cache.load(part)) for part in parts)

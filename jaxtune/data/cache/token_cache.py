@@ -36,6 +36,7 @@ CONTENT = ("format", "key", "columns", "documents", "tokens", "places")
 
 _PLACES = 100  # the first units keep their places, for samples that are shown to the user
 
+# Weights have two bytes; 0, 1 and factors such as 0.5 and 2 are exact in them.
 _TOKENS, _LOSS_WEIGHT = Column("tokens", np.int32), Column("loss_weight", np.float16)
 
 
@@ -69,6 +70,7 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
                 put(_TOKENS, document.tokens)
                 put(_LOSS_WEIGHT, document.loss_weights)
                 lengths.append(len(document.tokens))
+                # Nothing predicts the first token, whatever its weight.
                 targets.append(int(np.count_nonzero(document.loss_weights[1:])))
                 continuous.append(unit.continuous)
             sizes.append(len(unit.documents))
@@ -80,6 +82,7 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
                 if len(values) != counts[column.per]:
                     raise ValueError(f"{column.name}: {len(values)} values for {counts[column.per]} of {column.per}")
                 put(column, values)
+    # Without the lengths, the same tokens divided into other documents would have the same key.
     content.update(np.array(lengths, np.int64).tobytes())
     # If each unit is one document, the key is the same as in checkpoints from before there were units.
     if len(sizes) < len(lengths):
@@ -155,6 +158,7 @@ def gather_units(units: Sequence[Unit], name: str, columns: tuple[Column, ...] =
     every = {column.name: column for column in (_TOKENS, _LOSS_WEIGHT, *columns)}
     return TokenisedDataset(
         name,
+        # Not compared with anything: a stream has a key of its own.
         key="",
         columns=every,
         values={name: np.concatenate(arrays).astype(every[name].dtype) for name, arrays in values.items()},

@@ -128,6 +128,7 @@ class Tokeniser:
                     if isinstance(unit, UserError):
                         problems.append(unit)
                         continue
+                    # The prompt is cut first: max_tokens applies to the documents that are trained.
                     if self.entry.max_prompt_tokens is not None:
                         cut = tuple(cut_prompt(document, self.entry.max_prompt_tokens) for document in unit.documents)
                         unit = dataclasses.replace(unit, documents=cut)
@@ -172,6 +173,7 @@ class Tokeniser:
         except UnicodeEncodeError:
             return UserError(f"{where}: its text holds half a character (a lone surrogate)")
         except UserError as error:
+            # The type decides what follows: an UntrainableSample is counted, any other error ends the run.
             return type(error)(f"{where}: {error}")
         return where, document
 
@@ -198,6 +200,7 @@ class Tokeniser:
             if label is not None and len(encoded.tokens):
                 results.append(Unit((encoded,), values={LABEL.name: label}, where=where))
             elif encoded.loss_weights[1:].any():
+                # Only running text may be split between rows: the parts of other documents mean nothing by themselves.
                 continuous = self._settled is not None and self._settled[0].type in ("text", "tokenized")
                 results.append(Unit((encoded,), continuous, where=where))
             else:

@@ -92,6 +92,7 @@ def _compute(process: subprocess.Popen, task: Any) -> Any:
         process.stdin.flush()
         result = pickle.load(process.stdout)
     except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
+        # A worker that the kernel's out-of-memory killer ended has code -9, for SIGKILL.
         code = process.wait()
         raise UserError(
             f"a process that tokenises ended with code {code}; "

@@ -175,14 +175,17 @@ class ChatTemplate:
             try:
                 self._render(with_text_arguments(messages), tools)
             except UserError:
+                # The error about the messages as the user wrote them says more than the one about the changed messages.
                 raise error from None
             return with_text_arguments(messages), tools
         objects = [arguments for call in calls if isinstance(arguments := call.get("arguments"), dict) and arguments]
+        # A dict written by {{ arguments }} has Python's notation, with single quotes; models expect JSON.
         as_python = any(str(arguments) in text for arguments in objects)
         return with_text_arguments(messages) if as_python else messages, tools
 
     def _part(self, text: str, span: Span, message: Message) -> masks.TrainedMessage:
         """Return the trained part of an assistant's turn."""
+        # Some templates write a line break after the token that ends a turn. It counts as part of the end.
         whole = text[slice(*span)].rstrip()
         stop = span[0] + len(whole) - len(self._stop(whole) or "")
         return masks.TrainedMessage(span[0], stop, span[1], message.get("loss_scale"))
@@ -240,5 +243,6 @@ class ChatTemplate:
         self, messages: list[Message], tools: list[Any] | None, **more: Any
     ) -> tuple[str, list[tuple[int, int]]]:
         variables = self._variables | {"add_generation_prompt": False} | more
+        # Templates get only the keys that they would get from transformers at inference.
         shown = [{key: value for key, value in message.items() if key not in UNSEEN} for message in messages]
         return self._template.render(messages=shown, tools=tools, documents=None, **variables)

@@ -104,6 +104,7 @@ class Encoder:
         if not tokenizer.is_fast:
             raise UserError(f"{type(tokenizer).__name__} is not a fast tokenizer; a tokenizer.json is needed")
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        # Tried out, because kinds of tokenizers keep this setting in different places.
         starts_with_bos = bos is not None and tokenizer("a").input_ids[0] == bos
         self._bos = np.array(bos, np.int32).tobytes() if starts_with_bos else b""
         self._eos = np.array(eos, np.int32).tobytes() if eos is not None else b""
@@ -163,6 +164,7 @@ class Encoder:
         # The post-processor that would add these tokens is off (see __init__), so they are added here. Token arrays are
         # compared as bytes; an empty `_bos` or `_eos` matches every text.
         if not tokens.startswith(self._bos):
+            # Weight 0, as nothing comes before it that could predict it.
             tokens[:0], weights[:0] = self._bos, np.float16(0).tobytes()
         if document.append_eos and not tokens.endswith(self._eos):
             tokens += self._eos
@@ -194,6 +196,7 @@ def _weights(
     weights = np.zeros(len(encoding), np.float16)
     if not spans:
         return weights, None
+    # float64 holds positions of characters exactly.
     begins, ends, span_weights = np.array(spans, np.float64).T
     offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + start
     # A token overlaps the spans [first, last). Most tokens overlap one at most; the loop takes the rest.

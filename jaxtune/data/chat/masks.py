@@ -20,6 +20,7 @@ def _sections(weights: dict[str, tuple[float, float]]) -> Patterns:
 
     `weights`: (factor of the keyword, factor of the text after it), by keyword.
     """
+    # Lookarounds leave the keywords out of the text between them: each keyword has a factor of its own.
     end = rf"(?={'|'.join(weights)}|\Z)"
     return tuple(
         pattern
@@ -102,6 +103,7 @@ def weighted_spans(
         weights[start:end] = 0
     if chat.train_on_eos == "all":
         for stop in {text[part.stop : part.end].rstrip() for part in parts if part.end > part.stop}:
+            # Every occurrence, also after messages that are not trained.
             for match in re.finditer(re.escape(stop), text):
                 weights[slice(*match.span())] = 1
     last = chat.train_on_eos == "last"
@@ -110,6 +112,7 @@ def weighted_spans(
         if trains_everything(chat) or chat.train_on_eos in ("turn", "all") or (last and part is parts[-1]):
             weights[part.stop : part.end] = 1 if part.weight is None else part.weight
         for regex, factor in patterns if part.weight is None else ():
+            # Only the message is searched, so \A in a pattern is the beginning of the message.
             for match in re.finditer(regex, text[part.start : part.stop]):
                 weights[part.start + match.start() : part.start + match.end()] *= factor
     # Yield runs of characters with the same weight.

@@ -40,6 +40,7 @@ def deal_positions(key_start: Int[np.ndarray, " s"], devices: int) -> Int[np.nda
     # A query at position i sees the keys from key_start[i] to i; padding has a key_start after i, and sees none.
     pairs = np.maximum(index + 1 - key_start.reshape(index.shape), 0).sum(axis=1)
     load, hands = np.zeros(devices, np.int64), [[] for _ in range(devices)]
+    # Stable, because every process deals the row by itself and ties must fall alike.
     for chunk in np.argsort(-pairs, kind="stable"):
         open = [device for device in range(devices) if len(hands[device]) < chunks // devices]
         device = min(open, key=load.__getitem__)

@@ -105,6 +105,7 @@ def open_feed(
         eval_documents = open_validation(config, tokenizer, vocabulary)
         documents = rows = Stream(config, tokenizer, vocabulary, columns, rows_per_step)
         chat = any(entry.type in ("conversation", "instruction") for entry in data.datasets)
+        # A stream has no end; the checks of the config require train.max_steps.
         assert train.max_steps is not None
         total_steps = train.max_steps
     else:
@@ -115,6 +116,8 @@ def open_feed(
         for note in documents.notes:
             log.info("data: %s", note)
         log.info("data: %s", rows.counts)
+        # Running text has no messages to render. Entries with a prompt_format have no template either: they are
+        # excluded below.
         chat = not documents.continuous.all()
         total_steps = train.max_steps or count_steps(rows.total(train.epochs), rows_per_step, data.drop_last)
     log.info("%d steps of %d rows of %d tokens", total_steps, rows_per_step, data.seq_len)
@@ -127,6 +130,7 @@ def open_feed(
                 log.warning("validation%s: %s", f" {name}" if name else "", loss)
         log.info("validation%s: %s", f" {name}" if name else "", named_rows.counts)
     chat = chat and all(entry.prompt_format is None for entry in data.datasets)
+    # Micro-batches follow each other on all devices, so the first axis is not sharded.
     sharding = jax.NamedSharding(mesh, P(None, *by_token()))
     return Feed(documents, rows, eval_rows, shape, sharding, total_steps, chat, data)
 

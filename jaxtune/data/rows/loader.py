@@ -76,10 +76,12 @@ def batches(
 
     # Grain's threads read blocks ahead and keep their order. Its own checkpoints are not used: a row number is enough.
     firsts = grain.MapDataset.range(start_row, sys.maxsize if stop_row is None else stop_row, size)
+    # A thread makes one block at a time, so more threads than blocks ahead would be idle.
     options = grain.ReadOptions(min(data.num_workers, data.prefetch), data.prefetch)
     for first, block in zip(firsts, firsts.map(read).to_iter_dataset(options)):
         names = block[needed[0]]  # every row has the same columns, `place` among them if rows are dealt
         batch = {name: _place(block, name, shape, sharding) for name in names}
+        # int32, as jax has no int64 by default. Random bits only need rows of a step to have different numbers.
         number = ((first + np.arange(size).reshape(shape[:2])) % 2**31).astype(np.int32)
         batch["row"] = jax.make_array_from_callback(number.shape, row_sharding, number.__getitem__)
         yield first + size, batch
@@ -97,6 +99,7 @@ def _place(
 
     def part(index: Any) -> np.ndarray:
         micro_batches, rows = (range(size)[part] for size, part in zip(shape, index[:2]))
+        # Called for each device: replicas stack the same rows again, but these were read once.
         return np.stack([np.stack([block[i, j][name][index[2]] for j in rows]) for i in micro_batches])
 
     width = next(iter(block.values()))[name].shape[1:]

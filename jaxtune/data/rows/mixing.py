@@ -27,6 +27,7 @@ def mix(documents: Documents, entries: tuple[Dataset, ...], data: DataOptions) -
     if data.mixing == "concat" and data.samples_per_epoch is None:
         return documents
     ends = np.cumsum([len(part.units) - 1 for part in documents.parts])
+    # Chosen units are ascending until here, so the units of an entry are one range.
     groups = np.split(documents.chosen, np.searchsorted(documents.chosen, ends[:-1]))
     sizes = np.array([len(group) for group in groups])
     if data.mixing == "concat":
@@ -34,6 +35,8 @@ def mix(documents: Documents, entries: tuple[Dataset, ...], data: DataOptions) -
     elif entries[0].weight is not None:
         weights = np.array([entry.weight for entry in entries], np.float64)
     else:
+        # Temperature-scaled mixing of T5 (Raffel et al. 2020): at temperature 1 shares follow the sizes; the higher it
+        # is, the more equal they are.
         temperature = data.mixing_temperature
         weights = np.ones(len(sizes)) if temperature is None else np.maximum(sizes, 1) ** (1 / temperature)
     left = sizes > 0  # a small dataset may be held out whole
@@ -42,9 +45,13 @@ def mix(documents: Documents, entries: tuple[Dataset, ...], data: DataOptions) -
         ends = np.cumsum(weights * left) / np.sum(weights * left) * data.samples_per_epoch
         counts = np.diff(np.rint(ends), prepend=0).astype(int)
     else:
+        # sizes / weights is the length of the mixture at which a dataset is used up, up to a factor; the first or the
+        # last dataset decides.
         most = np.min if data.mixing == "interleave_under" else np.max
         counts = np.rint(weights * most((sizes / weights)[left])).astype(int)
+        # Rounding must not leave out a dataset that has units.
         counts = np.where(left, np.maximum(counts, 1), 0)
+    # np.resize begins again at the start of the array, so no unit occurs a second time before all have occurred once.
     drawn = [np.resize(_shuffle(group, data, i), count) for i, (group, count) in enumerate(zip(groups, counts))]
     # Units of a dataset are spread evenly over (0, 1), and the datasets are merged in this order.
     places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])

@@ -109,6 +109,7 @@ class Rows:
         dropped, targets = pieces.dropped.copy(), documents.targets.copy()
         for piece in () if labelled else np.flatnonzero(pieces.cut[pieces.document]):
             document = pieces.document[piece]
+            # A piece's targets are its tokens shifted by one: nothing predicts its first token.
             start = pieces.start[piece] + 1
             targets[document] = np.count_nonzero(documents.values("loss_weight", document, start, start + data.seq_len))
             kept[piece] = targets[document] > 0
@@ -132,6 +133,7 @@ class Rows:
             groups=documents.part_of[self._document[opens]] if data.shuffle_each else None,
         )
         self._planned = lru_cache(_PLANS_KEPT)(lambda epoch: self._check_bound(planned(epoch), max_documents_per_row))
+        # The first row of each planned epoch, and of the epoch after them.
         self._first_row = [0]
         self._lock = threading.Lock()
         self.stop = None if epochs is None else self.total(epochs)
@@ -231,6 +233,7 @@ class Rows:
 
     def with_column(self, column: Column, values: np.ndarray) -> "Rows":
         """Return the same rows with another column; `values` as in `Documents.with_column`."""
+        # A shallow copy shares the plans of the epochs, which do not depend on columns.
         other = copy.copy(self)
         other._documents, other._columns = self._documents.with_column(column, values), (*self._columns, column)
         return other
@@ -250,6 +253,8 @@ class Rows:
     def _check_bound(self, row_plan: RowPlan, most: int | None) -> RowPlan:
         """Return the plan. Raises UserError if one of its rows holds more than `most` documents."""
         if most is not None:
+            # Pieces before each parcel in the order of the plan; at the bounds of rows, the differences are the pieces
+            # of a row.
             pieces = np.append(0, np.cumsum(np.diff(self._parcels)[row_plan.order]))
             fullest = int(np.diff(pieces[row_plan.bounds]).max())
             if fullest > most:
@@ -268,6 +273,7 @@ class Rows:
             )
             for column in self._columns
         }
+        # From 1, because segment 0 is padding.
         for segment, (piece, begin, unit) in enumerate(self._place_pieces(parcels), start=1):
             self._put(row, piece, begin, segment, unit)
         return row
@@ -294,12 +300,14 @@ class Rows:
                 case "targets":
                     row["targets"][predicting] = tokens[1:]
                 case "positions":
+                    # Rotary positions begin at 0 in each piece, also in one that continues a document.
                     row["positions"][whole] = np.arange(length)
                 case "segment_ids":
                     row["segment_ids"][whole] = segment
                 case "unit_ids":
                     row["unit_ids"][whole] = unit
                 case "key_start":
+                    # The first key that a query sees: no document attends to another.
                     row["key_start"][whole] = begin
                 case "last":
                     row["last"][begin + length - 1] = True

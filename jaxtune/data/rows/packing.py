@@ -85,6 +85,7 @@ def cut_to_rows(
     units = np.arange(len(lengths) + 1) if units is None else units
     sizes = np.diff(units)
     together = np.repeat(sizes > 1, sizes)
+    # The documents of a unit share a row, so the unit is long or not as a whole.
     long = np.repeat(np.add.reduceat(lengths, units[:-1]), sizes) > seq_len
     if truncation in ("left", "right", "split") and (long & together).any():
         raise UserError(
@@ -132,11 +133,13 @@ def plan(
         groups: the group of each parcel. Groups come one after the other, each shuffled by itself.
     """
     order = stable_permutation(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths))
+    # A stable sort keeps the shuffled order inside each group.
     order = order if groups is None else order[np.argsort(groups[order], kind="stable")]
     if method is None:
         order = order if rows_per_step is None else _group_by_length(order, lengths, seed, epoch, rows_per_step)
         return RowPlan(order, np.arange(len(lengths) + 1))
     if method == "best_fit":
+        # A shuffled epoch has no order to preserve, so rows stay open without a bound.
         row = _best_fit(lengths[order].tolist(), seq_len, None if shuffle and groups is None else _OPEN_ROWS_IN_ORDER)
     elif method == "first_fit_decreasing":
         order = order[np.argsort(-lengths[order], kind="stable")]
@@ -146,6 +149,7 @@ def plan(
         ]  # otherwise the longest documents would be trained first
     else:
         row = _next_fit(lengths[order].tolist(), seq_len)
+    # Parcels row after row; inside a row they keep their order.
     order = order[np.argsort(row, kind="stable")]
     return RowPlan(order, np.concatenate([[0], np.cumsum(np.bincount(row))]))
 
@@ -179,6 +183,7 @@ def _group_by_length(
     begin = min(-epoch * count % rows_per_step, count)
     end = begin + (count - begin) // rows_per_step * rows_per_step
     pool = (np.arange(count) - begin) // (_STEPS_SORTED * rows_per_step)
+    # By pool, then by length: lexsort's last key comes first. Rows before `begin` are pool -1, so they stay in front.
     order = order[np.lexsort((lengths[order], pool))]
     steps = order[begin:end].reshape(-1, rows_per_step)
     return np.concatenate([order[:begin], steps[stable_permutation(len(steps), seed, epoch, 2)].ravel(), order[end:]])
@@ -233,12 +238,14 @@ def _first_fit(lengths: list[int], seq_len: int) -> Int64[np.ndarray, "parcels"]
         node = 1
         while node < leaves:
             node *= 2
+            # To the left child if any of its rows has room: this leads to the first row with room.
             node += free[node] < length
         result[i] = node - leaves
         free[node] -= length
         while node > 1:
             node //= 2
             most = max(free[2 * node], free[2 * node + 1])
+            # If this maximum stays the same, so do all above it.
             if free[node] == most:
                 break
             free[node] = most

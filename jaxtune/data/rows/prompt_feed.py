@@ -47,6 +47,7 @@ class PromptSet:
         """A hash of the prompts' tokens and of all columns, because rewards may read any column."""
         content = hashlib.sha256()
         for prompt in self.prompts:
+            # default=str, because columns may hold dates and other values that JSON has no type for.
             content.update(json.dumps([prompt.tokens, dict(prompt.sample)], sort_keys=True, default=str).encode())
         return content.hexdigest()
 
@@ -111,6 +112,7 @@ def open_prompts(config: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) 
     train, options = config.train, config.rollout
     completions = train.grad_accum_steps * train.micro_batch_size * data_shards(mesh)
     if completions % options.group_size:
+        # The smallest multiple of the steps with which a step has whole groups.
         least = train.grad_accum_steps * options.group_size // math.gcd(completions, options.group_size)
         raise UserError(
             f"a step has {completions} completions (train.micro_batch_size={train.micro_batch_size} times "
@@ -128,6 +130,7 @@ def open_prompts(config: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) 
 def open_prompt_sets(config: Config, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt] | None]:
     """Return training and validation prompts; None for the latter if the config has none. Raises as `read_prompts`."""
     data = config.data
+    # A prompt and its completion are trained in one row.
     most, skip = data.seq_len - config.rollout.max_new_tokens, data.on_bad_row == "skip"
     prompts = read_prompts(data.datasets, tokenizer, config.chat, most, skip)
     if data.eval_datasets:

@@ -48,6 +48,7 @@ def open_validation(config: Config, tokenizer: Tokenizer, vocabulary: int | None
     """
     data = config.data
     if data.eval_datasets:
+        # data.samples_per_epoch is the length of a training epoch; validation uses every document.
         whole, documents = dataclasses.replace(data, samples_per_epoch=None), {}
         for name in dict.fromkeys(entry.name or "" for entry in data.eval_datasets):
             entries = tuple(entry for entry in data.eval_datasets if (entry.name or "") == name)
@@ -140,5 +141,6 @@ def hold_out(documents: Documents, held_out: float, seed: int) -> tuple[Document
     # numpy guarantees that the raw stream of a bit generator never changes between versions; it does not for the
     # distributions derived from the stream.
     order = np.argsort(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(1,))).random_raw(count), kind="stable")
+    # Sorted, because `mix` expects ascending units, and without data.shuffle they are trained in this order.
     train, validation = (documents.chosen[np.sort(part)] for part in (order[held:], order[:held]))
     return dataclasses.replace(documents, chosen=train), dataclasses.replace(documents, chosen=validation)

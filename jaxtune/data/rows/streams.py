@@ -91,6 +91,8 @@ class Stream:
         data, labels = config.data, config.model.id2label
         entries = with_task_type(config, data.datasets)
         self._sources = [sources.open_source(entry, len(tokenizer), streaming=True) for entry in entries]
+        # The tokens are not known yet, so the key is made of everything that shapes them, as the name of a cache
+        # folder.
         shaping = hash_shaping(tokenizer, data.on_bad_row, labels, config.chat)
         names = [folder_name(source, entry, shaping) for source, entry in zip(self._sources, entries)]
         self.key = hashlib.sha256(" ".join(names).encode()).hexdigest()
@@ -177,6 +179,7 @@ class Stream:
             numbered.sort(key=lambda pair: pair[0])  # in the order in which the samples were drawn
             units += [unit for _, unit in numbered]
             tokens += sum(len(document.tokens) for _, unit in numbered for document in unit.documents)
+            # All datasets have ended once more without a usable sample: the loop would never fill a window.
             if not units and sum(reader.passes) > passes + len(self._sources):
                 raise UserError("data: no sample of the stream can be trained on")
         return units, skipped
@@ -204,6 +207,7 @@ class OpenStream:
                 # The next window is requested only when this one is taken: one window is made ahead.
                 self._kept.append(self._ahead.result())
                 self._ahead = self._thread.submit(next, self._windows)
+            # Threads of the loader may still read rows of earlier steps, so a window stays until no thread needs it.
             while self._kept[0].stop <= index - self._behind:
                 self._kept.popleft()
             window = next(window for window in self._kept if index < window.stop)
@@ -241,6 +245,7 @@ class _Reader:
                 # The dataset that is furthest behind its share: no random numbers, so that a place is enough to resume.
                 due = [(drawn + 0.5) / weight for drawn, weight in zip(self._drawn, self._weights)]
                 dataset = due.index(min(due))
+            # At most one iteration; the loop falls through if the dataset has ended.
             for item in self._open[dataset]:
                 self._read[dataset] += 1
                 self._drawn[dataset] += 1
@@ -260,6 +265,7 @@ class _Reader:
 
     def _iterate(self, dataset: int) -> Iterator[Any]:
         """Return the samples of a dataset that have not been read in this pass."""
+        # A resumed run reads past the samples before its place; sources need no random access.
         return itertools.islice(_items(self._sources[dataset]), self._read[dataset], None)
 
 

@@ -108,6 +108,7 @@ def read_scheme(folder: Path, described: Mapping[str, Any] | None = None) -> Sch
         name.removesuffix(f".{ending}")
         for name, source in sources.items()
         for ending, tensor in _tensors(options).items()
+        # Weights that are not quantized end in "weight" too; only the dtype tells them from codes.
         if name.endswith(f".{ending}") and (ending != "weight" or source.dtype in tensor.dtypes)
     }
     if not modules:
@@ -158,12 +159,14 @@ def read_quantized(
         sum(len(weights) for _, weights in targets.values()),
         scheme.options.format,
     )
+    # After the checks of the headers, because this reads the files from beginning to end.
     check_content(sources.values())
     chunk_bytes = choose_chunk_bytes(target for target, _ in leaves.values())
     read = {name: {} for name in targets}
     for (name, field), (target, parts) in leaves.items():
         read[name][field] = fill(target, parts, chunk_bytes)
     for name, (array, _) in targets.items():
+        # An offset is a number in the JSON, not a tensor that `fill` could read.
         if array.offset is not None:
             values = np.asarray(offsets[name], np.float32).reshape(array.offset.shape)
             read[name]["offset"] = jax.make_array_from_callback(values.shape, array.offset.sharding, values.__getitem__)
@@ -194,6 +197,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantOptions | None:
     """Return the options for a compressed-tensors format; None: the format is not supported."""
     if config.get("format") == "nvfp4-pack-quantized":
         return QuantOptions(format="nvfp4", block_size=16)
+    # With several groups, layers differ in format, and a Scheme has one.
     groups = config.get("config_groups")
     if config.get("format") != "pack-quantized" or not isinstance(groups, dict) or len(groups) != 1:
         return None
@@ -230,6 +234,7 @@ def convert_int4_codes(codes: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..
     compressed-tensors stores value + 8, the first in the low bits; QuantizedArray two's complement, the first in the
     high bits. The function is its own inverse.
     """
+    # Flipping the highest of four bits adds 8 modulo 16.
     return swap_codes(codes) ^ 0x88
 
 
@@ -342,6 +347,7 @@ def _check_header(folder: Path, options: QuantOptions, module: str, sources: Map
         shape = sources[codes].shape
         if len(shape) != 2:
             raise UserError(f"{sources[codes].file}: {codes} has shape {shape}; only matrices are quantized")
+        # Codes in an element of the file: two in a byte, eight in a 32-bit word.
         shape = (shape[0], shape[1] * {"nvfp4": 2, "int4": 8}.get(str(options.format), 1))
     misfit = format_of(options, "weight").misfit(shape)
     if misfit is not None:
@@ -365,6 +371,7 @@ class _Part:
     def rows(self, first: int, count: int, rest: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
         """Rows [first, first + count) and a part of the other dimensions. Raises UserError for an impossible value."""
         width = self.source.shape[0] // self.shape[0]  # file rows per row: 1, or a row's length if the file has a list
+        # Whole rows are read and columns cut after the reshape: in a list, columns of several rows are not one range.
         whole = tuple(slice(0, size) for size in self.source.shape[1:])
         stored = self.source.rows(first * width, count * width, whole).reshape(count, *self.shape[1:])
         try:
@@ -376,6 +383,8 @@ class _Part:
 def _part(name: str, tensor: _Tensor, shape: tuple[int, ...], sources: Mapping[str, TensorSource]) -> _Part:
     source, size = sources[name], math.prod(shape)
     if tensor.words:
+        # Words are little-endian and the first code is in the lowest bits, so the bytes hold the codes in order, two
+        # each.
         source = replace(source, shape=(*source.shape[:-1], 4 * source.shape[-1]), dtype="U8")
     if source.shape not in (((size,), (size, 1)) if tensor.flat else (shape,)):
         must = f"{size} elements" if tensor.flat else shape
@@ -389,6 +398,7 @@ def _read_state(name: str, sources: Mapping[str, TensorSource]) -> tuple[QuantOp
     if source.dtype != "U8" or len(source.shape) != 1 or source.shape[0] > _LARGEST_STATE:
         raise UserError(f"{source.file}: {name} is {source.dtype} {source.shape}; it must be a few bytes of JSON")
     try:
+        # The file may come from anybody, so each field may be missing or of another type.
         state = json.loads(source.rows(0, source.shape[0], ()).tobytes())
         kind, block_size, (rows, columns) = state["quant_type"], state["blocksize"], state["shape"]
         offset = float(state["nested_offset"]) if "nested_offset" in state else None
@@ -420,6 +430,7 @@ def _checked_offset(
         )
     tables = {"quant_map": np.asarray(ELEMENTS[array.elements].values, np.float32)}
     if options.double_quant:
+        # Kernels have these tables built in, so codes of another table would decode to wrong values.
         tables["nested_quant_map"] = DYNAMIC_MAP
     for ending, table in tables.items():
         name = f"{module}.weight.{ending}"

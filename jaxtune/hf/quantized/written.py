@@ -74,6 +74,7 @@ def quantize(tensors: Iterable[OutputTensor], kind: str, chosen: Collection[str]
         groups.setdefault(shared, []).append(tensor)
 
     def value(group: Sequence[OutputTensor], name: str, ending: str) -> np.ndarray:
+        # The writer asks in the order of the file. Neighbours from one group need only one quantization.
         if name not in last:
             last.clear()
             last.update(_quantize_group(group, format))
@@ -85,6 +86,7 @@ def quantize(tensors: Iterable[OutputTensor], kind: str, chosen: Collection[str]
                 yield tensor
                 continue
             module = tensor.name.removesuffix(".weight")
+            # Only shapes and dtypes, for the header; the weight itself is read when its tensors are written.
             arrays = jax.eval_shape(lambda weight: _arrays(kind, format.quantize(weight)), _abstract(tensor))
             for ending, array in arrays.items():
                 get = partial(value, group, tensor.name, ending)
@@ -104,6 +106,7 @@ def _quantize_group(group: Sequence[OutputTensor], format: Format) -> dict[str, 
         if not np.isfinite(weight.astype(np.float32)).all():
             raise UserError(f"{tensor.name} holds NaN or infinite values, so it cannot be quantized")
     whole = weights[0] if len(weights) == 1 else np.concatenate(weights)
+    # Replicated, so that the result can be copied to this host whole.
     everywhere = jax.NamedSharding(jax.sharding.get_mesh(), jax.P())
     array = jax.tree.map(np.asarray, format.make(jax.device_put(whole, everywhere), (None, None)))
     if len(group) == 1:
@@ -132,6 +135,7 @@ def _arrays(kind: str, array: QuantizedArray) -> dict[str, Any]:
                 "weight_scale": block_scales,
                 "weight_global_scale": 1 / array.outer_scales,  # compressed-tensors stores a divisor
             }
+    # Four bytes with eight codes are one little-endian word.
     return {"weight_packed": convert_int4_codes(codes).view(jnp.int32), "weight_scale": scales}
 
 
@@ -142,6 +146,7 @@ def _constants(kind: str, tensor: OutputTensor) -> dict[str, Shaped[np.ndarray, 
         return {"weight_shape": np.asarray(shape, np.int64)}
     if kind != "nf4":
         return {}
+    # The fields that bitsandbytes' QuantState.from_dict reads, without those of nested scales.
     state = {
         "quant_type": kind,
         "blocksize": SCHEMES[kind].block_size,
@@ -189,5 +194,6 @@ def quantization_config(kind: str, dtype: str, others: Sequence[str]) -> Mapping
         "format": _COMPRESSED_TENSORS[kind],
         "quantization_status": "compressed",
         "config_groups": {"group_0": scheme | {"format": _COMPRESSED_TENSORS[kind]}},
+        # A name that ends in .experts is a module of many layers, so a regular expression matches them.
         "ignore": [rf"re:{re.escape(name)}\..*" if name.endswith(".experts") else name for name in others],
     }

@@ -75,6 +75,8 @@ def through_experts(
     tokens, active, parts = x.shape[0] * x.shape[1], chosen.shape[2], shards(axes, jax.sharding.get_abstract_mesh())
     most = tokens * min(active, local_experts)  # rows for one device at most: a token goes to an expert once
     size = min(most, math.ceil(factor * tokens * active / parts))
+    # Rows n * size to (n + 1) * size go to device n, and arrive in the order of senders. The exchange is its own
+    # inverse, so it also takes results back.
     exchanged = partial(jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
     # Gradients of parameters that other axes replicate are summed over these axes. Done here, the sum happens once and
     # outside the rounds; inside, not all devices would take part, because their numbers of rounds may differ.
@@ -96,6 +98,7 @@ def through_experts(
     total = run_round(0, leaves, items)
     if size == most:  # the first round has room for every item
         return total
+    # The same number on all devices: a device with fewer rounds would leave the others waiting in the all-to-all.
     rounds = jax.lax.pmax(-(-items.count.max() // size), axes)
     return _with_further_rounds(run_round, total, rounds, leaves, items)
 
@@ -118,6 +121,7 @@ def _rows(items: Items, number: Array | int, size: int) -> tuple[Int[Array, " m"
     """
     # Round n has the items with places n * size to (n + 1) * size - 1 of each device.
     place = number * size + jnp.arange(size, dtype=jnp.int32)
+    # Places past the count of a device read items of the next one; the line below replaces them.
     item_of = jnp.take(items.order, items.first[:, None] + place, mode="clip")
     item_of = jnp.where(place < items.count[:, None], item_of, len(items.order)).reshape(-1)
     row_of = jnp.where(items.place // size == number, items.device * size + items.place % size, len(item_of))

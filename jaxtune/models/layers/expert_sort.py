@@ -48,6 +48,7 @@ def _from_rows(y: Array, item_of: Array, row_of: Array, weights: Array) -> Array
 def _from_rows_backward(residuals: tuple, d_out: Array) -> tuple[Array, None, None, Array]:
     y, item_of, row_of, weights = residuals
     d_weights = (_rows_of_tokens(y, row_of, weights.shape[:2]) * d_out[:, :, None]).sum(-1)
+    # Rows without an item get weight 0, and with it a gradient of 0.
     of_rows = jnp.take(weights.reshape(-1), item_of, mode="fill", fill_value=0)[:, None]
     d_rows = to_rows(d_out, item_of // weights.shape[2], row_of) * of_rows
     return d_rows.astype(y.dtype), None, None, d_weights

@@ -40,6 +40,7 @@ class LatentAttention(nnx.Module):
         if latent.query_rank is None:
             self.q = linear("q", queries, spec.hidden, "heads", "embed")
         else:
+            # A latent is not sharded, because its norm needs all features.
             self.q_down = linear("q_down", latent.query_rank, spec.hidden, None, "embed")
             self.q_norm = NormLayer(latent.query_rank, LATENT_NORM)
             self.q_up = linear("q_up", queries, latent.query_rank, "heads", None)
@@ -60,6 +61,7 @@ class LatentAttention(nnx.Module):
         else:
             q, kv = run_linears([self.q_down, self.kv_down], x, call)
             q = self.q_up(self.q_norm(q), call)
+        # The last features of kv_down are the rotated key that all heads share. It has neither a norm nor an expansion.
         kv, key = jnp.split(kv, [latent.rank], axis=-1)
         kv = self.kv_up(self.kv_norm(kv), call)
         # kv_up's rows are, head by head, the key's features without rope and then the value's.

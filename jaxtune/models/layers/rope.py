@@ -26,12 +26,15 @@ class Rotation(NamedTuple):
 def rotation(rope: Rope, head_dim: int, positions: Int[Array, "b s"]) -> Rotation:
     """Compute the rotation of each token, once per batch. Matches transformers' modeling_rope_utils."""
     frequencies, magnitude = _frequencies(rope, int(head_dim * rope.fraction), positions)
+    # bfloat16 has no odd integers above 256, so neighbours would get the same angle.
     positions = positions[..., None].astype(jnp.float32)
     angles = positions * frequencies
+    # Pairs are neighbours (0, 1), (2, 3), ... if interleaved, else feature n and n + r / 2, as in GPT-NeoX.
     angles = jnp.repeat(angles, 2, axis=-1) if rope.interleaved else jnp.concatenate([angles, angles], axis=-1)
     angles = angles[:, :, None, :]
     scale = None
     if rope.query_growth:
+        # transformers' get_llama_4_attn_scale, with which long contexts do not flatten the softmax.
         scale = 1 + rope.query_growth * jnp.log1p(positions // rope.original_positions)[..., None]
     return Rotation(jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude, scale)
 
@@ -39,6 +42,7 @@ def rotation(rope: Rope, head_dim: int, positions: Int[Array, "b s"]) -> Rotatio
 @jax.named_scope("rope")
 def rotate(x: Float[Array, "b s h d"], rope: Rope, rotation: Rotation) -> Float[Array, "b s h d"]:
     """Rotate the first features of each head in pairs."""
+    # Rotated in the dtype of the model, as in transformers.
     cos, sin = rotation.cos.astype(x.dtype), rotation.sin.astype(x.dtype)
     x, rest = jnp.split(x, [cos.shape[-1]], axis=-1)
     # Rotation of a pair (low, high) by an angle: (low cos - high sin, high cos + low sin).
@@ -60,6 +64,7 @@ def _frequencies(rope: Rope, head_dim: int, positions: Array) -> tuple[Array, fl
     if rope.kind == "default":
         return jnp.asarray(base), 1.0
     if rope.kind == "linear":
+        # Position interpolation (Chen et al. 2023): the same angles as with positions divided by the factor.
         return jnp.asarray(base / rope.factor), 1.0
     if rope.kind == "llama3":
         return jnp.asarray(_llama3(rope, base)), 1.0
@@ -74,6 +79,7 @@ def _frequencies(rope: Rope, head_dim: int, positions: Array) -> tuple[Array, fl
 
 def _llama3(rope: Rope, base: np.ndarray) -> np.ndarray:
     """Scale as Llama 3.1: divide low frequencies by the factor, keep high ones, with a ramp in between."""
+    # Wavelengths are in positions, so they compare with the original context.
     wavelength = 2 * np.pi / base
     longest = rope.original_positions / rope.low_frequency_factor
     shortest = rope.original_positions / rope.high_frequency_factor
@@ -89,12 +95,16 @@ def _yarn(rope: Rope, base: np.ndarray, head_dim: int) -> np.ndarray:
     """Scale as YaRN (Peng et al. 2023): interpolate slow dimensions, keep fast ones, with a ramp in between."""
 
     def dimension(rotations: float) -> float:
+        # The pair of features that turns `rotations` times over the original context, as a fraction (YaRN, section
+        # 3.2).
         return head_dim * math.log(rope.original_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    # gpt-oss does not round the bounds of the ramp.
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
+    # 0.001 as in transformers: equal bounds make the ramp a step, not NaN.
     ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low if high != low else 0.001)
     keep = 1 - np.clip(ramp, 0, 1)
     return (base / rope.factor * (1 - keep) + base * keep).astype(np.float32)
@@ -104,5 +114,6 @@ def _yarn_magnitude(rope: Rope) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
+        # DeepSeek multiplies the scale of the softmax by magnitude(mscale_all_dim)^2, so it is divided out here.
         return rope.magnitude(rope.mscale) / rope.magnitude(rope.mscale_all_dim)
     return rope.magnitude(1.0)

@@ -61,9 +61,12 @@ class Router(nnx.Module):
         logits = logits.astype(jnp.float32)
         scores = jax.nn.sigmoid(logits) if options.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
         chosen = jax.lax.top_k(self._rank(scores), options.active)[1]
+        # The correction decides only which experts are chosen; weights come from the scores without it (DeepSeek-V3,
+        # 2.1.2).
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if options.normalized:
             weights /= weights.sum(-1, keepdims=True) + TINY
+        # Sigmoid scores do not sum to 1, and balancing losses need a distribution over experts.
         probability = scores if options.scores == "softmax" else scores / (scores.sum(-1, keepdims=True) + TINY)
         return Routing(probability, chosen, weights * options.scale, jax.nn.logsumexp(logits, axis=-1))
 
@@ -74,6 +77,7 @@ class Router(nnx.Module):
             scores += jax.reshard(self.correction.get_value(), P())
         if options.groups == 1:
             return scores
+        # DeepSeek-V3's node-limited routing: a token uses experts of few groups, and there a group is on one node.
         by_group = scores.reshape(*scores.shape[:2], options.groups, -1)
         best = jax.lax.top_k(by_group, 2)[0].sum(-1)  # a group's score: the sum of its best two experts' scores
         last = jax.lax.top_k(best, options.active_groups)[0][..., -1:]
