@@ -12,8 +12,7 @@ from jaxtune.models.decoder import Parameters
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards
-from jaxtune.precision.recipes import recipe_of
-from jaxtune.training.assembly import Program, call_of, task_of
+from jaxtune.training.assembly import Program, forward_of, task_of
 from jaxtune.training.step import make_eval_step
 from jaxtune.weights.model import Model
 
@@ -83,8 +82,8 @@ def _reported_sets(sets: Collection[str]) -> list[str]:
 
 def _step(config: Config, model: Model) -> tuple[Objective, Callable[..., Sums]]:
     """Return the objective a model is evaluated by, and the evaluation step."""
-    recipe, task = recipe_of(config.precision, model.linears), task_of(model, config)
-    return task, make_eval_step(model.graph, task, recipe, call_of(config, recipe)._replace(remat="none"))
+    task = task_of(model, config)
+    return task, make_eval_step(forward_of(config, model), task)
 
 
 def _means(total: Sums, task: Objective) -> dict[str, float]:

@@ -38,18 +38,16 @@ from jaxtune.host.run_folder import RunFolder
 from jaxtune.inference.answers import open_model
 from jaxtune.inference.generation import Generate, collect_completions, make_generate, make_stop_test, stop_tokens
 from jaxtune.models.decode import Sampling
-from jaxtune.models.decoder import Parameters, bind
-from jaxtune.models.score import Batch, score
+from jaxtune.models.decoder import Parameters
+from jaxtune.models.score import Batch, ScoreOptions, score
 from jaxtune.objectives.document_sums import sum_documents
 from jaxtune.parallel.layout import RULES, P, by_token, shards
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.options import PrecisionOptions
-from jaxtune.precision.recipes import PrecisionRecipe, recipe_of
 from jaxtune.tokenizer_type import Tokenizer
-from jaxtune.training.assembly import call_of
+from jaxtune.training.assembly import forward_of
 from jaxtune.training.memory import explain_out_of_memory
-from jaxtune.training.step import prepare_weights
-from jaxtune.weights.model import Model
+from jaxtune.training.step import Forward
 
 try:
     from lm_eval import evaluator
@@ -296,8 +294,9 @@ class DecoderLM(TemplateLM):
         # Per device, or per group of devices that share rows.
         rows = config.eval.micro_batch_size or config.train.micro_batch_size
         self._tokens_at_once = rows * config.data.seq_len
-        self._recipe = recipe_of(config.precision, opened.model.linears)
-        self._step = jax.jit(_make_score(config, opened.model, self._recipe), compiler_options=compiler_options(config))
+        forward = forward_of(config, opened.model)
+        self._recipe = forward.recipe
+        self._step = jax.jit(_make_score(forward), compiler_options=compiler_options(config))
         self._generate = cache(self._make_generate)  # compiled once for all tasks with the same options
 
     @property
@@ -521,20 +520,16 @@ def _sampling(options: Mapping[str, Any]) -> Sampling:
     return Sampling(temperature=float(options.get("temperature", 0.0)), **known)
 
 
-def _make_score(
-    config: Config, model: Model, recipe: PrecisionRecipe
-) -> Callable[[Parameters, Parameters, Batch], Float[Array, "rows 2"]]:
+def _make_score(forward: Forward) -> Callable[[Parameters, Parameters, Batch], Float[Array, "rows 2"]]:
     """Return a function (trained, frozen, batch of one micro-batch) -> log-probability sum and greedy hits of each row.
 
     The result is replicated on every device. A row holds one document.
     """
-    call = call_of(config, recipe)._replace(remat="none")
+    score_hits = partial(score, options=ScoreOptions(hits=True))
 
     def step(trained: Parameters, frozen: Parameters, batch: Batch) -> Array:
         micro = jax.tree.map(lambda column: column[0], batch)
-        weights_of, _ = prepare_weights(recipe.linears, trained, frozen, {}, jnp.zeros((), jnp.int32))
-        with jax.default_matmul_precision(recipe.matmul_precision):
-            scores = score(bind(model.graph, weights_of(trained, {})), micro, call, hits=True)
+        scores = forward.run(score_hits, forward.bind(trained, frozen), micro)
         assert scores.hits is not None
         columns = (scores.log_prob, scores.hits.astype(jnp.float32))
         sums = [sum_documents(column, micro["segment_ids"], 1) for column in columns]

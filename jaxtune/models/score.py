@@ -55,6 +55,25 @@ class LabelScores(NamedTuple):
     sums: Mapping[str, Array]
 
 
+class ScoreOptions(NamedTuple):
+    """The scores that an objective needs.
+
+    Attributes:
+        z_loss: weight of the penalty z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311).
+        label_smoothing: share of the target that `Scores.loss` spreads over the vocabulary (arXiv:1512.00567), as in
+            torch's cross_entropy.
+        divergence: the divergence from a teacher to compute, from the columns teacher_tokens and teacher_log_probs.
+        temperature: divides all logits.
+        hits: whether to compute `Scores.hits`.
+    """
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    divergence: Divergence | None = None
+    temperature: float = 1.0
+    hits: bool = False
+
+
 Hidden = tuple[Float[Array, "b s d"], Mapping[str, Array]]  # hidden states for the head, and the sums that layers emit
 
 
@@ -63,51 +82,43 @@ def score(
     batch: Batch,
     call: ForwardOptions,
     hidden: Hidden | None = None,
+    options: ScoreOptions = ScoreOptions(),
     *,
     head_gradient: bool = False,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-    divergence: Divergence | None = None,
-    temperature: float = 1.0,
-    hits: bool = False,
 ) -> Scores:
     """Return the scores of a batch of packed rows, whose columns are (rows, positions).
 
     Args:
         decoder, batch, call: the model, the batch, and how the forward pass is computed.
         hidden: `hidden_states` of the batch, if already computed.
+        options: the scores that are needed.
         head_gradient: whether the head is trained; if not, its gradient is zero and costs nothing.
-        z_loss: weight of the penalty z_loss * logsumexp(logits)^2 (PaLM, arXiv:2204.02311).
-        label_smoothing: share of the target that `loss` spreads over the vocabulary (arXiv:1512.00567), as in torch's
-            cross_entropy.
-        divergence: the divergence from a teacher to compute, from the columns teacher_tokens and teacher_log_probs.
-        temperature: divides all logits.
-        hits: whether to compute `Scores.hits`.
 
     Raises:
         UserError: for label_smoothing or a temperature if the model caps its logits.
     """
     states, sums = hidden_states(decoder, batch, call) if hidden is None else hidden
     with jax.named_scope("head"):
-        if temperature != 1:
+        if options.temperature != 1:
             if decoder.spec.logit_cap is not None:
                 raise UserError(f"rollout.temperature: the logits of a {decoder.spec.family} are capped; leave it at 1")
             # Logits are linear in the states, so dividing the states divides the logits.
-            states /= jnp.asarray(temperature, states.dtype)
+            states /= jnp.asarray(options.temperature, states.dtype)
         head = gather(decoder.head_weight.astype(call.dtype))
         from_teacher = right = None
-        if hits:  # a second product with the head, which an evaluation can afford
-            tokens, _ = likeliest(decoder, states, call.dtype, 1, decoder.spec.vocabulary, temperature)
+        if options.hits:  # a second product with the head, which an evaluation can afford
+            tokens, _ = likeliest(decoder, states, call.dtype, 1, decoder.spec.vocabulary, options.temperature)
             right = (tokens[..., 0] == batch["targets"]) & (batch["loss_weight"] != 0)
-        if divergence is None:
-            log_prob, loss = _cross_entropy(decoder, states, head, batch, z_loss, head_gradient)
+        if options.divergence is None:
+            log_prob, loss = _cross_entropy(decoder, states, head, batch, options.z_loss, head_gradient)
         else:
-            nll, from_teacher = score_with_divergence(decoder, states, head, batch, divergence, z_loss, head_gradient)
+            how = options.divergence, options.z_loss, head_gradient
+            nll, from_teacher = score_with_divergence(decoder, states, head, batch, *how)
             log_prob, loss = -nll, nll * batch["loss_weight"]
-        if label_smoothing:
+        if options.label_smoothing:
             head = head if head_gradient else jax.lax.stop_gradient(head)
             excess = _above_mean(decoder, states, head, batch["targets"])
-            loss += label_smoothing * excess * batch["loss_weight"]
+            loss += options.label_smoothing * excess * batch["loss_weight"]
     return Scores(log_prob, loss, sums, divergence=from_teacher, hits=right)
 
 

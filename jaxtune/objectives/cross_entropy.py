@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jaxtune.models.score import Batch, Scores
+from jaxtune.models.score import Batch, ScoreOptions, Scores
 from jaxtune.objectives.objective import Objective, Sums
 
 
@@ -12,12 +12,12 @@ def cross_entropy(z_loss: float = 0.0, label_smoothing: float = 0.0) -> Objectiv
     It is a sum divided by the number of tokens with a loss_weight. label_smoothing: the share of a target that is
     spread over the vocabulary.
     """
-    return Objective(_sums, z_loss=z_loss, label_smoothing=label_smoothing)
+    return Objective(_sums, score=ScoreOptions(z_loss, label_smoothing))
 
 
 def token_accuracy() -> Objective:
     """Return next-token cross-entropy for evaluation, with the metric token_accuracy."""
-    return Objective(_with_accuracy, hits=True)
+    return Objective(_with_accuracy, score=ScoreOptions(hits=True))
 
 
 def _sums(scores: Scores, batch: Batch) -> Sums:

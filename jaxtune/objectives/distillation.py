@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxtune.columns import NEXT_TOKEN, teacher_columns
 from jaxtune.models.divergence import Divergence
-from jaxtune.models.score import Batch, Scores
+from jaxtune.models.score import Batch, ScoreOptions, Scores
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.objectives.options import DistillOptions
 
@@ -22,9 +22,7 @@ def distillation(options: DistillOptions, z_loss: float = 0.0, label_smoothing: 
     return Objective(
         partial(_sums, options.weight),
         (*NEXT_TOKEN, *teacher_columns(options.top_k)),
-        z_loss=z_loss,
-        label_smoothing=label_smoothing,
-        divergence=divergence,
+        score=ScoreOptions(z_loss, label_smoothing, divergence),
     )
 
 

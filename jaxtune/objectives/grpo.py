@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from jaxtune.columns import ADVANTAGE, NEXT_TOKEN, OLD_LOG_PROB
-from jaxtune.models.score import Batch, Scores
+from jaxtune.models.score import Batch, ScoreOptions, Scores
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.objectives.options import GrpoOptions
 
@@ -31,7 +31,7 @@ def grpo(options: GrpoOptions, max_new_tokens: int, temperature: float = 1.0) ->
     columns = (*NEXT_TOKEN, ADVANTAGE, *([OLD_LOG_PROB] if options.iterations > 1 else []))
     counts = "target_tokens" if options.loss == "dapo" else "completions"
     sums, compares = partial(_sums, options, max_new_tokens), options.beta > 0
-    return Objective(sums, columns, compares, temperature=temperature, counts=counts)
+    return Objective(sums, columns, compares, ScoreOptions(temperature=temperature), counts=counts)
 
 
 def _sums(options: GrpoOptions, max_new_tokens: int, scores: Scores, batch: Batch) -> Sums:

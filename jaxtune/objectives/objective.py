@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Num
 
 from jaxtune.columns import NEXT_TOKEN, Column
-from jaxtune.models.divergence import Divergence
+from jaxtune.models.score import ScoreOptions
 
 
 class Sums(NamedTuple):
@@ -35,20 +35,16 @@ class Objective:
         loss: (scores, micro-batch) -> sums; the scores are `LabelScores` for a classifier, else `Scores`.
         columns: columns of the batch that it reads.
         reference: whether scores must also have the log-probabilities of the base model without adapters.
-        z_loss, label_smoothing, divergence, temperature, hits: arguments of `models.score.score`.
+        score: options of the scores.
         counts: name of the metric under which a step reports the weight.
     """
 
     loss: Callable[..., Sums]
     columns: tuple[Column, ...] = NEXT_TOKEN
     reference: bool = False
-    z_loss: float = 0.0
-    label_smoothing: float = 0.0
-    divergence: Divergence | None = None
-    temperature: float = 1.0
-    hits: bool = False
+    score: ScoreOptions = ScoreOptions()
     counts: str = "target_tokens"
 
     def __post_init__(self):
-        if self.reference and self.z_loss:
+        if self.reference and self.score.z_loss:
             raise ValueError("z_loss cannot be used with a reference: log_prob would include the penalty")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float64
@@ -34,8 +33,9 @@ from jaxtune.inference.generation import (
     stop_tokens,
 )
 from jaxtune.models.decode import Sampling
-from jaxtune.models.decoder import Parameters, bind
-from jaxtune.models.score import Batch, score
+from jaxtune.models.decoder import Decoder, Parameters
+from jaxtune.models.forward_options import ForwardOptions
+from jaxtune.models.score import Batch, ScoreOptions, score
 from jaxtune.monitor.metrics import cut
 from jaxtune.objectives.grpo import advantages
 from jaxtune.parallel import multihost
@@ -43,9 +43,8 @@ from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import recipe_of
 from jaxtune.rollout import completion_server
 from jaxtune.rollout.rewards import Reward, rewards_of, total
-from jaxtune.training.assembly import Program, call_of
+from jaxtune.training.assembly import Program, forward_of
 from jaxtune.training.state import State
-from jaxtune.training.step import prepare_weights
 from jaxtune.weights.model import Model
 
 log = logging.getLogger("jaxtune")
@@ -347,17 +346,12 @@ def _make_scored(config: Config, model: Model) -> Callable[[Parameters, Paramete
 
     They are of the policy that sampled the completions, for the importance ratio of later iterations.
     """
-    recipe = recipe_of(config.precision, model.linears)
-    call = call_of(config, recipe)._replace(remat="none")  # without a backward pass nothing is rematerialised
+    forward, options = forward_of(config, model), ScoreOptions(temperature=config.rollout.temperature)
+
+    def score_all(decoder: Decoder, batch: Batch, call: ForwardOptions) -> Array:
+        return jax.lax.map(lambda micro: score(decoder, micro, call, options=options).log_prob, batch)
 
     def scored(trained: Parameters, frozen: Parameters, batch: Batch) -> Array:
-        weights_of, _ = prepare_weights(recipe.linears, trained, frozen, {}, jnp.zeros((), jnp.int32))
-
-        def of_micro_batch(_: None, micro: Batch) -> tuple[None, Array]:
-            with jax.default_matmul_precision(recipe.matmul_precision):
-                decoder = bind(model.graph, weights_of(trained, {}))
-                return None, score(decoder, micro, call, temperature=config.rollout.temperature).log_prob
-
-        return jax.lax.scan(of_micro_batch, None, batch)[1]
+        return forward.run(score_all, forward.bind(trained, frozen), batch)
 
     return scored

@@ -150,74 +150,49 @@ def train(
     Raises:
         UserError: train.max_bad_steps steps in a row changed nothing.
     """
-    pending: tuple[Position, Any] | None = None
-    last, total_steps = 0.0, len(rates)
-
-    def report() -> None:
-        nonlocal pending, last, state
-        if pending is not None:
-            (at, results), pending = pending, None
-            metrics = jax.device_get(results)
-            absent = metrics.pop("absent", {})
-            values = {name: value.item() for name, value in metrics.items() if not absent.get(name)}
-            values["learning_rate"] = float(rates[at.step - 1]) * values.pop("rate_factor", 1.0)
-            now = arrivals.next()
-            seconds, last = now - last, now
-            _report(watch, position, at, values, seconds, config.train.max_bad_steps)
-            if roll_back is not None and values.get("spike"):
-                state = roll_back(state)
-                last = time.perf_counter()
-
-    def run(task: Task) -> None:
-        with watch.goodput.measure("step"):
-            report()
-        with watch.goodput.measure(task.name):
-            task.run(state, position)
-
-    for task in tasks:
-        if task.name in position.put_off:
-            run(task)
-    last = time.perf_counter()
-    with contextlib.closing(_Arrivals()) as arrivals:
+    reporter, total_steps = _Reporter(config, position, rates, watch, roll_back), len(rates)
+    measure = watch.goodput.measure
+    with contextlib.closing(reporter.arrivals):
+        for task in tasks:
+            if task.name in position.put_off:
+                state = reporter.run(task, state)
         while position.step < total_steps and not position.ended:
             try:
-                with watch.goodput.measure("data wait"):
+                with measure("data wait"):
                     after, batch = next(batches)
-                with watch.goodput.measure("step"):
+                with measure("step"):
                     watch.profiler.before_step()
                     state, results = train_step(state, frozen, batch, rates[position.step])
             except UserError:  # from the data or a reward; report the step before, which has finished
-                report()
+                reporter.report(state)
                 raise
-            with watch.goodput.measure("step"):
-                arrivals.watch(results)
+            with measure("step"):
+                reporter.arrivals.watch(results)
                 watch.profiler.after_step(results)
-                report()
+                state = reporter.report(state)
                 request = watch.stop.agree(bool(watch.plugins.ending))
             moment = StepInfo(position.step + 1, watch.epoch(after), watch.epoch(position.feed))
             position.step, position.feed, position.put_off = moment.step, after, ()
             # A copy, because `position` has advanced by the time the results are reported.
-            pending = dataclasses.replace(position), results
+            reporter.pending = dataclasses.replace(position), results
             if roll_back is not None:  # before the next step, which must not start from the weights of a spike
-                with watch.goodput.measure("step"):
-                    report()
+                with measure("step"):
+                    state = reporter.report(state)
             if request is StopReason.END:
                 position.ended = watch.plugins.ending or "a plugin of another process requested it"
             stopping = request is StopReason.STOP
             for task in tasks:
-                ending = position.step == total_steps or position.ended
+                ending = position.step == total_steps or bool(position.ended)
                 if not (task.due(moment) or (task.at_end and ending) or (task.at_stop and stopping)):
                     continue
                 if stopping and not ending and not task.at_stop:
                     position.put_off += (task.name,)
                 else:
-                    run(task)
-                    last = time.perf_counter()
+                    state = reporter.run(task, state)
             if stopping:
                 break
-        with watch.goodput.measure("step"):
-            report()
-    return state
+        with measure("step"):
+            return reporter.report(state)
 
 
 class _Arrivals:
@@ -252,6 +227,46 @@ class _Arrivals:
             # Do not keep the arrays alive while this thread waits for the next step.
             del results
             self._times.put(time.perf_counter())
+
+
+@dataclass
+class _Reporter:
+    """Reports a step after the next one is dispatched; the fields without a comment are arguments of `train`."""
+
+    config: Config
+    position: Position
+    rates: Float32[np.ndarray, " steps"]
+    watch: Watch
+    roll_back: Callable[[State], State] | None
+    pending: tuple[Position, Any] | None = None  # the position after a step, and its results, to be reported
+    last: float = dataclasses.field(default_factory=time.perf_counter)  # when results arrived, or a task was done
+    arrivals: _Arrivals = dataclasses.field(default_factory=_Arrivals)
+
+    def report(self, state: State) -> State:
+        """Report the pending step, if there is one, once its results are there; return the state to continue with."""
+        if self.pending is None:
+            return state
+        (at, results), self.pending = self.pending, None
+        metrics = jax.device_get(results)
+        absent = metrics.pop("absent", {})
+        values = {name: value.item() for name, value in metrics.items() if not absent.get(name)}
+        values["learning_rate"] = float(self.rates[at.step - 1]) * values.pop("rate_factor", 1.0)
+        now = self.arrivals.next()
+        seconds, self.last = now - self.last, now
+        _report(self.watch, self.position, at, values, seconds, self.config.train.max_bad_steps)
+        if self.roll_back is not None and values.get("spike"):
+            state = self.roll_back(state)
+            self.last = time.perf_counter()
+        return state
+
+    def run(self, task: Task, state: State) -> State:
+        """Report the pending step and run a task; return the state to continue with."""
+        with self.watch.goodput.measure("step"):
+            state = self.report(state)
+        with self.watch.goodput.measure(task.name):
+            task.run(state, self.position)
+        self.last = time.perf_counter()
+        return state
 
 
 def _report(

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxtune import data, hf
@@ -17,16 +16,14 @@ from jaxtune.columns import REFERENCE
 from jaxtune.config.schema import Config
 from jaxtune.data.rows.splits import cache_folder
 from jaxtune.host.process import compiler_options
-from jaxtune.models.decoder import Parameters, bind
+from jaxtune.models.decoder import Parameters
 from jaxtune.models.score import Batch, score
 from jaxtune.objectives.document_sums import sum_documents
 from jaxtune.objectives.preference import preference
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import data_shards
-from jaxtune.precision.recipes import recipe_of
 from jaxtune.scoring.memmap_cache import load_or_compute
-from jaxtune.training.assembly import call_of
-from jaxtune.training.step import prepare_weights
+from jaxtune.training.assembly import forward_of
 from jaxtune.weights.model import Model
 from jaxtune.weights.values import read_reference, start_parameters
 
@@ -86,14 +83,11 @@ def _scores(config: Config, model: Model, mesh: jax.sharding.Mesh, rows: data.Ro
 
 def _make_step(config: Config, model: Model) -> Callable[[Parameters, Parameters, Batch], jax.Array]:
     """Return (trained, frozen, batch of one micro-batch) -> sums of each row's documents, on every device."""
-    recipe = recipe_of(config.precision, model.linears)
-    call = call_of(config, recipe)._replace(remat="none")  # without a backward pass nothing is rematerialised
+    forward = forward_of(config, model)
 
     def step(trained: Parameters, frozen: Parameters, batch: Batch) -> jax.Array:
         micro = jax.tree.map(lambda column: column[0], batch)
-        weights_of, _ = prepare_weights(recipe.linears, trained, frozen, {}, jnp.zeros((), jnp.int32))
-        with jax.default_matmul_precision(recipe.matmul_precision):
-            scores = score(bind(model.graph, weights_of(trained, {})), micro, call)
+        scores = forward.run(score, forward.bind(trained, frozen), micro)
         most = max(2, micro["tokens"].shape[1] // 2)  # a document has two tokens at least
         return jax.reshard(sum_documents(-scores.loss, micro["segment_ids"], most), P())
 

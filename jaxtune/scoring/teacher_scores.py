@@ -19,18 +19,18 @@ from jaxtune.config.schema import Config, MemoryOptions
 from jaxtune.data.rows.splits import cache_folder
 from jaxtune.errors import UserError
 from jaxtune.host.process import compiler_options
-from jaxtune.models.decoder import Parameters, bind
+from jaxtune.models.decoder import Decoder, Parameters
 from jaxtune.models.divergence import likeliest
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.options import ExpertsOptions
 from jaxtune.models.score import Batch, hidden_states
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.options import PrecisionOptions
-from jaxtune.precision.recipes import recipe_of
 from jaxtune.quant.options import QuantOptions
 from jaxtune.scoring.memmap_cache import load_or_compute
 from jaxtune.tokenizer_type import Tokenizer
-from jaxtune.training.assembly import call_of
+from jaxtune.training.assembly import forward_of
 from jaxtune.weights.model import Model, declare_model, read_base
 from jaxtune.weights.values import check_files, config_for_model, initial_parameters, read_parameters, tokenizer_folder
 
@@ -201,16 +201,15 @@ def _write(path: Path, teacher: Teacher, mesh: jax.sharding.Mesh, rows: data.Row
 
 def _make_step(teacher: Teacher) -> Callable[[Parameters, Batch], dict[str, jax.Array]]:
     """Return (parameters, batch of one micro-batch) -> the teacher's columns, and `place` of dealt rows, replicated."""
-    config, model, options = teacher.config, teacher.model, teacher.config.distill
-    recipe = recipe_of(config.precision, None)
-    call = call_of(config, recipe)
+    options, forward = teacher.config.distill, forward_of(teacher.config, teacher.model)
+
+    def score(decoder: Decoder, micro: Batch, call: ForwardOptions) -> tuple[jax.Array, jax.Array]:
+        hidden, _ = hidden_states(decoder, micro, call)
+        return likeliest(decoder, hidden, call.dtype, options.top_k, teacher.vocabulary, options.temperature)
 
     def step(parameters: Parameters, batch: Batch) -> dict[str, jax.Array]:
         micro = jax.tree.map(lambda column: column[0], batch)
-        decoder = bind(model.graph, parameters)
-        with jax.default_matmul_precision(recipe.matmul_precision):
-            hidden, _ = hidden_states(decoder, micro, call)
-            top = likeliest(decoder, hidden, call.dtype, options.top_k, teacher.vocabulary, options.temperature)
+        top = forward.run(score, forward.bind({}, parameters), micro)
         columns = {column.name: values for column, values in zip(teacher_columns(options.top_k), top)}
         columns |= {"place": micro["place"]} if "place" in micro else {}
         return {name: jax.reshard(values, P()) for name, values in columns.items()}

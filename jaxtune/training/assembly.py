@@ -37,7 +37,7 @@ from jaxtune.training.guard import first_level
 from jaxtune.training.noise import make_noise
 from jaxtune.training.pipelined_step import pipelined_gradients
 from jaxtune.training.state import State, initial_state
-from jaxtune.training.step import Gradients, accumulated_gradients, make_train_step
+from jaxtune.training.step import Forward, Gradients, StepOptions, accumulated_gradients, make_train_step
 from jaxtune.weights.model import Base, Model, abstract_average, declare_model
 from jaxtune.weights.reference import abstract_reference
 from jaxtune.weights.relora import make_merge, merge_targets
@@ -83,29 +83,35 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     device does not fit the model.
     """
     model = declare_model(base, config, mesh)
-    optimizer, recipe = _optimizer(model, config), recipe_of(config.precision, model.linears)
-    objective, seed = objective or objective_of(config, model), config.train.seed
-    reference, update_steps = abstract_reference(model, config), config.preference.reference_update_steps
-    places, warmup = places_of(model, RULES.value.gradients), config.train.dropout_warmup_steps
-    forward, on_host = (model.graph, objective, recipe, call_of(config, recipe), seed), config.memory.offload_gradients
-    if mesh.shape["stage"] == 1:
-        offloaded = [name for name, p in model.trained.items() if p.lead and (p.on_host or on_host)]
-        by_layer = dict.fromkeys(offloaded, on_host)
-        gradients = accumulated_gradients(*forward, places, by_layer, deferred_sum_axes(config, recipe, mesh), warmup)
-    else:
-        gradients = pipelined_gradients(*forward, config.parallel.pipeline, places, warmup)
-    averaged, merged = abstract_average(model, config), merge_targets(model, config)
-    step = make_train_step(
-        *(gradients, optimizer, config.optim.max_grad_norm, recipe, seed, objective.counts),
-        *(update_steps, config.optim.ema_decay or 0.0),
-        *(make_merge(model, merged, seed) if merged else None, config.lora.merge_interval, config.lora.reset_on_merge),
-        make_noise(model, config),
-        config.guard if config.guard.action is not None else None,
+    optimizer, forward = _optimizer(model, config), forward_of(config, model)
+    objective, recipe = objective or objective_of(config, model), forward.recipe
+    reference, averaged = abstract_reference(model, config), abstract_average(model, config)
+    merged, on_host = merge_targets(model, config), config.memory.offload_gradients
+    stacks = [name for name, p in model.trained.items() if p.lead and (p.on_host or on_host)]
+    options = StepOptions(
+        seed=config.train.seed,
+        dropout_warmup_steps=config.train.dropout_warmup_steps,
+        places=places_of(model, RULES.value.gradients),
+        added_by_layer=dict.fromkeys(stacks, on_host),
+        summed_last=deferred_sum_axes(config, recipe, mesh),
+        order=config.parallel.pipeline,
+        counts=objective.counts,
+        max_grad_norm=config.optim.max_grad_norm,
+        guard=config.guard if config.guard.action is not None else None,
+        noise=make_noise(model, config),
+        reference_update_steps=config.preference.reference_update_steps,
+        ema_decay=config.optim.ema_decay or 0.0,
+        merge=make_merge(model, merged, config.train.seed) if merged else None,
+        merge_interval=config.lora.merge_interval,
+        reset_on_merge=config.lora.reset_on_merge,
     )
+    make_gradients = accumulated_gradients if mesh.shape["stage"] == 1 else pipelined_gradients
+    gradients = make_gradients(forward, objective, options)
+    step = make_train_step(gradients, optimizer, recipe, options)
 
     def start(trained: Parameters) -> State:
         fields = {"reference": cast_like(trained, reference), "average": cast_like(trained, averaged)}
-        fields |= {"guard": first_level()} if config.guard.action is not None else {}
+        fields |= {"guard": first_level()} if options.guard is not None else {}
         return initial_state(optimizer, trained, recipe)._replace(**fields)
 
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
@@ -170,9 +176,10 @@ def task_of(model: Model, config: Config) -> Objective:
     return classification(model.spec.labels) if model.spec.labels else token_accuracy()
 
 
-def call_of(config: Config, recipe: PrecisionRecipe) -> ForwardOptions:
-    """Return the options of a run's forward passes; memory.remat='auto' counts as 'block' here."""
-    return ForwardOptions(
+def forward_of(config: Config, model: Model) -> Forward:
+    """Return the forward pass of a run; memory.remat='auto' counts as 'block' here."""
+    recipe = recipe_of(config.precision, model.linears)
+    call = ForwardOptions(
         recipe.dtype,
         remat="block" if config.memory.remat == "auto" else config.memory.remat,
         unroll=config.memory.unroll,
@@ -186,6 +193,7 @@ def call_of(config: Config, recipe: PrecisionRecipe) -> ForwardOptions:
         hidden_dropout=config.train.hidden_dropout,
         attention_dropout=config.train.attention_dropout,
     )
+    return Forward(model.graph, recipe, call)
 
 
 def _optimizer(model: Model, config: Config) -> Optimizer:

@@ -1,4 +1,4 @@
-"""Gradients through a pipeline of stages (`Gradients` of run.step).
+"""Gradients through a pipeline of stages (`Gradients` of training.step).
 
 Stages run the layers of the pipeline. Embedding, remaining layers and head run on all devices, with positions sharded
 over `stage`. A stage keeps the inputs of its chunks and recomputes a chunk in its backward pass.
@@ -12,7 +12,8 @@ inputs that a stage keeps for its backward passes; `waiting`, outputs of the las
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,14 +39,23 @@ from jaxtune.models.pipeline import (
     zeros_like,
 )
 from jaxtune.models.score import Batch
+from jaxtune.models.spec import ModelSpec, StackSpec
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.parallel.layout import P, reshard_to
-from jaxtune.parallel.pipeline_schedule import Order, by_stage, from_one, schedule, shift_stages
+from jaxtune.parallel.pipeline_schedule import Schedule, by_stage, from_one, schedule, shift_stages
 from jaxtune.parallel.random import StepNoise, make_step_noise
 from jaxtune.precision.linears import Linears
-from jaxtune.precision.recipes import PrecisionRecipe
 from jaxtune.training.state import Scaling
-from jaxtune.training.step import Gradients, GradientSums, prepare_weights, reshard_gradients, score_micro_batch
+from jaxtune.training.step import (
+    Forward,
+    Gradients,
+    GradientSums,
+    StepOptions,
+    add_gradients,
+    prepare_weights,
+    reshard_gradients,
+    sum_micro_batch,
+)
 
 Index = Int[Array, ""]
 
@@ -111,19 +121,79 @@ class Carry(NamedTuple):
     sums: Sums
 
 
-def pipelined_gradients(
-    graph: nnx.GraphDef,
-    objective: Objective,
-    recipe: PrecisionRecipe,
-    call: ForwardOptions,
-    seed: int,
-    order: Order,
-    places: Mapping[str, jax.P] = {},
-    dropout_warmup_steps: int = 0,
-) -> Gradients:
-    """Gradients of the objective, with micro-batches pipelined through the stages; `call` without noise.
+@dataclass(frozen=True)
+class Pipeline:
+    """The pipeline of a model without values, as its stages see it.
 
-    places: PartitionSpecs of the gradient sums that are sharded differently from their parameters.
+    Attributes:
+        graph: the pipeline's layers without values.
+        stack, spec: their shape, and the whole model's.
+        plan: the schedule of a step.
+        linears: the layers in low precision.
+        places: PartitionSpecs of the gradient sums on the devices of a stage.
+        call: options of the forward pass, without noise.
+    """
+
+    graph: nnx.GraphDef
+    stack: StackSpec
+    spec: ModelSpec
+    plan: Schedule
+    linears: Linears | None
+    places: Mapping[str, jax.P]
+    call: ForwardOptions
+
+    def run(self, part: PipelineWeights, chunk: Index, micro: Batch, key: StepNoise, x: Array) -> tuple[Array, Emitted]:
+        """On a stage: run x through one of its chunks, whose parameters are `part`."""
+        weights = {**part.frozen, **part.trained}
+        if self.linears is not None:
+            weights = self.linears.wrapped(weights, part.operands, part.scales)
+        call = self.call._replace(noise=noise_of(micro, key))
+        return run_chunk(bind(self.graph, weights), chunk, x, self.spec, micro, call)
+
+
+@dataclass(frozen=True)
+class PipelinedStep:
+    """A step as all devices see it, outside of the stages.
+
+    Attributes:
+        pipeline: what runs in the stages.
+        forward, objective: of the whole model.
+        factor: loss scale (`GradientSums.loss_factor`).
+        key: the randomness of the step.
+        prefix: of the names of the pipeline's parameters.
+        weights_of: (trained, scales) -> weights outside of the pipeline.
+        inside, outside: the pipeline's parameters, without the prefix, and all others.
+        places: PartitionSpecs of the gradient sums outside of the pipeline.
+        batch: all micro-batches.
+        seen: their columns that layers use, in the layout inside the stages.
+    """
+
+    pipeline: Pipeline
+    forward: Forward
+    objective: Objective
+    factor: float | Float[Array, ""]
+    key: StepNoise
+    prefix: str
+    weights_of: Callable[[Parameters, dict[str, Array]], Parameters]
+    inside: PipelineWeights
+    outside: PipelineWeights
+    places: Mapping[str, jax.P]
+    batch: Batch
+    seen: Batch
+
+    def decoder(self, trained: Parameters, scales: dict[str, Array]) -> Decoder:
+        """Return the whole decoder; the pipeline's layers, which `bind` needs, are not computed through it."""
+        inside = _with_prefix(self.prefix, {**self.inside.frozen, **self.inside.trained})
+        return bind(self.forward.graph, {**self.weights_of(trained, scales), **inside})
+
+    def call(self, micro: Batch) -> ForwardOptions:
+        """Return the options of a micro-batch's forward pass."""
+        return self.forward.call._replace(noise=noise_of(micro, self.key))
+
+
+def pipelined_gradients(forward: Forward, objective: Objective, options: StepOptions = StepOptions()) -> Gradients:
+    """Gradients of the objective, with micro-batches pipelined through the stages.
+
     Raises UserError if the objective compares with a reference.
     """
     if objective.reference:
@@ -140,180 +210,35 @@ def pipelined_gradients(
         scaling: Scaling = Scaling(),
         reference: Mapping[str, Any] = {},
     ) -> GradientSums:
-        key = make_step_noise(seed, step, dropout_warmup_steps)
-        magnified = 1.0 if scaling.loss is None else scaling.loss.scale / batch["tokens"][0].size
-        decoder = bind(graph, {**frozen, **trained})
-        spec, stack = decoder.spec, decoder.stacks[decoder.pipeline].stack
-        of_stack, prefix = nnx.graphdef(decoder.stacks[decoder.pipeline]), f"stacks.{decoder.pipeline}."
-        head = "embed.weight" if decoder.head is None else "head.weight"
-        count, last = len(batch["tokens"]), (stack.stages - 1, stack.chunks - 1)
-        plan = schedule(stack.stages, stack.chunks, count, order)
+        key = make_step_noise(options.seed, step, options.dropout_warmup_steps)
+        factor = 1.0 if scaling.loss is None else scaling.loss.scale / batch["tokens"][0].size
+        decoder = bind(forward.graph, {**frozen, **trained})
+        assert decoder.pipeline is not None
+        layers, prefix = decoder.stacks[decoder.pipeline], f"stacks.{decoder.pipeline}."
 
         (trained_in, trained), (frozen_in, frozen) = (_split(values, prefix) for values in (trained, frozen))
-        (amax_in, amax), (places_in, places_out) = (_split(values, prefix) for values in (scaling.amax, places))
+        (amax_in, amax), (places_in, places) = (_split(values, prefix) for values in (scaling.amax, options.places))
         # Stages are the leading axis of these gradients, and manual inside of `by_stage`: the specs must not name it.
         places_in = {name: P(None, *place[1:]) for name, place in places_in.items()}
-        linears_in, linears = _split_linears(recipe.linears, prefix)
-        bound, scales = prepare_weights(linears, trained, frozen, amax, step)
-        inside = PipelineWeights(trained_in, frozen_in, {}, {})
+        linears_in, linears = _split_linears(forward.recipe.linears, prefix)
+        weights_of, scales = prepare_weights(linears, trained, frozen, Scaling(amax=amax), step)
+        inside, outside = PipelineWeights(trained_in, frozen_in, {}, {}), PipelineWeights(trained, frozen, {}, scales)
         if linears_in is not None:
             on_stage = {name: jax.reshard(history, STAGES) for name, history in amax_in.items()}
             operands = by_stage(linears_in.operands, STAGES, STAGES)({**frozen_in, **trained_in})
             inside = inside._replace(operands=operands, scales=linears_in.scales(on_stage, step))
-        seen = seen_by_stages(batch)
 
-        # ---- the three parts of a micro-batch's forward pass ----
-        def noisy(micro: Batch, key: StepNoise) -> ForwardOptions:
-            return call._replace(noise=noise_of(micro, key))
-
-        def whole(trained: Parameters, scales: dict[str, Array]) -> Decoder:
-            # `bind` needs all parameters. The pipeline's layers are not computed through this decoder.
-            return bind(graph, {**bound(trained, scales), **_with_prefix(prefix, {**inside.frozen, **inside.trained})})
-
-        def before(trained: Parameters, scales: dict[str, Array], number: Index) -> tuple[Array, Emitted]:
-            micro = _at(batch, number)
-            return enter(whole(trained, scales), micro, noisy(micro, key))
-
-        def of_chunks(
-            part: PipelineWeights, chunk: Index, micro: Batch, key: StepNoise, x: Array
-        ) -> tuple[Array, Emitted]:
-            weights = {**part.frozen, **part.trained}
-            if linears_in is not None:
-                weights = linears_in.wrapped(weights, part.operands, part.scales)
-            return run_chunk(bind(of_stack, weights), chunk, x, spec, micro, noisy(micro, key))
-
-        def after(
-            trained: Parameters, scales: dict[str, Array], x: Array, entered: Emitted, emitted: Emitted, number: Index
-        ) -> tuple[Array, Sums]:
-            decoder, micro = whole(trained, scales), _at(batch, number)
-            hidden = leave(decoder, x, [entered, in_order(emitted)], micro, noisy(micro, key))
-            scores = score_micro_batch(decoder, micro, objective, noisy(micro, key), head in trained, hidden)
-            with jax.named_scope("loss"):
-                sums = objective.loss(scores, micro)
-            return sums.loss * magnified, sums
-
-        # ---- a tick of one stage ----
-        # Inside of `by_stage` an array has one stage's part: its leading axis has size 1, so leaf[0] and leaf[None].
-        def forward(
-            part: PipelineWeights, row: Any, x: Array, all: Stages, seen: Batch, key: StepNoise
-        ) -> tuple[Array, Stages]:
-            (number, chunk, slot), stage = _row_of_stage(row.forward)
-            state = jax.tree.map(lambda leaf: leaf[0], all)
-            # The first chunk takes the embedding's output, any other chunk the output of the previous one.
-            x = jnp.where((stage == 0) & (chunk == 0), x, state.arriving)
-
-            def compute(x: Array) -> tuple[Array, Emitted]:
-                return of_chunks(slice_chunk(part, chunk, stack.chunks), chunk, _at(seen, number), key, x)
-
-            # number -1: the stage is idle in this tick (the bubble of the pipeline) and skips the computation.
-            y, emitted = jax.lax.cond(number >= 0, compute, lambda x: zeros_like(jax.eval_shape(compute, x)), x)
-            # An idle stage (number -1) writes back the input that is in the slot.
-            kept_input = jnp.where(number >= 0, x, _at(state.inputs, slot))
-            state = state._replace(
-                inputs=jax.lax.dynamic_update_index_in_dim(state.inputs, kept_input, slot, 0),
-                arriving=shift_stages(y, stack.stages),
-                emitted=jax.tree.map(lambda all, one: add_at(all, one, chunk, number), state.emitted, emitted),
-            )
-            leaving = _broadcast_leaving(row.leaving, y, (stage == last[0]) & (chunk == last[1]))
-            return leaving, jax.tree.map(lambda leaf: leaf[None], state)
-
-        def backward(
-            part: PipelineWeights, row: Any, waiting: Array, total: Total, all: Stages, seen: Batch, key: StepNoise
-        ) -> tuple[Array, Total, Stages]:
-            (number, chunk, slot), stage = _row_of_stage(row.backward)
-            state = jax.tree.map(lambda leaf: leaf[0], all)
-            is_last = (stage == last[0]) & (chunk == last[1])
-            # The last chunk takes its gradient from the head, any other chunk from the next one.
-            dy = jnp.where(is_last, _at(waiting, number % plan.waiting), state.returning)
-
-            def compute(total: Total) -> tuple[Total, Array]:
-                given = slice_chunk(part, chunk, stack.chunks)
-
-                def of(trained: Parameters, scales: dict[str, Array], x: Array) -> tuple[Array, Emitted]:
-                    return of_chunks(given._replace(trained=trained, scales=scales), chunk, _at(seen, number), key, x)
-
-                # vjp of the saved input: this recomputes the chunk's forward pass.
-                _, transposed = jax.vjp(of, given.trained, given.scales, _at(state.inputs, slot))
-                *parts, dx = transposed((dy, _at(_at(state.of_emitted, chunk), number)))
-                so_far = slice_chunk(total, chunk, stack.chunks)
-                return _with_chunk(total, _accumulate(so_far, Total(*parts), places_in), chunk, stack.chunks), dx
-
-            total, dx = jax.lax.cond(number >= 0, compute, lambda total: (total, jnp.zeros_like(dy)), total)
-            state = state._replace(returning=shift_stages(dx, stack.stages, by=-1))
-            back = _broadcast_leaving(row.returning, dx, (stage == 0) & (chunk == 0))
-            return back, total, jax.tree.map(lambda leaf: leaf[None], state)
-
-        # ---- a tick: embedding, stages forward, head, stages backward, embedding backward ----
-        forward_of_all = by_stage(forward, (STAGES, P(), P(), STAGES, P(), P()), (P(), STAGES))
-        backward_of_all = by_stage(backward, (STAGES, P(), P(), STAGES, STAGES, P(), P()), (P(), STAGES, STAGES))
-
-        def tick(carry: Carry, row: Any) -> tuple[Carry, None]:
-            def take() -> tuple[Array, Emitted]:
-                return before(trained, scales, row.entering)
-
-            x, entered = jax.lax.cond(row.entering >= 0, take, lambda: zeros_like(jax.eval_shape(take)))
-            entered = jax.tree.map(lambda all, one: add_at(all, one, row.entering), carry.entered, entered)
-            leaving, stages = forward_of_all(inside, row, x, carry.stages, seen, key)
-            carry = carry._replace(stages=stages, entered=entered)
-            # The head's gradient is ready before the stages' backward pass of this tick: in 1F1B the last stage begins
-            # the backward pass of a micro-batch in the tick of its forward pass.
-            carry = jax.lax.cond(row.leaving >= 0, score, lambda carry, *_: carry, carry, leaving, row.leaving)
-            dx, total, stages = backward_of_all(inside, row, carry.waiting, carry.inside, carry.stages, seen, key)
-            carry = carry._replace(inside=total, stages=stages)
-            return jax.lax.cond(row.returning >= 0, embed, lambda carry, *_: carry, carry, dx, row.returning), None
-
-        def score(carry: Carry, x: Array, number: Index) -> Carry:
-            emitted, entered = _at(carry.stages.emitted, number, axis=2), _at(carry.entered, number)
-            (_, sums), (*parts, dx, of_entered, of_emitted) = jax.value_and_grad(after, range(5), has_aux=True)(
-                trained, scales, x, entered, emitted, number
-            )
-            put = partial(jax.lax.dynamic_update_index_in_dim, index=number)
-            of_emitted = jax.tree.map(partial(put, axis=2), carry.stages.of_emitted, of_emitted)
-            return carry._replace(
-                stages=carry.stages._replace(of_emitted=of_emitted),
-                waiting=jax.lax.dynamic_update_index_in_dim(carry.waiting, dx, number % plan.waiting, 0),
-                of_entered=jax.tree.map(partial(put, axis=0), carry.of_entered, of_entered),
-                outside=_accumulate(carry.outside, Total(*parts), places_out),
-                sums=jax.tree.map(jnp.add, carry.sums, sums),
-            )
-
-        def embed(carry: Carry, dx: Array, number: Index) -> Carry:
-            _, transposed = jax.vjp(partial(before, number=number), trained, scales)
-            parts = transposed((dx, _at(carry.of_entered, number)))
-            return carry._replace(outside=_accumulate(carry.outside, Total(*parts), places_out))
-
-        # ---- the step ----
-        def nothing(part: PipelineWeights, seen: Batch, key: StepNoise, x: Array) -> Emitted:
-            """Zeros for the sums that a stage emits, in all chunks and micro-batches."""
-            first = jnp.int32(0)
-            shapes = jax.eval_shape(of_chunks, slice_chunk(part, first, stack.chunks), first, _at(seen, 0), key, x)[1]
-            return zeros_like(jax.tree.map(lambda leaf: _with_leading(leaf, 1, stack.chunks, count), shapes))
-
-        @jax.named_scope("gradient_accumulation")
-        def start(part: PipelineWeights, places: Mapping[str, jax.P]) -> Total:
-            zero = jax.tree.map(lambda p: jnp.zeros_like(p, recipe.gradient_dtype), part.trained)
-            return Total(reshard_gradients(zero, places), jax.tree.map(jnp.zeros_like, part.scales))
-
-        x, entered = zeros_like(jax.eval_shape(before, trained, scales, jnp.int32(0)))
-        emitted = by_stage(nothing, (STAGES, P(), P(), P()), STAGES)(inside, seen, key, x)
-        of_micro = x, entered, _at(emitted, 0, axis=2)
-        _, sums = jax.eval_shape(after, trained, scales, *of_micro, jnp.int32(0))
-        entered = zeros_like(jax.tree.map(lambda leaf: _with_leading(jax.typeof(leaf), count), entered))
-        of_stages = zeros_like(_with_leading(jax.typeof(x), stack.stages, place="stage"))
-        inputs = zeros_like(_with_leading(jax.typeof(x), stack.stages, plan.slots, place="stage"))
-        begin = Carry(
-            stages=Stages(inputs, of_stages, of_stages, emitted, emitted),
-            waiting=zeros_like(_with_leading(jax.typeof(x), plan.waiting)),
-            entered=entered,
-            of_entered=entered,
-            inside=by_stage(partial(start, places=places_in), STAGES, STAGES)(inside),
-            outside=start(PipelineWeights(trained, frozen, {}, scales), places_out),
-            sums=zeros_like(sums),
+        stack = layers.stack
+        plan = schedule(stack.stages, stack.chunks, len(batch["tokens"]), options.order)
+        graph, seen = nnx.graphdef(layers), seen_by_stages(batch)
+        pipeline = Pipeline(graph, stack, decoder.spec, plan, linears_in, places_in, forward.call)
+        at = PipelinedStep(
+            pipeline, forward, objective, factor, key, prefix, weights_of, inside, outside, places, batch, seen
         )
-        done, _ = jax.lax.scan(tick, begin, jax.tree.map(jnp.asarray, plan.ticks))
+        done, _ = jax.lax.scan(partial(_tick, at), _begin(at), jax.tree.map(jnp.asarray, plan.ticks))
 
         def where_trained(name: str, direction: Array) -> Array:
-            inner = inside.trained.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
+            inner = trained_in.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
             return reshard_to(direction, None if inner is None else jax.typeof(inner).sharding.spec)
 
         directions = {name: where_trained(name, direction) for name, direction in done.sums.directions.items()}
@@ -322,10 +247,176 @@ def pipelined_gradients(
             {**done.outside.gradients, **_with_prefix(prefix, done.inside.gradients)},
             done.sums._replace(directions=directions),
             {**done.outside.amax, **_with_prefix(prefix, amax)},
-            magnified,
+            factor,
         )
 
     return gradients
+
+
+# ---- the carry before the first tick ----
+def _begin(at: PipelinedStep) -> Carry:
+    stack, plan, part, count = at.pipeline.stack, at.pipeline.plan, at.outside, len(at.batch["tokens"])
+    x, entered = zeros_like(jax.eval_shape(partial(_before, at), part.trained, part.scales, jnp.int32(0)))
+    zero_emitted = by_stage(partial(_zero_emitted, at.pipeline, count), (STAGES, P(), P(), P()), STAGES)
+    emitted = zero_emitted(at.inside, at.seen, at.key, x)
+    of_micro = x, entered, _at(emitted, 0, axis=2)
+    _, sums = jax.eval_shape(partial(_after, at), part.trained, part.scales, *of_micro, jnp.int32(0))
+    entered = zeros_like(jax.tree.map(lambda leaf: _with_leading(jax.typeof(leaf), count), entered))
+    of_stages = zeros_like(_with_leading(jax.typeof(x), stack.stages, place="stage"))
+    inputs = zeros_like(_with_leading(jax.typeof(x), stack.stages, plan.slots, place="stage"))
+    zeros = partial(_zero_total, at.forward.recipe.gradient_dtype)
+    return Carry(
+        stages=Stages(inputs, of_stages, of_stages, emitted, emitted),
+        waiting=zeros_like(_with_leading(jax.typeof(x), plan.waiting)),
+        entered=entered,
+        of_entered=entered,
+        inside=by_stage(partial(zeros, at.pipeline.places), STAGES, STAGES)(at.inside),
+        outside=zeros(at.places, part),
+        sums=zeros_like(sums),
+    )
+
+
+def _zero_emitted(
+    pipeline: Pipeline, count: int, part: PipelineWeights, seen: Batch, key: StepNoise, x: Array
+) -> Emitted:
+    """Zeros for the sums that a stage emits, in all chunks and micro-batches."""
+    first, chunks = jnp.int32(0), pipeline.stack.chunks
+    shapes = jax.eval_shape(pipeline.run, slice_chunk(part, first, chunks), first, _at(seen, 0), key, x)[1]
+    return zeros_like(jax.tree.map(lambda leaf: _with_leading(leaf, 1, chunks, count), shapes))
+
+
+@jax.named_scope("gradient_accumulation")
+def _zero_total(dtype: Any, places: Mapping[str, jax.P], part: PipelineWeights) -> Total:
+    zero = jax.tree.map(lambda p: jnp.zeros_like(p, dtype), part.trained)
+    return Total(reshard_gradients(zero, places), jax.tree.map(jnp.zeros_like, part.scales))
+
+
+# ---- a tick: embedding, stages forward, head, stages backward, embedding backward ----
+def _tick(at: PipelinedStep, carry: Carry, row: Any) -> tuple[Carry, None]:
+    forward = by_stage(partial(_forward, at.pipeline), (STAGES, P(), P(), STAGES, P(), P()), (P(), STAGES))
+    specs = (STAGES, P(), P(), STAGES, STAGES, P(), P()), (P(), STAGES, STAGES)
+    backward = by_stage(partial(_backward, at.pipeline), *specs)
+
+    def take() -> tuple[Array, Emitted]:
+        return _before(at, at.outside.trained, at.outside.scales, row.entering)
+
+    x, entered = jax.lax.cond(row.entering >= 0, take, lambda: zeros_like(jax.eval_shape(take)))
+    entered = jax.tree.map(lambda all, one: add_at(all, one, row.entering), carry.entered, entered)
+    leaving, stages = forward(at.inside, row, x, carry.stages, at.seen, at.key)
+    carry = carry._replace(stages=stages, entered=entered)
+    # The head's gradient is ready before the stages' backward pass of this tick: in 1F1B the last stage begins the
+    # backward pass of a micro-batch in the tick of its forward pass.
+    carry = jax.lax.cond(row.leaving >= 0, partial(_score, at), lambda carry, *_: carry, carry, leaving, row.leaving)
+    dx, total, stages = backward(at.inside, row, carry.waiting, carry.inside, carry.stages, at.seen, at.key)
+    carry = carry._replace(inside=total, stages=stages)
+    carry = jax.lax.cond(row.returning >= 0, partial(_embed, at), lambda carry, *_: carry, carry, dx, row.returning)
+    return carry, None
+
+
+def _score(at: PipelinedStep, carry: Carry, x: Array, number: Index) -> Carry:
+    """Add the loss of a micro-batch that leaves the last stage, and the gradients from the loss to this output."""
+    emitted, entered = _at(carry.stages.emitted, number, axis=2), _at(carry.entered, number)
+    (_, sums), (*parts, dx, of_entered, of_emitted) = jax.value_and_grad(partial(_after, at), range(5), has_aux=True)(
+        at.outside.trained, at.outside.scales, x, entered, emitted, number
+    )
+    put = partial(jax.lax.dynamic_update_index_in_dim, index=number)
+    of_emitted = jax.tree.map(partial(put, axis=2), carry.stages.of_emitted, of_emitted)
+    slot = number % at.pipeline.plan.waiting
+    return carry._replace(
+        stages=carry.stages._replace(of_emitted=of_emitted),
+        waiting=jax.lax.dynamic_update_index_in_dim(carry.waiting, dx, slot, 0),
+        of_entered=jax.tree.map(partial(put, axis=0), carry.of_entered, of_entered),
+        outside=_accumulate(carry.outside, Total(*parts), at.places),
+        sums=jax.tree.map(jnp.add, carry.sums, sums),
+    )
+
+
+def _embed(at: PipelinedStep, carry: Carry, dx: Array, number: Index) -> Carry:
+    """Add the gradients from the first stage's input to the embedding."""
+    _, transposed = jax.vjp(partial(_before, at, number=number), at.outside.trained, at.outside.scales)
+    parts = transposed((dx, _at(carry.of_entered, number)))
+    return carry._replace(outside=_accumulate(carry.outside, Total(*parts), at.places))
+
+
+# ---- a micro-batch before and after the stages ----
+def _before(at: PipelinedStep, trained: Parameters, scales: dict[str, Array], number: Index) -> tuple[Array, Emitted]:
+    micro = _at(at.batch, number)
+    return enter(at.decoder(trained, scales), micro, at.call(micro))
+
+
+def _after(
+    at: PipelinedStep,
+    trained: Parameters,
+    scales: dict[str, Array],
+    x: Array,
+    entered: Emitted,
+    emitted: Emitted,
+    number: Index,
+) -> tuple[Array, Sums]:
+    decoder, micro = at.decoder(trained, scales), _at(at.batch, number)
+    hidden = leave(decoder, x, [entered, in_order(emitted)], micro, at.call(micro))
+    sums = sum_micro_batch(decoder, micro, at.objective, at.call(micro), trained, hidden)
+    return sums.loss * at.factor, sums
+
+
+# ---- a tick of one stage ----
+# Inside of `by_stage` an array has one stage's part: its leading axis has size 1, so leaf[0] and leaf[None].
+def _forward(
+    pipeline: Pipeline, part: PipelineWeights, row: Any, x: Array, all: Stages, seen: Batch, key: StepNoise
+) -> tuple[Array, Stages]:
+    ((number, chunk, slot), stage), stack = _row_of_stage(row.forward), pipeline.stack
+    state = jax.tree.map(lambda leaf: leaf[0], all)
+    # The first chunk takes the embedding's output, any other chunk the output of the previous one.
+    x = jnp.where((stage == 0) & (chunk == 0), x, state.arriving)
+
+    def compute(x: Array) -> tuple[Array, Emitted]:
+        return pipeline.run(slice_chunk(part, chunk, stack.chunks), chunk, _at(seen, number), key, x)
+
+    # number -1: the stage is idle in this tick (the bubble of the pipeline) and skips the computation.
+    y, emitted = jax.lax.cond(number >= 0, compute, lambda x: zeros_like(jax.eval_shape(compute, x)), x)
+    # An idle stage (number -1) writes back the input that is in the slot.
+    kept_input = jnp.where(number >= 0, x, _at(state.inputs, slot))
+    state = state._replace(
+        inputs=jax.lax.dynamic_update_index_in_dim(state.inputs, kept_input, slot, 0),
+        arriving=shift_stages(y, stack.stages),
+        emitted=jax.tree.map(lambda all, one: add_at(all, one, chunk, number), state.emitted, emitted),
+    )
+    leaving = _broadcast_leaving(row.leaving, y, (stage == stack.stages - 1) & (chunk == stack.chunks - 1))
+    return leaving, jax.tree.map(lambda leaf: leaf[None], state)
+
+
+def _backward(
+    pipeline: Pipeline,
+    part: PipelineWeights,
+    row: Any,
+    waiting: Array,
+    total: Total,
+    all: Stages,
+    seen: Batch,
+    key: StepNoise,
+) -> tuple[Array, Total, Stages]:
+    ((number, chunk, slot), stage), stack = _row_of_stage(row.backward), pipeline.stack
+    state = jax.tree.map(lambda leaf: leaf[0], all)
+    is_last = (stage == stack.stages - 1) & (chunk == stack.chunks - 1)
+    # The last chunk takes its gradient from the head, any other chunk from the next one.
+    dy = jnp.where(is_last, _at(waiting, number % pipeline.plan.waiting), state.returning)
+
+    def compute(total: Total) -> tuple[Total, Array]:
+        given = slice_chunk(part, chunk, stack.chunks)
+
+        def of(trained: Parameters, scales: dict[str, Array], x: Array) -> tuple[Array, Emitted]:
+            return pipeline.run(given._replace(trained=trained, scales=scales), chunk, _at(seen, number), key, x)
+
+        # vjp of the saved input: this recomputes the chunk's forward pass.
+        _, transposed = jax.vjp(of, given.trained, given.scales, _at(state.inputs, slot))
+        *parts, dx = transposed((dy, _at(_at(state.of_emitted, chunk), number)))
+        so_far = slice_chunk(total, chunk, stack.chunks)
+        return _with_chunk(total, _accumulate(so_far, Total(*parts), pipeline.places), chunk, stack.chunks), dx
+
+    total, dx = jax.lax.cond(number >= 0, compute, lambda total: (total, jnp.zeros_like(dy)), total)
+    state = state._replace(returning=shift_stages(dx, stack.stages, by=-1))
+    back = _broadcast_leaving(row.returning, dx, (stage == 0) & (chunk == 0))
+    return back, total, jax.tree.map(lambda leaf: leaf[None], state)
 
 
 def _split(values: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -371,9 +462,7 @@ def _with_chunk(total: Total, one_chunk: Total, chunk: Index, chunks: int) -> To
 
 @jax.named_scope("gradient_accumulation")
 def _accumulate(total: Total, micro: Total, places: Mapping[str, jax.P]) -> Total:
-    summed = jax.tree.map(
-        lambda a, b: (a + b).astype(a.dtype), total.gradients, reshard_gradients(micro.gradients, places)
-    )
+    summed = add_gradients(total.gradients, micro.gradients, places)
     return Total(summed, jax.tree.map(jnp.maximum, total.amax, micro.amax))
 
 

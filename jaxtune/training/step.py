@@ -9,34 +9,107 @@ Shapes: a batch is a dict of columns with leading axes (A, B), most of them (A, 
 `micro` is one micro-batch, without the axis A. Parameters are stacks of layers, by name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxtune.config.schema import GuardOptions
 from jaxtune.models.decoder import Decoder, Parameters, bind, cast_like
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.pipeline import noise_of
-from jaxtune.models.score import Batch, Hidden, LabelScores, Scores, score, score_labels
+from jaxtune.models.score import Batch, Hidden, LabelScores, ScoreOptions, Scores, score, score_labels
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.optim import build
 from jaxtune.optim.build import Optimizer
 from jaxtune.parallel.layout import Axes, P, reshard_to, shards
 from jaxtune.parallel.manual_axes import all_gather_rows, sum_over, with_manual_axes
 from jaxtune.parallel.offload import GradientSum, is_on_host, to_device, zeros_of
+from jaxtune.parallel.pipeline_schedule import Order
 from jaxtune.parallel.random import make_step_noise, named_key
 from jaxtune.precision import loss_scale
-from jaxtune.precision.linears import Amax, Linears
+from jaxtune.precision.linears import Linears
 from jaxtune.precision.recipes import PrecisionRecipe
 from jaxtune.training.guard import bounds, level_after
 from jaxtune.training.state import Scaling, State
 
 Metrics = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A model's forward pass in the number formats of its run, before it has values.
+
+    Attributes:
+        graph: the decoder without values.
+        recipe: the number formats.
+        call: further options, without noise.
+    """
+
+    graph: nnx.GraphDef
+    recipe: PrecisionRecipe
+    call: ForwardOptions
+
+    def bind(
+        self, trained: Parameters, frozen: Parameters, scaling: Scaling = Scaling(), step: Int[Array, ""] | int = 0
+    ) -> Decoder:
+        """Return the decoder with these values.
+
+        scaling: gives delayed scales. Without it scaling is current: each tensor's own amax makes its scale.
+        """
+        weights_of, scales = prepare_weights(self.recipe.linears, trained, frozen, scaling, step)
+        return bind(self.graph, weights_of(trained, scales))
+
+    def run(self, function: Callable[[Decoder, Batch, ForwardOptions], T], decoder: Decoder, batch: Batch) -> T:
+        """Return function(decoder, batch, options), with the precision of training but without a backward pass."""
+        with jax.default_matmul_precision(self.recipe.matmul_precision):
+            return function(decoder, batch, self.call._replace(remat="none"))  # nothing is computed again
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The options of a step that its model, objective and optimizer do not have.
+
+    Attributes:
+        seed: of noise and of stochastic rounding.
+        dropout_warmup_steps: steps over which dropout rates rise from 0.
+        places: PartitionSpecs of the gradient sums that are sharded differently from their parameters.
+        added_by_layer: stacks whose gradients the backward pass itself accumulates, one layer at a time; the value
+            tells whether their sums are in the host's memory. Not in a pipeline.
+        summed_last: mesh axes over which gradients are all-reduced once, after the last micro-batch. Not in a pipeline.
+        order: of the micro-batches in a pipeline.
+        counts: name of the metric under which the weight of a batch is reported.
+        max_grad_norm: gradients are clipped to this global norm; 0: they are not.
+        guard: a step that is a spike (`training.guard`) changes nothing.
+        noise: is added to frozen parameters (`training.noise`).
+        reference_update_steps: the trained parameters become the reference after this number of steps, each time.
+        ema_decay: in each step the average moves by 1 - ema_decay of the way to the trained parameters.
+        merge: merges adapters into the base in the state (`weights.relora`), after each `merge_interval` steps.
+        merge_interval: see merge.
+        reset_on_merge: whether the optimizer's state is new after a merge.
+    """
+
+    seed: int = 0
+    dropout_warmup_steps: int = 0
+    places: Mapping[str, jax.P] = field(default_factory=dict)
+    added_by_layer: Mapping[str, bool] = field(default_factory=dict)
+    summed_last: Axes = ()
+    order: Order = "1f1b"
+    counts: str = "target_tokens"
+    max_grad_norm: float = 0.0
+    guard: GuardOptions | None = None
+    noise: Callable[..., Parameters] | None = None
+    reference_update_steps: int | None = None
+    ema_decay: float = 0.0
+    merge: Callable[..., tuple[Parameters, Parameters]] | None = None
+    merge_interval: int = 0
+    reset_on_merge: bool = False
 
 
 class GradientSums(NamedTuple):
@@ -46,13 +119,13 @@ class GradientSums(NamedTuple):
         gradients: by name of the parameter, in gradient_dtype.
         sums: loss, weight and metrics.
         amax: measured in this step, for linear layers with delayed scaling.
-        magnified: loss scale: the gradients are the loss's gradients times this factor.
+        loss_factor: loss scale: the gradients are the loss's gradients times this factor.
     """
 
     gradients: Parameters
     sums: Sums
     amax: dict[str, Array] = {}  # noqa: RUF012
-    magnified: Any = 1.0
+    loss_factor: Any = 1.0
 
 
 # (trained, frozen, batch with a leading axis of micro-batches, step, scaling, reference) -> sums. There are two:
@@ -60,24 +133,9 @@ class GradientSums(NamedTuple):
 Gradients = Callable[..., GradientSums]
 
 
-def accumulated_gradients(
-    graph: nnx.GraphDef,
-    objective: Objective,
-    recipe: PrecisionRecipe,
-    call: ForwardOptions,
-    seed: int,
-    places: Mapping[str, jax.P] = {},
-    added_by_layer: Mapping[str, bool] = {},
-    summed_last: Axes = (),
-    dropout_warmup_steps: int = 0,
-) -> Gradients:
-    """Gradients of the objective, summed over micro-batches in a scan; `call` without noise.
-
-    places: PartitionSpecs of the gradient sums that are sharded differently from their parameters.
-    added_by_layer: stacks whose gradients the backward pass itself accumulates, one layer at a time; the value tells
-        whether their sums are in the host's memory.
-    summed_last: mesh axes over which gradients are all-reduced once, after the last micro-batch.
-    """
+def accumulated_gradients(forward: Forward, objective: Objective, options: StepOptions = StepOptions()) -> Gradients:
+    """Gradients of the objective, summed over micro-batches in a scan."""
+    recipe, added_by_layer, summed_last = forward.recipe, options.added_by_layer, options.summed_last
 
     def gradients(
         trained: Parameters,
@@ -99,35 +157,28 @@ def accumulated_gradients(
         trained: Parameters, frozen: Parameters, batch: Batch, step: Array, scaling: Scaling, reference: Parameters
     ) -> GradientSums:
         """Gradients of the local rows along `summed_last`; the objective sees the scores of all rows (all-gathered)."""
-        source = make_step_noise(seed, step, dropout_warmup_steps)
-        weights_of, scales = prepare_weights(recipe.linears, trained, frozen, scaling.amax, step)
-        compared = bind_reference(graph, recipe.linears, reference, frozen, scaling.amax, step)
+        noise = make_step_noise(options.seed, step, options.dropout_warmup_steps)
+        weights_of, scales = prepare_weights(recipe.linears, trained, frozen, scaling, step)
+        other = forward.bind(reference, frozen, scaling, step) if reference else None
         size = batch["tokens"][0].size * shards(summed_last, jax.sharding.get_abstract_mesh())
         # The loss is a sum over tokens here. Dividing the loss scale by their number applies it to the mean loss, so
         # that its meaning does not depend on the size of a micro-batch.
-        magnified = 1.0 if scaling.loss is None else scaling.loss.scale / size
+        factor = 1.0 if scaling.loss is None else scaling.loss.scale / size
 
         def loss(given: Parameters, scales: dict[str, Array], micro: Batch) -> tuple[Array, Sums]:
             # `GradientSum` takes a stack's gradient sum through the backward pass; its cotangent is the new sum.
-            decoder = bind(
-                graph, weights_of(given | {n: GradientSum(trained[n], given[n]) for n in added_by_layer}, scales)
-            )
-            head = "embed.weight" if decoder.head is None else "head.weight"
-            noisy = call._replace(noise=noise_of(micro, source))
-            scores = score_micro_batch(decoder, micro, objective, noisy, head in trained, compared=compared)
-            with jax.named_scope("loss"):
-                sums = objective.loss(gather_scores(scores, summed_last), all_gather_rows(micro, summed_last))
-            return sums.loss * magnified, sums
+            summed = {name: GradientSum(trained[name], given[name]) for name in added_by_layer}
+            decoder = bind(forward.graph, weights_of(given | summed, scales))
+            call = forward.call._replace(noise=noise_of(micro, noise))
+            sums = sum_micro_batch(decoder, micro, objective, call, trained, reference=other, axes=summed_last)
+            return sums.loss * factor, sums
 
         def add(total: GradientSums, micro: Batch) -> tuple[GradientSums, None]:
             given = trained | {name: total.gradients[name] for name in added_by_layer}
             (_, sums), (grads, amax) = jax.value_and_grad(loss, (0, 1), has_aux=True)(given, scales, micro)
             added = {name: grads.pop(name) for name in added_by_layer}
             earlier = {name: total.gradients[name] for name in grads}
-            with jax.named_scope("gradient_accumulation"):
-                summed = added | jax.tree.map(
-                    lambda a, b: (a + b).astype(a.dtype), earlier, reshard_gradients(grads, places)
-                )
+            summed = added | add_gradients(earlier, grads, options.places)
             # The cotangent of a delayed scale is an amax (`LowPrecision.scales`): the largest one counts.
             largest = jax.tree.map(jnp.maximum, total.amax, amax)
             return GradientSums(summed, jax.tree.map(jnp.add, total.sums, sums), largest), None
@@ -140,12 +191,18 @@ def accumulated_gradients(
         # Objectives differ in their metrics: the initial carry of the scan gets their shapes from one micro-batch.
         _, sums = jax.eval_shape(loss, given, scales, jax.tree.map(lambda x: x[0], batch))
         start = GradientSums(
-            reshard_gradients(totals, places), jax.tree.map(_zero, sums), jax.tree.map(jnp.zeros_like, scales)
+            reshard_gradients(totals, options.places), jax.tree.map(_zero, sums), jax.tree.map(jnp.zeros_like, scales)
         )
         total, _ = jax.lax.scan(add, start, batch)
-        return total._replace(gradients=sum_over(total.gradients, summed_last), magnified=magnified)
+        return total._replace(gradients=sum_over(total.gradients, summed_last), loss_factor=factor)
 
     return gradients
+
+
+@jax.named_scope("gradient_accumulation")
+def add_gradients(sums: Parameters, gradients: Parameters, places: Mapping[str, jax.P]) -> Parameters:
+    """Add a micro-batch's gradients to the sums, which keep their dtype and have the PartitionSpecs `places`."""
+    return jax.tree.map(lambda a, b: (a + b).astype(a.dtype), sums, reshard_gradients(gradients, places))
 
 
 def reshard_gradients(gradients: Parameters, places: Mapping[str, jax.P]) -> Parameters:
@@ -157,47 +214,35 @@ def _zero(leaf: jax.ShapeDtypeStruct) -> Array:
     return jnp.zeros(leaf.shape, leaf.dtype)
 
 
-def score_micro_batch(
+def sum_micro_batch(
     decoder: Decoder,
     batch: Batch,
     objective: Objective,
     call: ForwardOptions,
-    head_gradient: bool,
+    trained: Collection[str] = (),
     hidden: Hidden | None = None,
-    compared: Decoder | None = None,
-) -> Scores | LabelScores:
-    """Score a micro-batch; also with the reference, if the objective compares with one.
+    reference: Decoder | None = None,
+    axes: Axes = (),
+) -> Sums:
+    """Return the objective's sums over a micro-batch.
 
+    trained: names of the parameters that get a gradient.
     hidden: `hidden_states` of the micro-batch, if they are computed already.
-    compared: the reference's decoder; None: the same decoder without its adapters.
+    reference: the decoder that the objective compares with, if it does; None: the same decoder without its adapters.
+    axes: mesh axes over which scores are all-gathered first, for objectives that are not a sum over rows.
     """
     if decoder.spec.labels:
-        return score_labels(decoder, batch, call, hidden)
-    options = {
-        name: getattr(objective, name) for name in ("z_loss", "label_smoothing", "divergence", "temperature", "hits")
-    }
-    scores = score(decoder, batch, call, hidden, head_gradient=head_gradient, **options)
-    if not objective.reference:
-        return scores
-    reference_call = call._replace(adapters=compared is not None, noise=None)
-    reference = score(compared or decoder, batch, reference_call, temperature=objective.temperature).log_prob
-    return scores._replace(reference=jax.lax.stop_gradient(reference))
-
-
-def bind_reference(
-    graph: nnx.GraphDef,
-    linears: Linears | None,
-    reference: Mapping[str, Any],
-    frozen: Parameters,
-    amax: Amax,
-    step: Array,
-) -> Decoder | None:
-    """The reference's decoder: these values in place of the trained ones, same precision. None without values."""
-    if not reference:
-        return None
-    values = dict(reference)
-    weights_of, scales = prepare_weights(linears, values, frozen, amax, step)
-    return bind(graph, weights_of(values, scales))
+        scores = score_labels(decoder, batch, call, hidden)
+    else:
+        head = "embed.weight" if decoder.head is None else "head.weight"
+        scores = score(decoder, batch, call, hidden, objective.score, head_gradient=head in trained)
+        if objective.reference:
+            call = call._replace(adapters=reference is not None, noise=None)
+            options = ScoreOptions(temperature=objective.score.temperature)
+            log_prob = score(reference or decoder, batch, call, options=options).log_prob
+            scores = scores._replace(reference=jax.lax.stop_gradient(log_prob))
+    with jax.named_scope("loss"):
+        return objective.loss(gather_scores(scores, axes), all_gather_rows(batch, axes))
 
 
 def gather_scores(scores: Scores | LabelScores, axes: Axes) -> Scores | LabelScores:
@@ -209,7 +254,7 @@ def gather_scores(scores: Scores | LabelScores, axes: Axes) -> Scores | LabelSco
 
 
 def prepare_weights(
-    linears: Linears | None, trained: Parameters, frozen: Parameters, amax: Amax, step: Array
+    linears: Linears | None, trained: Parameters, frozen: Parameters, scaling: Scaling, step: Int[Array, ""] | int
 ) -> tuple[Callable[[Parameters, dict[str, Array]], Parameters], dict[str, Array]]:
     """Return a function (trained, scales) -> weights to bind the decoder to; and the delayed scales of the step.
 
@@ -218,52 +263,25 @@ def prepare_weights(
     if linears is None:
         return lambda trained, _: {**frozen, **trained}, {}
     operands = linears.operands({**frozen, **trained})
-    scales = linears.scales(amax, step)
+    scales = linears.scales(scaling.amax, jnp.asarray(step))
     return lambda trained, scales: linears.wrapped({**frozen, **trained}, operands, scales), scales
 
 
 def make_train_step(
-    gradients: Gradients,
-    optimizer: Optimizer,
-    max_grad_norm: float,
-    recipe: PrecisionRecipe,
-    seed: int = 0,
-    counts: str = "target_tokens",
-    reference_update_steps: int | None = None,
-    ema_decay: float = 0.0,
-    merge: Callable[..., tuple[Parameters, Parameters]] | None = None,
-    merge_interval: int = 0,
-    reset_on_merge: bool = False,
-    noise: Callable[..., Parameters] | None = None,
-    guarded: GuardOptions | None = None,
+    gradients: Gradients, optimizer: Optimizer, recipe: PrecisionRecipe, options: StepOptions = StepOptions()
 ) -> Callable[[State, Parameters, Batch, Float[Array, ""]], tuple[State, Metrics]]:
     """Return the train step: (state, frozen, batch, learning rate) -> (state, metrics).
 
-    The sums are divided once, by the weight of the whole batch over all devices, which is the metric `counts`. A step
-    whose loss or gradient is not finite changes only the step number and the loss scale. The metric `absent` marks the
-    metrics of the objective that have no weight in this batch, so that their mean is undefined.
-
-    Args:
-        gradients: computes the sums of a batch.
-        optimizer: updates the trained parameters.
-        max_grad_norm: gradients are clipped to this global norm.
-        recipe: the precision.
-        seed: of stochastic rounding and of noise.
-        counts: name of the metric under which the weight is reported.
-        reference_update_steps: the trained parameters become the reference after this number of steps, each time.
-        ema_decay: in each step the average moves by 1 - ema_decay of the way to the trained parameters.
-        merge: merges adapters into the base in the state (`weights.relora`), after each `merge_interval` steps.
-        merge_interval: see merge.
-        reset_on_merge: whether the optimizer's state is new after a merge.
-        noise: is added to frozen parameters (`training.noise`).
-        guarded: a step that is a spike (`training.guard`) changes nothing either.
+    The sums are divided once, by the weight of the whole batch over all devices, which is the metric `options.counts`.
+    A step whose loss or gradient is not finite changes only the step number and the loss scale. The metric `absent`
+    marks the metrics of the objective that have no weight in this batch, so that their mean is undefined.
     """
 
     def step(state: State, frozen: Parameters, batch: Batch, rate: Float[Array, ""]) -> tuple[State, Metrics]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        key = jax.random.fold_in(jax.random.key(options.seed), state.step)
         frozen = {**frozen, **state.base}
-        if noise is not None:
-            frozen = noise(frozen, named_key(key, "quantization"), rate)
+        if options.noise is not None:
+            frozen = options.noise(frozen, named_key(key, "quantization"), rate)
         at = optimizer.point(state.trained, state.optimizer)
         with jax.default_matmul_precision(recipe.matmul_precision):
             summed = gradients(at, frozen, batch, state.step, state.scaling, state.reference)
@@ -271,15 +289,15 @@ def make_train_step(
         # means would weight tokens differently. Gradients are divided in `factor`, together with clipping.
         weight = jnp.maximum(summed.sums.weight, 1).astype(jnp.float32)
         loss = summed.sums.loss / weight
-        norm = _norm(summed.gradients) / (weight * summed.magnified)
+        norm = _norm(summed.gradients) / (weight * summed.loss_factor)
         taken = finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         level = state.guard
-        if guarded is not None:
+        if options.guard is not None:
             assert level is not None, "the state has no level to judge steps by"
-            most = bounds(level, guarded)
+            most = bounds(level, options.guard)
             taken = finite & (loss <= most[0]) & (norm <= most[1])
             rate = rate * level.rate
-        factor = build.clip_factor(norm, max_grad_norm) / (weight * summed.magnified)
+        factor = build.clip_factor(norm, options.max_grad_norm) / (weight * summed.loss_factor)
 
         # A step that is not taken is computed too: the optimizer selects old or new values by `taken` (jnp.where).
         update = build.UpdateInputs(rate, factor, taken, named_key(key, "rounding"))
@@ -289,15 +307,15 @@ def make_train_step(
         metrics = {
             "loss": loss,
             "grad_norm": norm,
-            counts: summed.sums.weight,
+            options.counts: summed.sums.weight,
             "tokens": jnp.sum(batch["segment_ids"] > 0, dtype=jnp.int32),
             **{name: value / jnp.maximum(count, 1) for name, (value, count) in summed.sums.metrics.items()},
         }
         if summed.sums.metrics:
             metrics["absent"] = {name: count == 0 for name, (_, count) in summed.sums.metrics.items()}
-        if guarded is not None and level is not None:
+        if options.guard is not None and level is not None:
             metrics |= {"spike": (finite & ~taken).astype(jnp.int32), "rate_factor": level.rate}
-            level = level_after(level, loss, norm, finite, guarded)
+            level = level_after(level, loss, norm, finite, options.guard)
         scaling = state.scaling
         if scaling.loss is not None and recipe.growth_steps is not None:
             after = loss_scale.update_scale(scaling.loss, finite, recipe.growth_steps)
@@ -306,17 +324,19 @@ def make_train_step(
         if recipe.linears is not None:
             scaling = scaling._replace(amax=recipe.linears.extended(scaling.amax, summed.amax, taken))
         reference = state.reference
-        if reference and reference_update_steps:
-            due = (state.step + 1) % reference_update_steps == 0
+        if reference and options.reference_update_steps:
+            due = (state.step + 1) % options.reference_update_steps == 0
             reference = jax.lax.cond(due, partial(cast_like, trained), lambda before: before, reference)
         base = state.base
-        if merge is not None:
-            due = (state.step + 1) % merge_interval == 0
-            trained, base = jax.lax.cond(due, partial(merge, step=state.step), lambda *same: same, trained, base)
-            if reset_on_merge:
+        if options.merge is not None:
+            due = (state.step + 1) % options.merge_interval == 0
+            merge = partial(options.merge, step=state.step)
+            trained, base = jax.lax.cond(due, merge, lambda *same: same, trained, base)
+            if options.reset_on_merge:
                 new_state = lambda _: optimizer.init(trained)  # noqa: E731
                 optimizer_state = jax.lax.cond(due, new_state, lambda same_state: same_state, optimizer_state)
-        average = {name: mean + (1 - ema_decay) * (trained[name] - mean) for name, mean in state.average.items()}
+        share = 1 - options.ema_decay
+        average = {name: mean + share * (trained[name] - mean) for name, mean in state.average.items()}
         return State(state.step + 1, trained, optimizer_state, scaling, reference, average, base, level), metrics
 
     return step
@@ -333,29 +353,28 @@ def _norm(gradients: Parameters) -> Float[Array, ""]:
 
 
 def make_eval_step(
-    graph: nnx.GraphDef, objective: Objective, recipe: PrecisionRecipe, call: ForwardOptions
+    forward: Forward, objective: Objective
 ) -> Callable[[Parameters, Parameters, Batch, Parameters], Sums]:
-    """Return the evaluation step: (trained, frozen, batch, reference) -> sums. Sums are scalars, never logits.
-
-    Precision is as in training, except that scaling is always current: each tensor's own amax makes its scale.
-    """
+    """Return the evaluation step: (trained, frozen, batch, reference) -> sums. Sums are scalars, never logits."""
 
     def step(trained: Parameters, frozen: Parameters, batch: Batch, reference: Mapping[str, Any] = {}) -> Sums:
-        first = jnp.zeros((), jnp.int32)
-        weights_of, _ = prepare_weights(recipe.linears, trained, frozen, {}, first)
-        compared = bind_reference(graph, recipe.linears, reference, frozen, {}, first)
-
-        def of_micro_batch(micro: Batch) -> Sums:
-            with jax.default_matmul_precision(recipe.matmul_precision):
-                decoder = bind(graph, weights_of(trained, {}))
-                scores = score_micro_batch(decoder, micro, objective, call, head_gradient=False, compared=compared)
-                with jax.named_scope("loss"):
-                    return objective.loss(scores, micro)
-
-        def add(total: Sums, micro: Batch) -> tuple[Sums, None]:
-            return jax.tree.map(jnp.add, total, of_micro_batch(micro)), None
-
-        sums = jax.eval_shape(of_micro_batch, jax.tree.map(lambda x: x[0], batch))
-        return jax.lax.scan(add, jax.tree.map(_zero, sums), batch)[0]
+        decoder = forward.bind(trained, frozen)
+        other = forward.bind(dict(reference), frozen) if reference else None
+        return forward.run(partial(_sum_batch, objective, other), decoder, batch)
 
     return step
+
+
+def _sum_batch(
+    objective: Objective, reference: Decoder | None, decoder: Decoder, batch: Batch, call: ForwardOptions
+) -> Sums:
+    """Return the objective's sums over all micro-batches of a batch."""
+
+    def of_micro_batch(micro: Batch) -> Sums:
+        return sum_micro_batch(decoder, micro, objective, call, reference=reference)
+
+    def add(total: Sums, micro: Batch) -> tuple[Sums, None]:
+        return jax.tree.map(jnp.add, total, of_micro_batch(micro)), None
+
+    sums = jax.eval_shape(of_micro_batch, jax.tree.map(lambda x: x[0], batch))
+    return jax.lax.scan(add, jax.tree.map(_zero, sums), batch)[0]

@@ -18,7 +18,7 @@ from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.quant.options import QuantOptions
-from jaxtune.training.step import accumulated_gradients
+from jaxtune.training.step import Forward, accumulated_gradients
 
 BLOCK = 32
 
@@ -113,8 +113,8 @@ def test_adapters_learn_the_same_as_over_dequantized_experts(folder, one_device)
         assert len(model.quantized) == (2 * 3 if quant.format else 0)
         rng, shapes = np.random.default_rng(0), {name: p.shape for name, p in model.trained.items()}
         adapters = {name: rng.normal(size=shape).astype(np.float32) * 0.1 for name, shape in shapes.items()}
-        call = ForwardOptions(jnp.dtype("float32"))
-        gradients = accumulated_gradients(model.graph, cross_entropy(), RECIPES["fp32"], call, 0)
+        forward = Forward(model.graph, RECIPES["fp32"], ForwardOptions(jnp.dtype("float32")))
+        gradients = accumulated_gradients(forward, cross_entropy())
         found.append(jax.device_get(jax.jit(gradients)(jax.device_put(adapters), frozen, batch, jnp.int32(0))))
     expected, kept = found
     np.testing.assert_array_equal(kept.sums.loss, expected.sums.loss)

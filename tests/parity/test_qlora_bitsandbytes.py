@@ -14,7 +14,7 @@ from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.quant.options import QuantOptions
-from jaxtune.training.step import accumulated_gradients
+from jaxtune.training.step import Forward, accumulated_gradients
 
 torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
 peft = pytest.importorskip("peft")
@@ -61,8 +61,8 @@ def test_loss_and_adapter_gradients_are_those_of_peft_and_bitsandbytes(one_devic
         if parameter.grad is not None
     }
 
-    call = ForwardOptions(jnp.dtype("float32"))
-    gradients = accumulated_gradients(model.graph, cross_entropy(), RECIPES["fp32"], call, 0)
+    forward = Forward(model.graph, RECIPES["fp32"], ForwardOptions(jnp.dtype("float32")))
+    gradients = accumulated_gradients(forward, cross_entropy())
     batch = jax.tree.map(lambda x: x[None], make_batch(rows, one_device))
     with jax.default_matmul_precision("highest"):
         summed = jax.jit(gradients)(adapters, frozen, batch, jnp.int32(0))

@@ -15,7 +15,7 @@ from tiny import VOCABULARY
 
 from jaxtune.errors import UserError
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.score import score
+from jaxtune.models.score import ScoreOptions, score
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.objectives.objective import Sums
 from jaxtune.parallel.layout import by_token, gathered_entry
@@ -34,9 +34,7 @@ def only_a_head(head: jax.Array, logit_cap: float | None = None) -> Any:
 def sums(hidden: jax.Array, head: jax.Array, batch: dict) -> Sums:
     """Return the objective's sums for hidden states [B, S, D] and a head [V, D]."""
     call = ForwardOptions(jnp.dtype("float32"))
-    scores = score(
-        only_a_head(head), batch, call, (hidden, {}), head_gradient=True, z_loss=Z_LOSS, label_smoothing=SMOOTHING
-    )
+    scores = score(only_a_head(head), batch, call, (hidden, {}), OBJECTIVE.score, head_gradient=True)
     return OBJECTIVE.loss(scores, batch)
 
 
@@ -89,11 +87,11 @@ def test_tokens_without_weight_pay_none(one_device):
 
 def test_a_temperature_divides_the_logits(one_device):
     hidden, head, batch = make(one_device)
-    call = ForwardOptions(jnp.dtype("float32"))
+    call, options = ForwardOptions(jnp.dtype("float32")), ScoreOptions(temperature=0.6)
     with jax.default_matmul_precision("highest"):
-        log_prob = score(only_a_head(head), batch, call, (hidden, {}), temperature=0.6).log_prob[0, :TRAINED]
+        log_prob = score(only_a_head(head), batch, call, (hidden, {}), options).log_prob[0, :TRAINED]
     logits = np.asarray(hidden, np.float64)[0, :TRAINED] @ np.asarray(head, np.float64)[:VOCABULARY].T / 0.6
     of_targets = logits[np.arange(TRAINED), np.asarray(batch["targets"])[0, :TRAINED]]
     np.testing.assert_allclose(log_prob, of_targets - np.log(np.exp(logits).sum(-1)), rtol=1e-5)
     with pytest.raises(UserError, match="logits of a made here are capped"):
-        score(only_a_head(head, 30.0), batch, call, (hidden, {}), temperature=0.6)
+        score(only_a_head(head, 30.0), batch, call, (hidden, {}), options)

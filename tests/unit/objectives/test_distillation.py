@@ -111,8 +111,7 @@ def compute(options: DistillOptions, student, teacher, mesh, cap=None, rows=1):
 
             def loss(parts):
                 hidden, head = parts
-                decoder, divergence = a_head(head, cap), objective.divergence
-                scores = score(decoder, batch, call, (hidden, {}), head_gradient=True, divergence=divergence)
+                scores = score(a_head(head, cap), batch, call, (hidden, {}), objective.score, head_gradient=True)
                 sums = objective.loss(scores, batch)
                 return sums.loss, sums
 

@@ -13,7 +13,7 @@ from jaxtune.optim.options import OptimOptions
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.training.guard import first_level, level_after
 from jaxtune.training.state import initial_state
-from jaxtune.training.step import GradientSums, make_train_step
+from jaxtune.training.step import GradientSums, StepOptions, make_train_step
 
 
 def run(losses, norms, options: GuardOptions):
@@ -24,7 +24,7 @@ def run(losses, norms, options: GuardOptions):
     def gradients(trained, frozen, batch, step, *_):
         return GradientSums({"w": jnp.asarray(norms)[step][None]}, Sums(jnp.asarray(losses)[step], jnp.int32(1)))
 
-    step = jax.jit(make_train_step(gradients, optimizer, 0.0, RECIPES["fp32"], guarded=options))
+    step = jax.jit(make_train_step(gradients, optimizer, RECIPES["fp32"], StepOptions(guard=options)))
     state = initial_state(optimizer, {"w": jnp.zeros(1)})._replace(guard=first_level())
     batch, values, rows = {"segment_ids": jnp.ones((1, 1, 1), jnp.int32)}, [0.0], []
     for _ in losses:

@@ -21,7 +21,7 @@ from jaxtune.precision.options import PrecisionOptions
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.training.assembly import Program, assemble
 from jaxtune.training.state import State, initial_state
-from jaxtune.training.step import GradientSums, make_train_step
+from jaxtune.training.step import GradientSums, StepOptions, make_train_step
 from jaxtune.weights.model import Base
 
 
@@ -204,7 +204,8 @@ def step_on(gradient_of, optim: OptimOptions, parameters, names, max_norm=0.0, s
     def gradients(trained, frozen, batch, step, *_):
         return GradientSums(gradient_of(step), Sums(jnp.float32(1.0), jnp.int32(1)))
 
-    step = make_train_step(gradients, optimizer, max_norm, RECIPES["fp32"], ema_decay=optim.ema_decay or 0.0)
+    options = StepOptions(max_grad_norm=max_norm, ema_decay=optim.ema_decay or 0.0)
+    step = make_train_step(gradients, optimizer, RECIPES["fp32"], options)
     state = initial_state(optimizer, parameters)._replace(average=parameters if averaged else {})
     batch = {"segment_ids": jnp.ones((1, 1, 1), jnp.int32)}
     rows = []
@@ -242,7 +243,7 @@ def test_newton_schulz_multiplies_as_exactly_as_the_recipe_says(one_device, reci
     def gradients(trained, *_):
         return GradientSums(trained, Sums(jnp.float32(1.0), jnp.int32(1)))
 
-    step = make_train_step(gradients, optimizer, 0.0, RECIPES[recipe])
+    step = make_train_step(gradients, optimizer, RECIPES[recipe])
     batch = {"segment_ids": jnp.ones((1, 1, 1), jnp.int32)}
     text = jax.jit(step).lower(initial_state(optimizer, parameters), {}, batch, jnp.float32(1e-3)).as_text()
     assert set(re.findall(r"dot_general.*precision = \[(\w+), ", text)) == {precision}

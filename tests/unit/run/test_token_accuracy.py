@@ -12,8 +12,7 @@ from jaxtune.objectives.cross_entropy import token_accuracy
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.precision.options import PrecisionOptions
-from jaxtune.precision.recipes import recipe_of
-from jaxtune.training.assembly import assemble, call_of
+from jaxtune.training.assembly import assemble, forward_of
 from jaxtune.training.step import make_eval_step
 from jaxtune.weights.model import Base
 
@@ -31,8 +30,7 @@ def test_it_counts_targets_that_are_the_likeliest_token(sizes):
     # Every second target is the likeliest token, so that some predictions are right.
     chosen = np.where(np.arange(32) % 2 == 0, likeliest, np.asarray(batch["targets"])).astype(np.int32)
     batch["targets"] = jax.device_put(chosen, batch["targets"].sharding)
-    recipe = recipe_of(config.precision, None)
-    step = jax.jit(make_eval_step(program.model.graph, token_accuracy(), recipe, call_of(config, recipe)))
+    step = jax.jit(make_eval_step(forward_of(config, program.model), token_accuracy()))
     sums = step(values, {}, jax.tree.map(lambda x: x[None], batch))
     trained = np.asarray(batch["loss_weight"]) > 0
     right, count = sums.metrics["token_accuracy"]
