@@ -16,9 +16,9 @@ from ml_collections import ConfigDict
 
 from jaxtune.config import checks, in_memory, keys, option_rules, recommended
 from jaxtune.config.inheritance import RecipeConfig, inherited_keys
-from jaxtune.config.option_rules import Problem
 from jaxtune.config.schema import Config, Dataset, Provenance
 from jaxtune.errors import UserError, hide_secrets
+from jaxtune.option_field import Problem
 
 NON_OPTION_FIELDS = ("said", "notes")  # fields of Config
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -151,7 +151,7 @@ def resolve(
             set_value(values, problem.keys[0], option.default)
         moot += without_effect
     raise_problems(recipe, problems + conflicts)
-    in_memory.refuse_ambiguous(entry.path for entry in (*resolved.data.datasets, *resolved.data.eval_datasets))
+    in_memory.refuse_ambiguous(entry.path for _, entry in resolved.data.entries())
     set_keys = {*typed, *stated, *option_rules.non_default_options(resolved)}
     said = [
         Provenance(key, by if key in typed else source)

@@ -1,9 +1,10 @@
 """The options of section `quant`: block sizes of each format, and the formats of an export."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxtune.option_field import option
+from jaxtune.option_field import Config, Problem, option, problem
 
 ANY_SIZE = "a number of elements, 2 or more"
 
@@ -50,3 +51,17 @@ SCHEMES = {
     "nvfp4": QuantOptions(format="nvfp4", block_size=16),
     "int4": QuantOptions(format="int4", block_size=128),
 }
+
+
+def check_quant(config: Config) -> Iterator[Problem]:
+    """Yield contradictions of section `quant` with others."""
+    quant = config.quant
+    if quant.format is None:
+        return
+    if not config.lora.enabled:
+        reason = "quantized weights are frozen; train adapters on them with lora.enabled = True"
+        yield problem(config, "quant.format", reason, "lora.enabled")
+    sizes, size = BLOCK_SIZES[quant.format], quant.block_size
+    if size is not None and size not in sizes and not (ANY_SIZE in sizes and isinstance(size, int) and size > 1):
+        reason = f"quant.format = {quant.format!r} supports {' or '.join(map(str, sizes))}"
+        yield problem(config, "quant.block_size", reason, "quant.format")
