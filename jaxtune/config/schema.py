@@ -253,9 +253,8 @@ class ChatOptions:
         "roles whose messages are trained; a message's own `train` or `loss`, true or false, overrides this",
         when="'all' not in chat.loss_scale", basic=True, of_prompts=False)
     loss_scale: str = option("default",
-        "trained text (ms-swift): default: messages of chat.roles; last_round: those after the last user message; "
-        "all; then weights, each after a +: ignore_empty_think, ignore_think_prefix, react, hermes, qwen; a message's "
-        "own number `loss_scale` overrides these", of_prompts=False)
+        "trained text (ms-swift): default: messages of chat.roles; last_round: those after the last user message; all; "
+        "with weights, each after a +: ignore_empty_think, ignore_think_prefix, react, hermes, qwen", of_prompts=False)
     pattern_weights: tuple[str, ...] = option((), "loss-weight factors for matching text in trained messages",
         "REGEX=FACTOR", of_prompts=False)
     train_on_eos: Literal["turn", "last", "all", "none"] = option("turn",
@@ -275,9 +274,8 @@ class GuardOptions:
     """Handling of loss spikes: steps with a loss or gradient norm far above earlier steps."""
 
     action: Literal["skip", "lower_rate", "roll_back"] | None = option(None,
-        "on a spike: skip the step; lower_rate: also halve the learning rate for a while; roll_back: restore the "
-        "newest checkpoint's weights and continue after the spike's data; train.max_bad_steps spikes in a row end the "
-        "run")
+        "on a spike: skip the step; lower_rate: also halve the learning rate for a while; roll_back: restore the newest "
+        "checkpoint and continue after the spike's data; train.max_bad_steps spikes in a row end the run")
     deviations: float = option(6.0, "loss spike threshold, in standard deviations above the running mean", "(0, inf)",
         when="guard.action")
     norm_factor: float = option(10.0, "gradient-norm spike threshold, as a multiple of the running mean", "(1, inf)",

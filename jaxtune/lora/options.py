@@ -45,9 +45,9 @@ class LoraOptions:
         "weight-decomposed adapters: a trained magnitude for each row of the weight and its adapter (DoRA, Liu et al. "
         "2024)", when="lora.kind == 'lora'")
     init: Literal["uniform", "gaussian", "pissa", "olora"] = option("uniform",
-        "uniform, gaussian: random A and zero B, as in peft; pissa (2024): the weight's top singular vectors; olora "
-        "(2024): its first columns, orthonormalised. pissa and olora subtract the adapter from the weight, and export "
-        "plain adapters of twice the rank", when="lora.kind == 'lora' and lora.path is None")
+        "uniform, gaussian: random A, zero B; pissa: the weight's top singular vectors; olora: its first columns, "
+        "orthonormalised; these are subtracted from the weight, and exported as plain adapters of twice the rank",
+        when="lora.kind == 'lora' and lora.path is None")
     freeze_a: bool = option(False, "train only B (LoRA-FA, Zhang et al. 2023)", when="lora.kind == 'lora'")
     rank_pattern: tuple[str, ...] = option((), "rank by Hugging Face name; the last match counts: ('q_proj=8',)",
         "REGEX=FACTOR", when="lora.kind == 'lora'")

@@ -54,12 +54,8 @@ class MemoryOptions:
     """Rematerialisation, offloading to the host, and the check that the run fits into memory."""
 
     remat: Literal["auto", "none", "experts", "ffn", "qkv", "dots", "attention+qkv", "block", "offload"] = option(
-        "auto",
-        "rematerialisation policy; norms and activations are always recomputed. none: nothing else; experts; ffn: "
-        "feed-forward; qkv: query, key and value projections; dots: attention; attention+qkv; block: each block; "
-        "offload: each block, its input kept in host memory and long rows tiled in the feed-forward (not with delayed "
-        "FP8 scales); auto: the first of none, dots, block, offload that fits in GPU memory; on a CPU block, which is "
-        "fastest there", basic=True)
+        "auto", "what the backward pass computes again besides norms and activations; dots: attention; block: all; "
+        "offload: all, its inputs in host memory (not with delayed FP8 scales); auto: the first that fits", basic=True)
     unroll: bool = option(False,
         "compile each layer separately instead of a loop over equal layers: a faster step that takes several times as "
         "long to compile and needs more memory")

@@ -28,9 +28,8 @@ class QuantOptions:
     format: Literal["nf4", "fp4", "fp8", "nvfp4", "mxfp4", "int8", "int4", "weight_only_mix"] | None = option(None,
         "format of the linear layers' weights; unset: model.dtype, or the format of a quantized checkpoint", basic=True)
     block_size: Literal["channel", "tensor"] | int | None = option(None,
-        "weights per scale. nf4, fp4: 64 (unset), 128, 256 or 512 elements of a row; fp8: squares of 64, 128 (unset) "
-        "or 256, 'channel' (a row) or 'tensor'; int8, int4: 'channel' (unset) or elements of a row; nvfp4: 16; mxfp4: "
-        "32")
+        "weights per scale: nf4, fp4: 64 (unset), 128, 256 or 512; fp8: squares of 64, 128 (unset) or 256, 'channel' "
+        "(a row) or 'tensor'; int8, int4: 'channel' (unset) or a number; nvfp4: 16; mxfp4: 32")
     double_quant: bool = option(True, "nf4, fp4: quantize the scales too, to 8 bits",
         when="quant.format in ('nf4', 'fp4')")
     four_over_six: bool = option(True, "nvfp4: scale a block to 4 instead of 6 if that lowers its error",
