@@ -274,8 +274,8 @@ class GuardOptions:
     """Handling of loss spikes: steps with a loss or gradient norm far above earlier steps."""
 
     action: Literal["skip", "lower_rate", "roll_back"] | None = option(None,
-        "on a spike: skip the step; lower_rate: also halve the learning rate for a while; roll_back: restore the newest "
-        "checkpoint and continue after the spike's data; train.max_bad_steps spikes in a row end the run")
+        "on a spike: skip the step; lower_rate: also halve the learning rate for a while; roll_back: restore the "
+        "newest checkpoint and continue after the spike's data; train.max_bad_steps spikes in a row end the run")
     deviations: float = option(6.0, "loss spike threshold, in standard deviations above the running mean", "(0, inf)",
         when="guard.action")
     norm_factor: float = option(10.0, "gradient-norm spike threshold, as a multiple of the running mean", "(1, inf)",
