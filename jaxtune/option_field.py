@@ -1,4 +1,4 @@
-"""How an option is declared: a field of a dataclass with its meaning and rules. Needs only the standard library."""
+"""How an option is declared, with its meaning and rules, and what a check reports. Needs only the standard library."""
 
 import dataclasses
 import re

@@ -129,7 +129,7 @@ def resolve(
     kept = typed if source == "translation" else {*typed, *moot_in_recipe, *stated}
     resolved, without_effect, problems = _reset_moot(values, kept, wrong)
     raise_problems(recipe, problems)
-    in_memory.refuse_ambiguous(entry.path for _, entry in resolved.data.entries())
+    in_memory.refuse_ambiguous(entry.path for _, entry in resolved.entries())
     set_keys = {*typed, *stated, *option_rules.non_default_options(resolved)}
     every = (key for key, _, _ in option_rules.every_option(resolved) if key in set_keys)
     said = [Provenance(key, by if key in typed else source) for key in every]

@@ -157,7 +157,7 @@ def code_in(config: Config) -> dict[str, str]:
     """Return the Python files and functions that a config names, by option, except functions of jaxtune's recipes."""
     rewards = [name for name in config.rollout.rewards if not name.startswith("jaxtune.recipes.")]
     code = {"train.plugins": ",".join(config.train.plugins), "rollout.rewards": ",".join(rewards)}
-    code |= {f"{key}.function": entry.function or "" for key, entry in config.data.entries()}
+    code |= {f"{key}.function": entry.function or "" for key, entry in config.entries()}
     return {key: named for key, named in code.items() if named}
 
 

@@ -172,7 +172,7 @@ def check_preference(config: Config) -> Iterator[Problem]:
         yield problem(
             config, "preference.label_smoothing", "exo_pair needs a value above 0, for example 0.001", "preference.loss"
         )
-    for key, entry in config.data.entries() if options.offset_alpha else ():
+    for key, entry in config.entries() if options.offset_alpha else ():
         if entry.chosen_score_field is None or entry.rejected_score_field is None:
             reason = "preference.offset_alpha needs the scores of both answers: name their columns"
             keys = f"{key}.chosen_score_field", "preference.offset_alpha"
@@ -197,7 +197,7 @@ def check_rollout(config: Config) -> Iterator[Problem]:
     for name in _unread(config.data):
         reason = "has no effect: with rollout.rewards the data is prompts, which are not packed or cut"
         yield problem(config, f"data.{name}", reason, "rollout.rewards", moot=True)
-    for key, entry in config.data.entries():
+    for key, entry in config.entries():
         if entry.type != "auto":
             reason = "with rollout.rewards samples are prompts: set 'auto'"
             yield problem(config, f"{key}.type", reason, "rollout.rewards")
