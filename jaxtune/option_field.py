@@ -27,15 +27,8 @@ def option(default: Any, doc: str, unit: str = "", when: str = "", basic: bool =
         of_prompts: Whether a run with rollout.rewards reads it, whose samples are prompts.
     """
     unit, bracket, interval = re.fullmatch(r"(.*?) ?([\[(]|$)(.*)", unit).groups()  # type: ignore[union-attr]
-    rules = {
-        "doc": doc,
-        "unit": unit,
-        "within": bracket + interval,
-        "when": when,
-        "basic": basic,
-        "of_prompts": of_prompts,
-    }
-    return dataclasses.field(default=default, metadata=rules)
+    rules = {"doc": doc, "unit": unit, "within": bracket + interval, "when": when}
+    return dataclasses.field(default=default, metadata=rules | {"basic": basic, "of_prompts": of_prompts})
 
 
 def among(key: str, names: tuple[str, ...], others: tuple[str, ...]) -> str:
