@@ -1,8 +1,8 @@
-"""The definition of every option: name, type, default, unit, meaning, allowed values, and when it is read.
+"""`Config`, all sections of a run, and the sections that belong to no room below; the others are in its `options.py`.
 
-Each section is a frozen dataclass and each option a field. `X | None` is an option that may be left out; `Literal[...]`
-lists the allowed values. Recipes fill a ConfigDict made from these classes (`loading.new_config`), and the program
-receives a typed and checked `Config`.
+Each section is a frozen dataclass and each option a field, with name, type, default, unit, meaning, allowed values, and
+when it is read. `X | None` is an option that may be left out; `Literal[...]` lists the allowed values. Recipes fill a
+ConfigDict made from these classes (`loading.new_config`), and the program receives a typed and checked `Config`.
 """
 
 import dataclasses

@@ -18,6 +18,7 @@ class OptimizerRecord:
             dtype of matrix products.
         per_matrix: whether it processes a stack of experts one matrix at a time.
         narrow_state: whether it can keep its state in bfloat16, by optim.state_dtype.
+        normalised: whether the size of its updates depends on the learning rate, and not on the gradients.
     """
 
     rule: str
@@ -25,6 +26,7 @@ class OptimizerRecord:
     for_matrices: bool = False
     per_matrix: bool = False
     narrow_state: bool = False
+    normalised: bool = False
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -36,12 +38,12 @@ _ADAM = ("beta1", "beta2", "epsilon")
 _MUON = tuple(f"muon.{name}" for name in ("momentum", "nesterov", "ns_steps", "adjust_lr"))
 _NORMUON = tuple(f"normuon.{name}" for name in ("momentum", "beta2", "ns_steps", "cautious_wd"))
 OPTIMIZERS = {
-    "adamw": OptimizerRecord("rules.adamw", _ADAM, narrow_state=True),
-    "adamw_8bit": OptimizerRecord("adamw_8bit.adamw_8bit", _ADAM),
+    "adamw": OptimizerRecord("rules.adamw", _ADAM, narrow_state=True, normalised=True),
+    "adamw_8bit": OptimizerRecord("adamw_8bit.adamw_8bit", _ADAM, normalised=True),
     "sgd": OptimizerRecord("rules.sgd", ("beta1",)),
-    "adafactor": OptimizerRecord("rules.adafactor", per_matrix=True),
-    "lion": OptimizerRecord("rules.lion", ("beta1", "beta2"), narrow_state=True),
-    "schedule_free": OptimizerRecord("rules.schedule_free", _ADAM),
+    "adafactor": OptimizerRecord("rules.adafactor", per_matrix=True, normalised=True),
+    "lion": OptimizerRecord("rules.lion", ("beta1", "beta2"), narrow_state=True, normalised=True),
+    "schedule_free": OptimizerRecord("rules.schedule_free", _ADAM, normalised=True),
     "muon": OptimizerRecord("muon.muon", _MUON, for_matrices=True, per_matrix=True, narrow_state=True),
     "normuon": OptimizerRecord("muon.normuon", _NORMUON, for_matrices=True, per_matrix=True, narrow_state=True),
 }
