@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the sections of a config are in rooms above this file, and their checks read all of them
+if TYPE_CHECKING:  # the checks of a room read sections of rooms above it
     import jaxtune.config.schema
 
     Config = jaxtune.config.schema.Config

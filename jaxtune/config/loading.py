@@ -162,7 +162,7 @@ def _take_recommendations(
 def _reset_moot(
     values: dict[str, Any], kept: Container[str], wrong: list[Problem]
 ) -> tuple[Config, list[Problem], list[Problem]]:
-    """Reset values without effect, except those of `kept`; return the config, the problems solved, and those left."""
+    """Reset values without effect unless they are in `kept`; return the config, the problems solved, and the others."""
     moot = []
     # Each reset may leave further values without effect.
     while True:

@@ -329,7 +329,7 @@ class Config:
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def entries(self, *lists: str) -> Iterator[tuple[str, Dataset]]:
-        """Yield (key, entry), such as ("data.datasets[0]", Dataset(...)), of these lists, or of both."""
+        """Yield (key, entry), such as ("data.datasets[0]", Dataset(...)), for the named lists, by default both."""
         for name in lists or ("datasets", "eval_datasets"):
             for i, entry in enumerate(getattr(self.data, name)):
                 yield f"data.{name}[{i}]", entry

@@ -69,7 +69,7 @@ class PreferenceOptions:
 
     @property
     def properties(self) -> PreferenceLoss:
-        """What the loss reads."""
+        """The properties of the loss."""
         return LOSSES[self.loss or ""]
 
 

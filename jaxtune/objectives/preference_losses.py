@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """What a loss reads.
+    """The properties of a loss.
 
     Attributes:
-        options: the options that it reads, of those that only some losses read.
+        options: the options that it reads and other losses do not.
         reference: whether it compares with a reference model.
         averaged: whether it uses the mean log-probability of an answer's tokens; otherwise the sum.
         sft_weight: weight of the chosen answers' cross-entropy, unless preference.sft_weight is set.

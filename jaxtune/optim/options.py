@@ -1,4 +1,4 @@
-"""The options of section `optim`, and what each optimizer reads."""
+"""The options of section `optim`, and the properties of each optimizer."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from jaxtune.option_field import Config, Problem, among, option, problem, sectio
 
 @dataclass(frozen=True)
 class OptimizerRecord:
-    """What an optimizer reads, and how it processes parameters.
+    """The properties of an optimizer.
 
     Attributes:
         rule: FILE.FUNCTION in this folder, which returns its rule.
@@ -151,7 +151,7 @@ class OptimOptions:
 
     @property
     def record(self) -> OptimizerRecord:
-        """What the optimizer reads."""
+        """The properties of the optimizer."""
         return OPTIMIZERS[self.name]
 # fmt: on
 

@@ -54,7 +54,7 @@ class MemoryOptions:
     """Rematerialisation, offloading to the host, and the check that the run fits into memory."""
 
     remat: Literal["auto", "none", "experts", "ffn", "qkv", "dots", "attention+qkv", "block", "offload"] = option(
-        "auto", "what the backward pass computes again besides norms and activations; dots: attention; block: all; "
+        "auto", "what the backward pass computes again, with norms and activations; dots: attention; block: all; "
         "offload: all, its inputs in host memory (not with delayed FP8 scales); auto: the first that fits", basic=True)
     unroll: bool = option(False,
         "compile each layer separately instead of a loop over equal layers: a faster step that takes several times as "
