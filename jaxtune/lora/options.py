@@ -81,7 +81,7 @@ def check_lora(config: Config) -> Iterator[Problem]:
             )
         if config.rollout.server is not None:
             yield problem(config, "lora.kind", "a server supports only low-rank adapters", "rollout.server")
-        if config.optim.record.for_matrices:
+        if config.optim.properties.for_matrices:
             reason = "it orthogonalises matrices, and ia3 trains vectors; use adamw"
             yield problem(config, "optim.name", reason, "lora.kind")
     for key in ("lora.kind", "lora.bias", "lora.use_dora", "lora.init", "lora.freeze_a", "lora.modules_to_save"):

@@ -212,11 +212,11 @@ def _repeat(leaf: Array, stacked: Array) -> Array:
 
 
 def _rule(optim: OptimOptions, is_matrix: bool, dtype: DTypeLike) -> Rule:
-    record = optim.record if is_matrix or not optim.record.for_matrices else OPTIMIZERS["adamw"]
-    file, _, function = record.rule.partition(".")
-    arguments = [operator.attrgetter(option)(optim) for option in record.arguments]
+    properties = optim.properties if is_matrix or not optim.properties.for_matrices else OPTIMIZERS["adamw"]
+    file, _, function = properties.rule.partition(".")
+    arguments = [operator.attrgetter(option)(optim) for option in properties.arguments]
     of_file = importlib.import_module(f"jaxtune.optim.{file}")
-    return getattr(of_file, function)(*arguments, *([dtype] if record.for_matrices else []))
+    return getattr(of_file, function)(*arguments, *([dtype] if properties.for_matrices else []))
 
 
 def clip_factor(norm: Float[Array, ""], max_norm: float) -> Float[Array, ""]:

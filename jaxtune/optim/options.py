@@ -8,7 +8,7 @@ from jaxtune.option_field import Config, Problem, among, option, problem, sectio
 
 
 @dataclass(frozen=True)
-class OptimizerRecord:
+class OptimizerProperties:
     """The properties of an optimizer.
 
     Attributes:
@@ -38,14 +38,14 @@ _ADAM = ("beta1", "beta2", "epsilon")
 _MUON = tuple(f"muon.{name}" for name in ("momentum", "nesterov", "ns_steps", "adjust_lr"))
 _NORMUON = tuple(f"normuon.{name}" for name in ("momentum", "beta2", "ns_steps", "cautious_wd"))
 OPTIMIZERS = {
-    "adamw": OptimizerRecord("rules.adamw", _ADAM, narrow_state=True, normalised=True),
-    "adamw_8bit": OptimizerRecord("adamw_8bit.adamw_8bit", _ADAM, normalised=True),
-    "sgd": OptimizerRecord("rules.sgd", ("beta1",)),
-    "adafactor": OptimizerRecord("rules.adafactor", per_matrix=True, normalised=True),
-    "lion": OptimizerRecord("rules.lion", ("beta1", "beta2"), narrow_state=True, normalised=True),
-    "schedule_free": OptimizerRecord("rules.schedule_free", _ADAM, normalised=True),
-    "muon": OptimizerRecord("muon.muon", _MUON, for_matrices=True, per_matrix=True, narrow_state=True),
-    "normuon": OptimizerRecord("muon.normuon", _NORMUON, for_matrices=True, per_matrix=True, narrow_state=True),
+    "adamw": OptimizerProperties("rules.adamw", _ADAM, narrow_state=True, normalised=True),
+    "adamw_8bit": OptimizerProperties("adamw_8bit.adamw_8bit", _ADAM, normalised=True),
+    "sgd": OptimizerProperties("rules.sgd", ("beta1",)),
+    "adafactor": OptimizerProperties("rules.adafactor", per_matrix=True, normalised=True),
+    "lion": OptimizerProperties("rules.lion", ("beta1", "beta2"), narrow_state=True, normalised=True),
+    "schedule_free": OptimizerProperties("rules.schedule_free", _ADAM, normalised=True),
+    "muon": OptimizerProperties("muon.muon", _MUON, for_matrices=True, per_matrix=True, narrow_state=True),
+    "normuon": OptimizerProperties("muon.normuon", _NORMUON, for_matrices=True, per_matrix=True, narrow_state=True),
 }
 
 if TYPE_CHECKING:
@@ -54,13 +54,13 @@ else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
 
 
-def _names(has: Callable[[OptimizerRecord], bool]) -> tuple[str, ...]:
-    return tuple(name for name, record in OPTIMIZERS.items() if has(record))
+def _names(has: Callable[[OptimizerProperties], bool]) -> tuple[str, ...]:
+    return tuple(name for name, optimizer in OPTIMIZERS.items() if has(optimizer))
 
 
 def _when_read(name: str) -> str:
-    others = sorted(_names(lambda record: name not in record.reads), reverse=True)
-    return among("optim.name", _names(lambda record: name in record.reads), tuple(others))
+    others = sorted(_names(lambda one: name not in one.reads), reverse=True)
+    return among("optim.name", _names(lambda one: name in one.reads), tuple(others))
 
 
 # One line or two an option: this file is a table.
@@ -101,7 +101,7 @@ class OptimOptions:
         "optimizer; schedule_free is AdamW without a schedule (Defazio et al. 2024)", basic=True)
     state_dtype: Literal["float32", "bfloat16"] = option("float32",
         "dtype of moments and momentum; bfloat16 uses stochastic rounding",
-        when=f"optim.name in {_names(lambda record: record.narrow_state)} or (optim.name == 'sgd' and optim.beta1)")
+        when=f"optim.name in {_names(lambda one: one.narrow_state)} or (optim.name == 'sgd' and optim.beta1)")
     learning_rate: float = option(2e-4, "peak learning rate", "(0, inf)", basic=True)
     ema_decay: float | None = option(None,
         "per-step decay of an exponential moving average of the trained weights, such as 0.999; the average is "
@@ -150,7 +150,7 @@ class OptimOptions:
     normuon: NormuonOptions = section(NormuonOptions(), when="optim.name == 'normuon'")
 
     @property
-    def record(self) -> OptimizerRecord:
+    def properties(self) -> OptimizerProperties:
         """The properties of the optimizer."""
         return OPTIMIZERS[self.name]
 # fmt: on
@@ -159,7 +159,7 @@ class OptimOptions:
 def check_optim(config: Config) -> Iterator[Problem]:
     """Yield contradictions of section `optim` with others."""
     optim = config.optim
-    if optim.record.for_matrices and config.lora.enabled and config.model.head == "lm":
+    if optim.properties.for_matrices and config.lora.enabled and config.model.head == "lm":
         reason = f"has no effect: only AdamW reads it, and {optim.name} trains all adapters, which are matrices"
         for moment in _ADAM:
             if getattr(optim, moment) != getattr(type(optim)(), moment):

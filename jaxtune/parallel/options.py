@@ -83,7 +83,7 @@ def check_mesh(config: Config) -> Iterator[Problem]:
     for axis, size in axes.items():
         if size < 1 and size != -1:
             yield problem(config, f"mesh.{axis}", "must be at least 1, or -1 for the remaining devices")
-    if config.mesh.expert != 1 and config.optim.record.per_matrix:
+    if config.mesh.expert != 1 and config.optim.properties.per_matrix:
         reason = f"not available with optim.name = {config.optim.name!r} yet; shard experts with mesh.fsdp"
         yield problem(config, "mesh.expert", reason, "optim.name")
     rest = [f"mesh.{axis}" for axis, size in axes.items() if size == -1]
