@@ -59,6 +59,7 @@ def _names(has: Callable[[OptimizerProperties], bool]) -> tuple[str, ...]:
 
 
 def _when_read(name: str) -> str:
+    # In reverse order, as users have seen them.
     others = sorted(_names(lambda one: name not in one.reads), reverse=True)
     return among("optim.name", _names(lambda one: name in one.reads), tuple(others))
 
