@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxtune.objectives.preference_losses import LOSSES, LossProperties, losses_with
+from jaxtune.objectives.preference_losses import LOSSES, PreferenceLoss, losses_with
 from jaxtune.option_field import Config, Problem, among, option, problem, value_of
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ else:
     LossName = Literal[tuple(LOSSES)]
 
 
-def _when(does: Callable[[LossProperties], bool]) -> str:
+def _when(does: Callable[[PreferenceLoss], bool]) -> str:
     return among("preference.loss", losses_with(does), losses_with(lambda loss: not does(loss)))
 
 
@@ -68,7 +68,7 @@ class PreferenceOptions:
         "the model with itself", "steps [1, inf)", when=_WITH_REFERENCE)
 
     @property
-    def properties(self) -> LossProperties:
+    def properties(self) -> PreferenceLoss:
         """The properties of the loss."""
         return LOSSES[self.loss or ""]
 

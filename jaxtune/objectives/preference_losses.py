@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LossProperties:
+class PreferenceLoss:
     """The properties of a loss.
 
     Attributes:
@@ -34,27 +34,27 @@ class LossProperties:
 
 
 LOSSES = {
-    "sigmoid": LossProperties(("label_smoothing",)),
-    "sigmoid_norm": LossProperties(("label_smoothing",)),
-    "hinge": LossProperties(),
-    "ipo": LossProperties(),
-    "robust": LossProperties(("label_smoothing",)),
-    "exo_pair": LossProperties(("label_smoothing",)),
-    "nca_pair": LossProperties(),
-    "bco_pair": LossProperties(),
-    "sppo_hard": LossProperties(),
-    "apo_zero": LossProperties(),
-    "apo_down": LossProperties(),
-    "kto_pair": LossProperties(),
-    "simpo": LossProperties(("label_smoothing", "simpo_gamma"), reference=False, averaged=True),
-    "cpo": LossProperties(("label_smoothing",), reference=False, sft_weight=1.0),
-    "orpo": LossProperties(reference=False, averaged=True, sft_weight=1.0),
-    "kto": LossProperties(("desirable_weight", "undesirable_weight"), samples="answers"),
-    "bradley_terry": LossProperties(reference=False, samples="scored pairs"),
+    "sigmoid": PreferenceLoss(("label_smoothing",)),
+    "sigmoid_norm": PreferenceLoss(("label_smoothing",)),
+    "hinge": PreferenceLoss(),
+    "ipo": PreferenceLoss(),
+    "robust": PreferenceLoss(("label_smoothing",)),
+    "exo_pair": PreferenceLoss(("label_smoothing",)),
+    "nca_pair": PreferenceLoss(),
+    "bco_pair": PreferenceLoss(),
+    "sppo_hard": PreferenceLoss(),
+    "apo_zero": PreferenceLoss(),
+    "apo_down": PreferenceLoss(),
+    "kto_pair": PreferenceLoss(),
+    "simpo": PreferenceLoss(("label_smoothing", "simpo_gamma"), reference=False, averaged=True),
+    "cpo": PreferenceLoss(("label_smoothing",), reference=False, sft_weight=1.0),
+    "orpo": PreferenceLoss(reference=False, averaged=True, sft_weight=1.0),
+    "kto": PreferenceLoss(("desirable_weight", "undesirable_weight"), samples="answers"),
+    "bradley_terry": PreferenceLoss(reference=False, samples="scored pairs"),
 }
 
 
-def losses_with(has: Callable[[LossProperties], bool]) -> tuple[str, ...]:
+def losses_with(has: Callable[[PreferenceLoss], bool]) -> tuple[str, ...]:
     """Return the names of the losses with a property."""
     return tuple(name for name, loss in LOSSES.items() if has(loss))
 

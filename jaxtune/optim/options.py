@@ -8,7 +8,7 @@ from jaxtune.option_field import Config, Problem, among, option, problem, sectio
 
 
 @dataclass(frozen=True)
-class OptimizerProperties:
+class OptimizerRecord:
     """The properties of an optimizer.
 
     Attributes:
@@ -38,14 +38,14 @@ _ADAM = ("beta1", "beta2", "epsilon")
 _MUON = tuple(f"muon.{name}" for name in ("momentum", "nesterov", "ns_steps", "adjust_lr"))
 _NORMUON = tuple(f"normuon.{name}" for name in ("momentum", "beta2", "ns_steps", "cautious_wd"))
 OPTIMIZERS = {
-    "adamw": OptimizerProperties("rules.adamw", _ADAM, narrow_state=True, normalised=True),
-    "adamw_8bit": OptimizerProperties("adamw_8bit.adamw_8bit", _ADAM, normalised=True),
-    "sgd": OptimizerProperties("rules.sgd", ("beta1",)),
-    "adafactor": OptimizerProperties("rules.adafactor", per_matrix=True, normalised=True),
-    "lion": OptimizerProperties("rules.lion", ("beta1", "beta2"), narrow_state=True, normalised=True),
-    "schedule_free": OptimizerProperties("rules.schedule_free", _ADAM, normalised=True),
-    "muon": OptimizerProperties("muon.muon", _MUON, for_matrices=True, per_matrix=True, narrow_state=True),
-    "normuon": OptimizerProperties("muon.normuon", _NORMUON, for_matrices=True, per_matrix=True, narrow_state=True),
+    "adamw": OptimizerRecord("rules.adamw", _ADAM, narrow_state=True, normalised=True),
+    "adamw_8bit": OptimizerRecord("adamw_8bit.adamw_8bit", _ADAM, normalised=True),
+    "sgd": OptimizerRecord("rules.sgd", ("beta1",)),
+    "adafactor": OptimizerRecord("rules.adafactor", per_matrix=True, normalised=True),
+    "lion": OptimizerRecord("rules.lion", ("beta1", "beta2"), narrow_state=True, normalised=True),
+    "schedule_free": OptimizerRecord("rules.schedule_free", _ADAM, normalised=True),
+    "muon": OptimizerRecord("muon.muon", _MUON, for_matrices=True, per_matrix=True, narrow_state=True),
+    "normuon": OptimizerRecord("muon.normuon", _NORMUON, for_matrices=True, per_matrix=True, narrow_state=True),
 }
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
 
 
-def _names(has: Callable[[OptimizerProperties], bool]) -> tuple[str, ...]:
+def _names(has: Callable[[OptimizerRecord], bool]) -> tuple[str, ...]:
     return tuple(name for name, optimizer in OPTIMIZERS.items() if has(optimizer))
 
 
@@ -151,7 +151,7 @@ class OptimOptions:
     normuon: NormuonOptions = section(NormuonOptions(), when="optim.name == 'normuon'")
 
     @property
-    def properties(self) -> OptimizerProperties:
+    def properties(self) -> OptimizerRecord:
         """The properties of the optimizer."""
         return OPTIMIZERS[self.name]
 # fmt: on
