@@ -28,19 +28,19 @@ COMMANDS = (
 def main(argv: list[str] | None = None) -> int:
     """Run the command named first, or list the commands if none is named. Returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    return command.run_guarded(lambda: _dispatch(arguments[0] if arguments else "help", arguments[1:]))
+
+
+def _dispatch(name: str, arguments: list[str]) -> int | None:
+    if name in ("-h", "--help", "help"):
         print(f"{__doc__}\n")
-        for name in COMMANDS:
-            print(f"  {name:<10}{command.docstring(_module(name)).splitlines()[0]}")
+        for each in COMMANDS:
+            print(f"  {each:<10}{command.docstring(_module(each)).splitlines()[0]}")
         print("\njaxtune COMMAND --help tells more.")
-        return 0
-    if arguments[0] == "--version":
+        return None
+    if name == "--version":
         print(f"jaxtune {importlib.metadata.version('jaxtune')}")
-        return 0
-    return command.run_guarded(lambda: _dispatch(arguments[0], arguments[1:]))
-
-
-def _dispatch(name: str, arguments: list[str]) -> int:
+        return None
     if name not in COMMANDS:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)
         raise UserError(f"no command {name!r}; " + (f"nearest: {nearest[0]}" if nearest else f"one of {COMMANDS}"))

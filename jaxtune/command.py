@@ -73,8 +73,7 @@ def run(
         flags.DEFINE_enum("dialect", None, list(DIALECTS), meaning, flag_values=values)
     if {"-h", "--help", "-help"} & set(arguments):
         head = docstring(module) if module else inspect.getdoc(sys.modules[define_flags.__module__])
-        print(f"{head}\n\n{_flags_help(values)}")
-        return 0
+        return run_guarded(lambda: print(f"{head}\n\n{_flags_help(values)}"))
     return run_guarded(lambda: body(values, _parse(values, arguments, with_config, recipe)))
 
 
@@ -103,7 +102,11 @@ def _show_warnings() -> Iterator[None]:
 def run_guarded(body: Callable[[], int | None]) -> int:
     """Call `body`; turn a UserError or an unusable file into one message on stderr and exit code 2."""
     try:
-        code = body() or 0
+        try:
+            code = body() or 0
+        except SystemExit:  # argparse ends --help with it
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()  # so that a failed write is caught here, not while Python shuts down
         return code
     except UserError as error:

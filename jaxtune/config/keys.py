@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union
 
-from jaxtune.config.schema import READ_BY_TYPE, Config, Dataset
+from jaxtune.config.schema import Config
+from jaxtune.data.options import READ_BY_TYPE, Dataset
 
 
 @dataclass(frozen=True)

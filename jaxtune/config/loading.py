@@ -16,9 +16,9 @@ from ml_collections import ConfigDict
 
 from jaxtune.config import checks, in_memory, keys, option_rules, recommended
 from jaxtune.config.inheritance import RecipeConfig, inherited_keys
-from jaxtune.config.option_rules import Problem
 from jaxtune.config.schema import Config, Dataset, Provenance
 from jaxtune.errors import UserError, hide_secrets
+from jaxtune.option_field import Problem
 
 NON_OPTION_FIELDS = ("said", "notes")  # fields of Config
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -110,8 +110,8 @@ def resolve(
     # A setting of one entry (data.datasets[0].path) makes its whole list the user's own.
     typed_lists = {key.partition("[")[0] for key in typed if "[" in key}
     # Values without effect in the recipe itself, before settings are applied: these stay errors.
-    moot_in_recipe = [problem.keys[0] for problem in checks.check(_build(Config, values, "", [])) if problem.moot]
-    moot_in_recipe = [key for key in moot_in_recipe if key not in inherited]
+    of_recipe = checks.check(_build(Config, values, "", []))
+    moot_in_recipe = {problem.keys[0] for problem in of_recipe if problem.moot and problem.keys[0] not in inherited}
     wrong = [problem for key, value in (given or {}).items() if (problem := set_value(values, key, value))]
     wrong += [problem for key, value in settings.items() if (problem := _override(values, key, value))]
 
@@ -125,14 +125,46 @@ def resolve(
     names = _OF_FILES if source == "translation" else (*_OF_FILES, *_OF_COLUMNS)
     of_samples, moot = list(_of_other_samples(values, nearness, names)), list(_displaced(values, nearness))
     # Recommendations come before the final check, so that they are checked like any other value.
-    if (unresolved := _build(Config, values, "", [])).train.recommend:
-        recipe_values = () if source == "translation" else option_rules.non_default_options(unresolved)
-        better, lines = recommended.recommend(unresolved, {*typed, *stated, *recipe_values}, count)
-        for key, value in better.items():
-            set_value(values, key, value)
-        notes += lines
-    not_reset = () if source == "translation" else (*moot_in_recipe, *stated)
-    # Reset values that lost their effect until none is left: each reset may leave further values without effect.
+    notes += _take_recommendations(values, typed | stated, source, count)
+    kept = typed if source == "translation" else {*typed, *moot_in_recipe, *stated}
+    resolved, without_effect, problems = _reset_moot(values, kept, wrong)
+    raise_problems(recipe, problems)
+    in_memory.refuse_ambiguous(entry.path for _, entry in resolved.entries())
+    set_keys = {*typed, *stated, *option_rules.non_default_options(resolved)}
+    every = (key for key, _, _ in option_rules.every_option(resolved) if key in set_keys)
+    said = [Provenance(key, by if key in typed else source) for key in every]
+    # In a translated file, report only values that the file states: defaults of its system do not concern the user.
+    tells_all = given is None or source == "recipe"
+    if reported := {key: value for key, value in of_samples if tells_all or key in stated}:
+        listed = ", ".join(f"{key} = {value!r}" for key, value in reported.items())
+        text = f"{source}: {listed}: describes the dataset that was replaced"
+        said.append(Provenance(next(iter(reported)), source, text))
+    for problem in moot + without_effect:
+        if tells_all or problem.keys[0] in stated:
+            said.append(Provenance(problem.keys[0], source, f"{source}: {problem.text}"))
+    return dataclasses.replace(resolved, said=tuple(said), notes=notes)
+
+
+def _take_recommendations(
+    values: dict[str, Any], told: set[str], source: str, count: recommended.CountParameters | None
+) -> tuple[str, ...]:
+    """With train.recommend, set recommended values of options that nobody set; return a line about each."""
+    config = _build(Config, values, "", [])
+    if not config.train.recommend:
+        return ()
+    of_recipe = () if source == "translation" else option_rules.non_default_options(config)
+    better, lines = recommended.recommend(config, {*told, *of_recipe}, count)
+    for key, value in better.items():
+        set_value(values, key, value)
+    return lines
+
+
+def _reset_moot(
+    values: dict[str, Any], kept: Container[str], wrong: list[Problem]
+) -> tuple[Config, list[Problem], list[Problem]]:
+    """Reset values without effect unless they are in `kept`; return the config, the problems solved, and the others."""
+    moot = []
+    # Each reset may leave further values without effect.
     while True:
         problems = list(wrong)
         resolved = _build(Config, values, "", problems)
@@ -140,34 +172,14 @@ def resolve(
         # be misleading.
         wrong_keys = {key for problem in problems for key in problem.keys}
         conflicts = [problem for problem in checks.check(resolved) if wrong_keys.isdisjoint(problem.keys)]
-        without_effect = [
-            problem for problem in conflicts if problem.moot and problem.keys[0] not in (*typed, *not_reset)
-        ]
+        without_effect = [problem for problem in conflicts if problem.moot and problem.keys[0] not in kept]
         if not without_effect:
-            break
+            return resolved, moot, problems + conflicts
         for problem in without_effect:
             option = keys.lookup(problem.keys[0])
             assert option is not None
             set_value(values, problem.keys[0], option.default)
         moot += without_effect
-    raise_problems(recipe, problems + conflicts)
-    in_memory.refuse_ambiguous(entry.path for entry in (*resolved.data.datasets, *resolved.data.eval_datasets))
-    set_keys = {*typed, *stated, *option_rules.non_default_options(resolved)}
-    said = [
-        Provenance(key, by if key in typed else source)
-        for key, _, _ in option_rules.every_option(resolved)
-        if key in set_keys
-    ]
-    # In a translated file, report only values that the file states: defaults of its system do not concern the user.
-    tells_all = given is None or source == "recipe"
-    if reported := {key: value for key, value in of_samples if tells_all or key in stated}:
-        listed = ", ".join(f"{key} = {value!r}" for key, value in reported.items())
-        said.append(
-            Provenance(next(iter(reported)), source, f"{source}: {listed}: describes the dataset that was replaced")
-        )
-    reported = [problem for problem in moot if tells_all or problem.keys[0] in stated]
-    said += [Provenance(problem.keys[0], source, f"{source}: {problem.text}") for problem in reported]
-    return dataclasses.replace(resolved, said=tuple(said), notes=notes)
 
 
 def _of_other_samples(

@@ -6,26 +6,11 @@ import math
 import operator
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from jaxtune.config import keys
 from jaxtune.config.schema import Config, Dataset
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One line of an error message.
-
-    Attributes:
-        keys: The options concerned, with the one to change first.
-        text: The line.
-        moot: The option only has no effect: a note to the user, or an error if they typed it themselves.
-    """
-
-    keys: tuple[str, ...]
-    text: str
-    moot: bool = False
+from jaxtune.option_field import Problem
 
 
 def find_broken_rules(config: Config) -> Iterator[Problem]:

@@ -23,10 +23,10 @@ from ml_collections import ConfigDict
 from jaxtune.config import foreign, keys, yaml_file
 from jaxtune.config.inheritance import every_key
 from jaxtune.config.loading import as_dict, from_json, new_config, raise_problems, resolve, with_values
-from jaxtune.config.option_rules import Problem
 from jaxtune.config.recommended import CountParameters
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError, printable
+from jaxtune.option_field import Problem
 
 RECIPES = pathlib.Path(__file__).parents[1] / "recipes"
 
@@ -157,9 +157,7 @@ def code_in(config: Config) -> dict[str, str]:
     """Return the Python files and functions that a config names, by option, except functions of jaxtune's recipes."""
     rewards = [name for name in config.rollout.rewards if not name.startswith("jaxtune.recipes.")]
     code = {"train.plugins": ",".join(config.train.plugins), "rollout.rewards": ",".join(rewards)}
-    for name in ("datasets", "eval_datasets"):
-        entries = enumerate(getattr(config.data, name))
-        code |= {f"data.{name}[{i}].function": entry.function or "" for i, entry in entries}
+    code |= {f"{key}.function": entry.function or "" for key, entry in config.entries()}
     return {key: named for key, named in code.items() if named}
 
 

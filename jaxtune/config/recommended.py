@@ -81,9 +81,9 @@ def _advice(config: Config, count: CountParameters | None) -> Iterator[tuple[str
 
 
 def _mode(config: Config) -> str | None:
-    if config.preference.loss == "bradley_terry":
-        return None
     if config.preference.loss is not None:
+        if config.preference.properties.samples == "scored pairs":
+            return None
         return "preferences, LoRA" if config.lora.enabled else "preferences"
     if config.model.from_scratch:
         return "pretraining"

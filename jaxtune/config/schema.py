@@ -1,8 +1,8 @@
-"""The definition of every option: name, type, default, unit, meaning, allowed values, and when it is read.
+"""`Config`, all sections of a run, and the sections that belong to no room below; the others are in its `options.py`.
 
-Each section is a frozen dataclass and each option a field. `X | None` is an option that may be left out; `Literal[...]`
-lists the allowed values. Recipes fill a ConfigDict made from these classes (`loading.new_config`), and the program
-receives a typed and checked `Config`.
+Each section is a frozen dataclass and each option a field, with name, type, default, unit, meaning, allowed values, and
+when it is read. `X | None` is an option that may be left out; `Literal[...]` lists the allowed values. Recipes fill a
+ConfigDict made from these classes (`loading.new_config`), and the program receives a typed and checked `Config`.
 """
 
 import dataclasses
@@ -10,46 +10,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from jaxtune.data.options import ChatOptions, DataOptions, Dataset
 from jaxtune.errors import hide_secrets, shorten
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models.options import AttentionOptions, ExpertsOptions
-from jaxtune.objectives.options import DistillOptions, GrpoOptions, PreferenceOptions
+from jaxtune.objectives.options import DistillOptions, GrpoOptions, PreferenceOptions, RolloutOptions
 from jaxtune.optim.options import OptimOptions
 from jaxtune.option_field import option, section
-from jaxtune.parallel.options import MeshOptions, ParallelOptions
+from jaxtune.parallel.options import MemoryOptions, MeshOptions, ParallelOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.quant.options import QuantOptions
 
 # This file is a table, with one or two lines per option; ruff would spread each option over more.
 # fmt: off
-
-
-# The options that each dataset type reads: (options that name required columns, other options). An option listed here
-# has an effect only for its types and for 'auto'.
-READ_BY_TYPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "tokenized": ((), ()),
-    "conversation": (
-        ("messages_field",),
-        ("message_property_mappings", "tools_field", "system_field", "system_prompt"),
-    ),
-    "instruction": (
-        ("instruction_field", "output_field"),
-        ("input_field", "system_field", "system_prompt", "prompt_format", "prompt_format_no_input"),
-    ),
-    "text": (("text_field",), ()),
-    "classification": (("text_field", "target_column"), ("text_pair_field",)),
-    "preference": (
-        ("chosen_field", "rejected_field"),
-        ("prompt_field", "input_field", "message_property_mappings", "tools_field", "system_field", "system_prompt",
-         "chosen_score_field", "rejected_score_field"),
-    ),
-    "unpaired_preference": (
-        ("output_field", "desirable_field"),
-        ("prompt_field", "input_field", "message_property_mappings", "tools_field", "system_field", "system_prompt"),
-    ),
-}
-# Types that 'auto' never chooses from the columns, because the task determines them.
-TASK_TYPES = ("classification", "preference", "unpaired_preference")
 
 
 @dataclass(frozen=True)
@@ -89,185 +62,12 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """One entry of data.datasets or data.eval_datasets."""
-
-    path: str | tuple[str, ...] | None = option(None,
-        "file, glob pattern, folder, URL (s3://, gs://, abfs://, https://), or a list of these; hub id; or dummy: "
-        "random tokens, to measure speed", basic=True)
-    dummy_length: int = option(2048, "tokens in each dummy sample", "tokens [2, inf)", when="path == 'dummy'")
-    type: Literal["auto", "text", "instruction", "conversation", "tokenized", "classification", "preference",
-                  "unpaired_preference"] = option("auto",
-        "how a sample becomes tokens; auto chooses by the columns and prints its choice, never classification; with "
-        "preference.loss it means preference, or unpaired_preference for kto", basic=True)
-    split: str = option("train", "split of a hub dataset, or of a folder whose file names contain the split",
-        basic=True)
-    subset: str | None = option(None, "subset (configuration name) of a hub dataset")
-    revision: str | None = option(None, "branch, tag or commit on the hub")
-    glob: str | tuple[str, ...] | None = option(None,
-        "pattern, or several, of the files to read in a folder or hub dataset, for example '**/*.py'")
-    ds_type: Literal["json", "csv", "tsv", "parquet", "arrow", "text"] | None = option(None,
-        "file format; unset: from the suffix; a file with an unknown suffix is read as text, one document per file")
-    samples: int | None = option(None, "use only the first N samples", "samples [1, inf)", basic=True)
-    shards: int | None = option(None,
-        "split the samples into N parts and use one: every N-th sample, starting at shard_idx", "parts [1, inf)")
-    shard_idx: int | None = option(None, "index of the part to use, from 0", "[0, inf)", when="shards is not None")
-    max_tokens: int | None = option(None, "leave out documents with more tokens; unset: data.truncation decides",
-        "tokens [2, inf)")
-    max_prompt_tokens: int | None = option(None,
-        "cut off the beginning of longer prompts; the prompt is everything before the answer", "tokens [1, inf)",
-        when="type in ('auto', 'preference', 'unpaired_preference')")
-    weight: float | None = option(None,
-        "sampling weight relative to the other datasets, with data.mixing = 'interleave_...'; set it for every "
-        "dataset or for none", "(0, inf)", basic=True)
-    select_columns: tuple[str, ...] | None = option(None,
-        "read only these columns and ignore the others, for example an attention_mask")
-    function: str | None = option(None,
-        "your function, FILE.py:NAME (the file is run): gets each sample as a dict; returns the dict to use, a text "
-        "(new column 'returned'), or None to leave the sample out")
-    max_sample_bytes: int = option(2**28,
-        "a larger sample is a bad row (data.on_bad_row): a line, a CSV field, a Parquet or Arrow row, or the "
-        "decompressed part of a compressed text or JSON list", "bytes [1, inf)")
-    encoding: str = option("utf-8",
-        "encoding of text, CSV and JSON files, in which a newline must be one byte, as in cp1252")
-    text_field: str = option("text",
-        "column of the text, for types text and classification; like every *_field, also a template of columns: "
-        "'{title}: {body}'", basic=True)
-    text_pair_field: str | None = option(None, "column of a second text, appended to the first on a new line",
-        when="type == 'classification'")
-    target_column: str = option("label", "column of the label: its name or number, or the regression target",
-        when="type == 'classification'")
-    instruction_field: str = option("instruction", "column of the instruction")
-    input_field: str | None = option("input", "column of the optional input")
-    output_field: str = option("output", "column of the answer, which is the trained part")
-    system_field: str | None = option(None, "column of the system prompt")
-    system_prompt: str | None = option(None, "system prompt for every sample without one")
-    prompt_format: str | None = option(None,
-        "template for type instruction, with {system}, {instruction}, {input}, {output} or any column; without "
-        "{output} the answer is appended; unset: the chat template")
-    prompt_format_no_input: str | None = option(None, "prompt_format for samples with an empty input",
-        when="prompt_format is not None")
-    messages_field: str = option("messages", "column of the conversation: a list of {role, content}", basic=True)
-    message_property_mappings: tuple[str, ...] = option((),
-        "message keys that have another name in the data: ('role=speaker', 'content=utterance')", "KEY=NAME")
-    tools_field: str | None = option(None, "column of the tool descriptions passed to the chat template")
-    prompt_field: str | None = option(None,
-        "column of the prompt, text or messages; unset: prompt, question, query, instruction, conversations or "
-        "messages, if present; otherwise the answers contain the prompt")
-    chosen_field: str = option("chosen", "column of the chosen answer, text or messages")
-    rejected_field: str = option("rejected", "column of the rejected answer, text or messages")
-    chosen_score_field: str | None = option(None, "column of the chosen answer's score, for preference.offset_alpha")
-    rejected_score_field: str | None = option(None, "column of the rejected answer's score")
-    desirable_field: str = option("label", "column that marks an answer as desirable: true or false")
-    name: str | None = option(None,
-        "name of a validation set: entries of data.eval_datasets with the same name are also evaluated separately, as "
-        "eval_NAME_loss")
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """The training data, its order, and the length of its rows."""
-
-    datasets: tuple[Dataset, ...] = option((), "training data, one entry per source (jaxtune.config.dataset(...))",
-        basic=True)
-    eval_datasets: tuple[Dataset, ...] = option((), "validation data; replaces validation_split", basic=True)
-    validation_split: float = option(0.0,
-        "training documents held out for validation: a fraction below 1, or a number of documents",
-        "documents [0, inf)", when="not data.eval_datasets", basic=True)
-    mixing: Literal["concat", "interleave_under", "interleave_over"] = option("concat",
-        "concat: all of each dataset; interleave_under: by shares, until the first dataset is used up; "
-        "interleave_over: until the last is, repeating others", basic=True)
-    mixing_temperature: float | None = option(None,
-        "shares proportional to size ** (1 / temperature): 1 keeps the sizes, higher is more even; unset: by weight, "
-        "or equal", "(0, inf)", when="data.mixing != 'concat' and not data.streaming")
-    special_tokens: tuple[str, ...] = option((),
-        "tokens added to the tokenizer; if the embedding has no spare rows, new rows are added, set to the mean of "
-        "the others")
-    seq_len: int = option(2048, "tokens in a row", "tokens [2, inf)", basic=True)
-    packing: bool = option(True, "put several documents in a row; attention never crosses document boundaries",
-        basic=True)
-    packing_method: Literal["best_fit", "first_fit_decreasing", "sequential"] = option("best_fit",
-        "best_fit: each document into the fullest row with room; first_fit_decreasing (multipack): longest documents "
-        "first, into the first row with room; sequential: in order, into the last row", when="data.packing")
-    group_by_length: bool = option(False,
-        "batch documents of similar length, so that devices wait less for each other; rows are still padded to "
-        "data.seq_len", when="not data.packing and data.shuffle and not data.shuffle_each and not data.streaming")
-    drop_last: bool = option(False, "drop the rows that do not fill the last step, instead of padding it",
-        when="train.max_steps is None")
-    truncation: Literal["auto", "delete", "left", "right", "split"] = option("auto",
-        "documents longer than a row: delete, cut off the beginning (left) or the end (right), or split into rows; "
-        "auto: split for text, right for classification, delete for the rest", basic=True)
-    shuffle: bool = option(True, "shuffle in a new order each epoch, from data.seed")
-    seed: int = option(1234, "seed of the data order", "[0, inf)")
-    validation_seed: int | None = option(None, "seed for choosing the held-out documents; unset: data.seed", "[0, inf)",
-        when="data.validation_split and not data.eval_datasets")
-    on_bad_row: Literal["error", "skip"] = option("error",
-        "a sample that cannot be read or trained on: stop the run (error), or skip and count it")
-    cache_dir: str | None = option(None, "folder for the cache of tokenised documents; unset: <train.output_dir>/cache",
-        basic=True)
-    cache_only: bool = option(False,
-        "do not read the sources: use the documents last tokenised with these options, from the cache",
-        when="not data.streaming")
-    num_proc: int = option(1,
-        "processes that tokenise; 1: only this one, whose tokenizer uses all cores, but the Python code that renders "
-        "conversations uses one", "processes [1, inf)",
-        when="not data.cache_only and (not data.streaming or data.eval_datasets)")
-    num_workers: int = option(4, "threads that read batches; 0: no threads, each batch is read when it is needed",
-        "threads [0, inf)")
-    samples_per_epoch: int | None = option(None,
-        "samples in an epoch, drawn by the shares of data.mixing (concat: by size), repeated if too few; unset: as "
-        "many as data.mixing gives", "samples [1, inf)", when="not data.streaming")
-    shuffle_each: bool = option(False,
-        "shuffle within each dataset only, and keep the listed order of datasets (a curriculum); a row may hold the "
-        "end of one and the beginning of the next",
-        when="data.shuffle and data.mixing == 'concat' and not data.streaming")
-    streaming: bool = option(False,
-        "read, tokenise and pack data.datasets during training, without a cache or a known length; needs "
-        "train.max_steps, because the data restarts when it ends", basic=True)
-    window_rows: int = option(256,
-        "rows of a stream that are packed and shuffled together; more rows mix samples and fill rows better, but take "
-        "more host memory", "rows [1, inf)", when="data.streaming")
-    prefetch: int = option(4, "batches to read ahead", "batches [0, inf)", when="data.num_workers")
-
-
-# Words of chat.loss_scale: the messages to train (TRAINED), and text weights (WEIGHTED); see `data.chat.masks`.
-MESSAGE_SELECTIONS = ("default", "last_round", "all")
-TEXT_WEIGHTINGS = ("ignore_empty_think", "ignore_think_prefix", "react", "hermes", "qwen")
-
-
-@dataclass(frozen=True)
-class ChatOptions:
-    """Rendering of conversations as text, and the loss mask."""
-
-    roles: tuple[Literal["system", "developer", "user", "assistant", "tool"], ...] = option(("assistant",),
-        "roles whose messages are trained; a message's own `train` or `loss`, true or false, overrides this",
-        when="'all' not in chat.loss_scale", basic=True)
-    loss_scale: str = option("default",
-        "trained text (ms-swift): default: messages of chat.roles; last_round: those after the last user message; "
-        "all; then weights, each after a +: ignore_empty_think, ignore_think_prefix, react, hermes, qwen; a message's "
-        "own number `loss_scale` overrides these")
-    pattern_weights: tuple[str, ...] = option((), "loss-weight factors for matching text in trained messages",
-        "REGEX=FACTOR")
-    train_on_eos: Literal["turn", "last", "all", "none"] = option("turn",
-        "stop tokens that are trained (Axolotl): turn: after each trained message; last: after the last one; all: "
-        "every equal token; none", when="'all' not in chat.loss_scale")
-    agent_template: Literal["hermes", "react", "toolbench"] | None = option(None,
-        "format of tools, tool calls and tool results, for a chat template without them; unset: the chat template's "
-        "own format")
-    response_prefix: str | None = option(None, "text that begins each answer of generate --chat, such as '<think>\\n'")
-    template: str | None = option(None,
-        "chat template: chatml, qwen3, qwen3_nothinking, llama3, gemma3, mistral_v3, mistral_v7, phi4, deepseek, "
-        "gpt_oss, glm4, ernie, zephyr, alpaca, vicuna, or a Jinja file; unset: the tokenizer's own", basic=True)
-
-
-@dataclass(frozen=True)
 class GuardOptions:
     """Handling of loss spikes: steps with a loss or gradient norm far above earlier steps."""
 
     action: Literal["skip", "lower_rate", "roll_back"] | None = option(None,
         "on a spike: skip the step; lower_rate: also halve the learning rate for a while; roll_back: restore the "
-        "newest checkpoint's weights and continue after the spike's data; train.max_bad_steps spikes in a row end the "
-        "run")
+        "newest checkpoint and continue after the spike's data; train.max_bad_steps spikes in a row end the run")
     deviations: float = option(6.0, "loss spike threshold, in standard deviations above the running mean", "(0, inf)",
         when="guard.action")
     norm_factor: float = option(10.0, "gradient-norm spike threshold, as a multiple of the running mean", "(1, inf)",
@@ -338,37 +138,6 @@ class DeviceOptions:
     collective_timeout_seconds: int | None = option(None,
         "end the run if the first collectives wait this long for other GPUs; for later steps see train.hang_seconds; "
         "unset: XLA's own limits, which include an unlimited wait", "seconds [1, inf)")
-
-
-@dataclass(frozen=True)
-class MemoryOptions:
-    """Rematerialisation, offloading to the host, and the check that the run fits into memory."""
-
-    remat: Literal["auto", "none", "experts", "ffn", "qkv", "dots", "attention+qkv", "block", "offload"] = option(
-        "auto",
-        "rematerialisation policy; norms and activations are always recomputed. none: nothing else; experts; ffn: "
-        "feed-forward; qkv: query, key and value projections; dots: attention; attention+qkv; block: each block; "
-        "offload: each block, its input kept in host memory and long rows tiled in the feed-forward (not with delayed "
-        "FP8 scales); auto: the first of none, dots, block, offload that fits in GPU memory; on a CPU block, which is "
-        "fastest there", basic=True)
-    unroll: bool = option(False,
-        "compile each layer separately instead of a loop over equal layers: a faster step that takes several times as "
-        "long to compile and needs more memory")
-    check: Literal["error", "warn", "off"] = option("error",
-        "if the run needs more device or host memory than available: refuse and suggest changes (error), warn, or "
-        "continue (off)")
-    offload_optimizer: bool = option(False,
-        "keep the optimizer state in pinned host memory; an update holds the state of one layer, embedding or head on "
-        "the device at a time")
-    offload_master: bool = option(False,
-        "keep the trained weights of layers in pinned host memory; each layer is copied to the device for its forward "
-        "pass, backward pass and update", when="not lora.enabled")
-    offload_gradients: bool = option(False,
-        "accumulate the gradients of layers in pinned host memory; each layer's are added as soon as its backward "
-        "pass is done", when="not lora.enabled")
-    offload_quants: bool = option(False,
-        "keep the quantized weights of layers in pinned host memory; each layer is copied to the device for its "
-        "forward and backward pass")
 
 
 @dataclass(frozen=True)
@@ -527,34 +296,6 @@ class Provenance(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RolloutOptions:
-    """Reinforcement learning: the model generates completions and Python reward functions score them."""
-
-    rewards: tuple[str, ...] = option((),
-        "reward functions, FILE.py:NAME or MODULE:NAME (the files are run), called as in TRL: f(prompts, completions, "
-        "**columns) -> a number each; unset: train on the answers in the data", basic=True)
-    reward_weights: tuple[str, ...] = option((), "weights of the reward functions; 1 if not named", "NAME=NUMBER")
-    group_size: int = option(8, "completions per prompt, which are compared with each other", "completions [2, inf)",
-        basic=True)
-    max_new_tokens: int = option(256, "most tokens in a completion", "tokens [1, inf)", basic=True)
-    temperature: float = option(1.0, "sampling temperature, which also divides the logits of the loss", "(0, inf)")
-    top_p: float = option(1.0, "sample only from the most likely tokens with this total probability", "(0, 1]")
-    top_k: int | None = option(None, "sample only from this many most likely tokens", "tokens [1, inf)")
-    min_p: float = option(0.0, "sample only tokens with at least this share of the top token's probability", "[0, 1)")
-    repetition_penalty: float = option(1.0, "above 1, tokens that already occurred become less likely", "(0, inf)")
-    stop: tuple[str, ...] = option((), "texts that end a completion, in addition to the end of a turn or text")
-    completions_at_once: int | None = option(None,
-        "completions that the devices generate together, which sets the size of the KV cache; neither `plan` nor "
-        "memory.check counts it; unset: all completions of a step", "completions [1, inf)",
-        when="rollout.server is None")
-    server: str | None = option(None,
-        "URL of an OpenAI-compatible server, such as vLLM, which receives the adapters and generates completions; "
-        "unset: the devices of the run generate them", basic=True)
-    server_seconds: int = option(600, "time limit for a response of the server", "seconds [1, inf)",
-        when="rollout.server is not None")
-
-
-@dataclass(frozen=True)
 class Config:
     """All options of a run."""
 
@@ -587,11 +328,17 @@ class Config:
     # Not an option either: how another system's options were translated, and which values were recommended.
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
+    def entries(self, *lists: str) -> Iterator[tuple[str, Dataset]]:
+        """Yield (key, entry), such as ("data.datasets[0]", Dataset(...)), for the named lists, by default both."""
+        for name in lists or ("datasets", "eval_datasets"):
+            for i, entry in enumerate(getattr(self.data, name)):
+                yield f"data.{name}[{i}]", entry
+
     @property
     def sample_type(self) -> str | None:
         """The dataset type that the task requires; None if 'auto' may choose it from the columns."""
         if self.preference.loss is not None:
-            return "unpaired_preference" if self.preference.loss == "kto" else "preference"
+            return "unpaired_preference" if self.preference.properties.samples == "answers" else "preference"
         return "classification" if self.model.head == "classification" else None
 
     @property

@@ -1,9 +1,10 @@
 """The options of section `lora`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxtune.option_field import option
+from jaxtune.option_field import Config, Problem, option, problem, value_of
 
 # One line or two an option: this file is a table.
 # fmt: off
@@ -46,9 +47,9 @@ class LoraOptions:
         "weight-decomposed adapters: a trained magnitude for each row of the weight and its adapter (DoRA, Liu et al. "
         "2024)", when="lora.kind == 'lora'")
     init: Literal["uniform", "gaussian", "pissa", "olora"] = option("uniform",
-        "uniform, gaussian: random A and zero B, as in peft; pissa (2024): the weight's top singular vectors; olora "
-        "(2024): its first columns, orthonormalised. pissa and olora subtract the adapter from the weight, and export "
-        "plain adapters of twice the rank", when="lora.kind == 'lora' and lora.path is None")
+        "uniform, gaussian: random A, zero B; pissa: the weight's top singular vectors; olora: its first columns, "
+        "orthonormalised; these are subtracted from the weight, and exported as plain adapters of twice the rank",
+        when="lora.kind == 'lora' and lora.path is None")
     freeze_a: bool = option(False, "train only B (LoRA-FA, Zhang et al. 2023)", when="lora.kind == 'lora'")
     rank_pattern: tuple[str, ...] = option((), "rank by Hugging Face name; the last match counts: ('q_proj=8',)",
         "REGEX=FACTOR", when="lora.kind == 'lora'")
@@ -58,3 +59,37 @@ class LoraOptions:
         "layers [0, inf)")
     modules_to_save: tuple[str, ...] = option((),
         "modules trained in full together with the adapters, such as ('embed_tokens', 'lm_head')")
+# fmt: on
+
+
+def check_lora(config: Config) -> Iterator[Problem]:
+    """Yield contradictions of section `lora` with others."""
+    lora = config.lora
+    if not lora.enabled:
+        return
+    if config.model.from_scratch:
+        reason = (
+            "adapters on random weights learn nothing; train the whole model (lora.enabled = False) or load weights"
+        )
+        yield problem(config, "model.from_scratch", reason, "lora.enabled")
+    if not lora.target_modules:
+        yield problem(config, "lora.target_modules", "must name at least one module, or be 'all-linear'")
+    if lora.target_modules in ("all", "linear", "all_linear"):
+        yield problem(config, "lora.target_modules", "no module has this name; 'all-linear' selects all linear layers")
+    if lora.kind == "ia3":
+        if lora.merge_interval:
+            yield problem(
+                config, "lora.merge_interval", "only low-rank matrices can be merged, not factors", "lora.kind"
+            )
+        if config.rollout.server is not None:
+            yield problem(config, "lora.kind", "a server supports only low-rank adapters", "rollout.server")
+        if config.optim.properties.for_matrices:
+            reason = "it orthogonalises matrices, and ia3 trains vectors; use adamw"
+            yield problem(config, "optim.name", reason, "lora.kind")
+    for key in ("lora.kind", "lora.bias", "lora.use_dora", "lora.init", "lora.freeze_a", "lora.modules_to_save"):
+        # The tuple lists the values that work in a pipeline.
+        if config.mesh.stage != 1 and value_of(config, key) not in ("lora", "none", False, "uniform", "gaussian", ()):
+            yield problem(config, key, "not available with mesh.stage yet; use mesh.fsdp", "mesh.stage")
+    for key in ("lora.bias", "lora.use_dora", "lora.modules_to_save"):
+        if config.rollout.server is not None and value_of(config, key) not in ("none", False, ()):
+            yield problem(config, key, "a server supports only low-rank matrices", "rollout.server")

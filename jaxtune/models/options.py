@@ -1,9 +1,10 @@
 """The options of sections `attention` and `experts`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxtune.option_field import option
+from jaxtune.option_field import Config, Problem, option, problem
 
 # One line or two an option: this file is a table.
 # fmt: off
@@ -56,3 +57,17 @@ class ExpertsOptions:
         "update rate of the router's expert bias (auxiliary-loss-free balancing, DeepSeek-V3, 2024): added for "
         "experts with less than their layer's mean load, else subtracted; 0: biases stay fixed", "[0, inf)",
         when="not lora.enabled")
+# fmt: on
+
+
+def check_attention(config: Config) -> Iterator[Problem]:
+    """Yield contradictions of section `attention` with others."""
+    if config.attention.backend == "fa3" and config.train.deterministic:
+        reason = (
+            "its backward pass sums in no fixed order, so runs are not bit-identical; set "
+            "attention.backend = 'auto' or 'triton', which are deterministic, or train.deterministic = False"
+        )
+        yield problem(config, "attention.backend", reason, "train.deterministic")
+    if config.train.attention_dropout and config.attention.backend not in ("auto", "xla"):
+        reason = "no kernel supports it; set attention.backend = 'xla', or use train.hidden_dropout"
+        yield problem(config, "train.attention_dropout", reason, "attention.backend")

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 
+from jaxtune.optim.options import OPTIMIZERS
+
 IN_A_ROW = 5  # steps
-HIGH_RATE = 0.1  # for optimizers in NORMALISED: the size of their updates depends on the rate, not on the gradients
-NORMALISED = ("adamw", "adamw_8bit", "lion", "schedule_free", "adafactor")
+HIGH_RATE = 0.1  # for optimizers whose updates are normalised
 _CAUSES = "the model is saturated (is optim.learning_rate too high?), or no token is a target"
 
 
@@ -12,7 +13,7 @@ class Health:
     """Checks one training step after another."""
 
     def __init__(self, optimizer: str) -> None:
-        self._rate_counts = optimizer in NORMALISED
+        self._rate_counts = OPTIMIZERS[optimizer].normalised
         self._no_gradient = self._same_loss = 0  # steps in a row
         self._loss: float | None = None
 

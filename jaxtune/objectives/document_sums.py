@@ -1,7 +1,8 @@
 """Sums over the documents of packed rows."""
 
 import jax
-from jaxtyping import Array, Float, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 
 def sum_documents(values: Float[Array, "b s"], segment_ids: Int[Array, "b s"], count: int) -> Float[Array, "b {count}"]:
@@ -16,3 +17,8 @@ def sum_documents(values: Float[Array, "b s"], segment_ids: Int[Array, "b s"], c
 
     on_devices = jax.shard_map(jax.vmap(of_row), in_specs=(rows, rows), out_specs=rows)
     return on_devices(jax.reshard(values, rows), jax.reshard(segment_ids, rows))
+
+
+def mean_where(there: Bool[Array, "b n"], values: Float[Array, "b n"]) -> Float[Array, ""]:
+    """Return the mean of the values that are there; 0 if there are none."""
+    return jnp.sum(jnp.where(there, values, 0.0)) / jnp.maximum(jnp.sum(there), 1)

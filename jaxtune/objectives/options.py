@@ -1,9 +1,30 @@
-"""The options of sections `preference`, `distill` and `grpo`."""
+"""The options of sections `preference`, `distill`, `rollout` and `grpo`."""
 
+import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from jaxtune.option_field import option
+from jaxtune.objectives.preference_losses import LOSSES, PreferenceLoss, losses_with
+from jaxtune.option_field import Config, Problem, among, option, problem, value_of
+
+if TYPE_CHECKING:
+    LossName = str
+else:
+    LossName = Literal[tuple(LOSSES)]
+
+
+def _when(does: Callable[[PreferenceLoss], bool]) -> str:
+    return among("preference.loss", losses_with(does), losses_with(lambda loss: not does(loss)))
+
+
+def _when_read(name: str) -> str:
+    return _when(lambda loss: name in loss.options)
+
+
+_OF_PAIRS = _when(lambda loss: loss.samples == "pairs")
+_WITH_REFERENCE = _when(lambda loss: loss.reference)
+_FREE = losses_with(lambda loss: not loss.reference and loss.samples == "pairs")
 
 # One line or two an option: this file is a table.
 # fmt: off
@@ -13,41 +34,43 @@ from jaxtune.option_field import option
 class PreferenceOptions:
     """Preference learning, from pairs of answers or from single answers marked as desirable or not."""
 
-    loss: Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
-                  "apo_zero", "apo_down", "kto_pair", "simpo", "cpo", "orpo", "kto", "bradley_terry"] | None = option(
-        None,
-        "DPO (sigmoid) and related losses, by TRL's names; simpo, cpo, orpo: no reference; kto: single answers; "
+    loss: LossName | None = option(None,
+        f"DPO (sigmoid) and related losses, by TRL's names; {', '.join(_FREE)}: no reference; kto: single answers; "
         "bradley_terry: a reward model (model.head='classification'); unset: next-token loss", basic=True)
     beta: float = option(0.1,
         "strength of the penalty for moving away from the reference; for SimPO the scale of rewards, for ORPO the "
-        "weight of the odds-ratio loss", "(0, inf)", when="preference.loss != 'bradley_terry'", basic=True)
+        "weight of the odds-ratio loss", "(0, inf)", when=_when(lambda loss: loss.samples != "scored pairs"),
+        basic=True)
     label_smoothing: float = option(0.0, "assumed share of wrong labels", "fraction [0, 0.5)",
-        when="preference.loss in ('sigmoid', 'sigmoid_norm', 'robust', 'exo_pair', 'simpo', 'cpo')")
-    simpo_gamma: float = option(0.5, "reward margin of SimPO", "[0, inf)", when="preference.loss == 'simpo'")
+        when=_when_read("label_smoothing"))
+    simpo_gamma: float = option(0.5, "reward margin of SimPO", "[0, inf)", when=_when_read("simpo_gamma"))
     offset_alpha: float = option(0.0,
         "the margin grows by this times the log of the difference of the answers' scores (ODPO)", "[0, inf)",
-        when="preference.loss not in ('kto', 'bradley_terry')")
-    loss_weight: float = option(1.0, "weight of the pairwise loss", "(0, inf)",
-        when="preference.loss not in ('kto', 'bradley_terry')")
+        when=_OF_PAIRS)
+    loss_weight: float = option(1.0, "weight of the pairwise loss", "(0, inf)", when=_OF_PAIRS)
     sft_weight: float | None = option(None,
         "weight of the added cross-entropy on chosen answers, without their prompts (TRL's ORPO includes them); "
-        "unset: 1 for cpo and orpo, else 0", "[0, inf)", when="preference.loss not in ('kto', 'bradley_terry')")
-    desirable_weight: float = option(1.0, "weight of desirable answers", "[0, inf)", when="preference.loss == 'kto'")
+        f"unset: 1 for {' and '.join(losses_with(lambda loss: loss.sft_weight == 1))}, else 0", "[0, inf)",
+        when=_OF_PAIRS)
+    desirable_weight: float = option(1.0, "weight of desirable answers", "[0, inf)",
+        when=_when_read("desirable_weight"))
     undesirable_weight: float = option(1.0, "weight of undesirable answers", "[0, inf)",
-        when="preference.loss == 'kto'")
+        when=_when_read("undesirable_weight"))
     reference: str | None = option("start",
         "reference model: start: the model before its first step; a folder or hub id of a similar model, or of an "
-        "adapter with lora.enabled; None: reference-free",
-        when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry')")
+        "adapter with lora.enabled; None: reference-free", when=_WITH_REFERENCE)
     precompute_reference: bool = option(False,
         "compute the reference log-probabilities once, before the first step, and keep them in data.cache_dir: a step "
         "then needs no second forward pass and no copy of the weights",
-        when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry') and preference.reference is not None "
-        "and preference.reference_update_steps is None")
+        when=f"{_WITH_REFERENCE} and preference.reference is not None and preference.reference_update_steps is None")
     reference_update_steps: int | None = option(None,
         "steps after which the current model becomes the reference, each time; an evaluation at that point compares "
-        "the model with itself", "steps [1, inf)",
-        when="preference.loss not in ('simpo', 'cpo', 'orpo', 'bradley_terry')")
+        "the model with itself", "steps [1, inf)", when=_WITH_REFERENCE)
+
+    @property
+    def properties(self) -> PreferenceLoss:
+        """The properties of the loss."""
+        return LOSSES[self.loss or ""]
 
 
 @dataclass(frozen=True)
@@ -75,6 +98,34 @@ class DistillOptions:
 
 
 @dataclass(frozen=True)
+class RolloutOptions:
+    """Reinforcement learning: the model generates completions and Python reward functions score them."""
+
+    rewards: tuple[str, ...] = option((),
+        "reward functions, FILE.py:NAME or MODULE:NAME (the files are run), called as in TRL: f(prompts, completions, "
+        "**columns) -> a number each; unset: train on the answers in the data", basic=True)
+    reward_weights: tuple[str, ...] = option((), "weights of the reward functions; 1 if not named", "NAME=NUMBER")
+    group_size: int = option(8, "completions per prompt, which are compared with each other", "completions [2, inf)",
+        basic=True)
+    max_new_tokens: int = option(256, "most tokens in a completion", "tokens [1, inf)", basic=True)
+    temperature: float = option(1.0, "sampling temperature, which also divides the logits of the loss", "(0, inf)")
+    top_p: float = option(1.0, "sample only from the most likely tokens with this total probability", "(0, 1]")
+    top_k: int | None = option(None, "sample only from this many most likely tokens", "tokens [1, inf)")
+    min_p: float = option(0.0, "sample only tokens with at least this share of the top token's probability", "[0, 1)")
+    repetition_penalty: float = option(1.0, "above 1, tokens that already occurred become less likely", "(0, inf)")
+    stop: tuple[str, ...] = option((), "texts that end a completion, in addition to the end of a turn or text")
+    completions_at_once: int | None = option(None,
+        "completions that the devices generate together, which sets the size of the KV cache; neither `plan` nor "
+        "memory.check counts it; unset: all completions of a step", "completions [1, inf)",
+        when="rollout.server is None")
+    server: str | None = option(None,
+        "URL of an OpenAI-compatible server, such as vLLM, which receives the adapters and generates completions; "
+        "unset: the devices of the run generate them", basic=True)
+    server_seconds: int = option(600, "time limit for a response of the server", "seconds [1, inf)",
+        when="rollout.server is not None")
+
+
+@dataclass(frozen=True)
 class GrpoOptions:
     """GRPO (Shao et al. 2024, arXiv:2402.03300) and variants: rewards relative to the mean of each prompt."""
 
@@ -92,3 +143,83 @@ class GrpoOptions:
     beta: float = option(0.0, "coefficient of the KL divergence from the model before its first step", "[0, inf)")
     iterations: int = option(1, "optimizer updates with the completions of a step", "updates [1, inf)")
     mask_truncated: bool = option(False, "mask truncated completions out of the loss (DAPO)")
+# fmt: on
+
+
+def check_preference(config: Config) -> Iterator[Problem]:
+    """Yield contradictions of section `preference` with others."""
+    options, model = config.preference, config.model
+    if options.loss is None:
+        return
+    if options.precompute_reference and config.data.streaming:
+        reason = "scores all answers before the first step, which data.streaming cannot provide"
+        yield problem(config, "preference.precompute_reference", reason, "data.streaming")
+    of_model = options.properties.samples == "scored pairs"
+    if of_model and not (model.head == "classification" and model.num_labels == 1):
+        reason = "a reward model outputs one number: set model.head = 'classification' and model.num_labels = 1"
+        yield problem(config, "preference.loss", reason, "model.head", "model.num_labels")
+    if not of_model and model.head != "lm":
+        yield problem(config, "preference.loss", "trains on tokens: set model.head = 'lm'", "model.head")
+    if config.data.truncation not in ("auto", "delete"):
+        yield problem(config, "data.truncation", "paired answers cannot be cut: choose 'delete'", "preference.loss")
+    if options.reference is not None and options.properties.reference:
+        of_adapters = ("lora.dropout",) if config.lora.enabled else ()
+        for key in (*of_adapters, "train.hidden_dropout", "train.attention_dropout"):
+            if value_of(config, key):
+                reason = f"has no effect: preference.loss = {options.loss!r} compares with a reference without dropout"
+                yield problem(config, key, reason, "preference.loss", moot=True)
+    if options.loss == "exo_pair" and not options.label_smoothing:
+        yield problem(
+            config, "preference.label_smoothing", "exo_pair needs a value above 0, for example 0.001", "preference.loss"
+        )
+    for key, entry in config.entries() if options.offset_alpha else ():
+        if entry.chosen_score_field is None or entry.rejected_score_field is None:
+            reason = "preference.offset_alpha needs the scores of both answers: name their columns"
+            keys = f"{key}.chosen_score_field", "preference.offset_alpha"
+            yield Problem(keys, f"{keys[0]}: {reason}")
+
+
+def check_distill(config: Config) -> Iterator[Problem]:
+    """Yield contradictions of section `distill` with others."""
+    if config.distill.teacher is not None and config.data.streaming:
+        reason = "scores all documents before the first step, which data.streaming cannot provide"
+        yield problem(config, "distill.teacher", reason, "data.streaming")
+
+
+def check_rollout(config: Config) -> Iterator[Problem]:
+    """Yield contradictions of section `rollout` with others."""
+    options = config.rollout
+    if not options.rewards:
+        return
+    if config.preference.loss is not None or config.model.head != "lm":
+        other = "preference.loss" if config.preference.loss is not None else "model.head"
+        yield problem(config, "rollout.rewards", "trains only on tokens that the model generates", other)
+    for name in _unread(config.data):
+        reason = "has no effect: with rollout.rewards the data is prompts, which are not packed or cut"
+        yield problem(config, f"data.{name}", reason, "rollout.rewards", moot=True)
+    for key, entry in config.entries():
+        if entry.type != "auto":
+            reason = "with rollout.rewards samples are prompts: set 'auto'"
+            yield problem(config, f"{key}.type", reason, "rollout.rewards")
+        for name in _unread(entry):
+            reason = "has no effect: with rollout.rewards a sample is a prompt, in the column prompt_field"
+            yield Problem((f"{key}.{name}", "rollout.rewards"), f"{key}.{name}: {reason}", moot=True)
+    for name in _unread(config.chat):
+        reason = "has no effect: rollout.rewards trains on the model's completions"
+        yield problem(config, f"chat.{name}", reason, "rollout.rewards", moot=True)
+    if "" in options.stop:
+        yield problem(config, "rollout.stop", "an empty text would end every completion immediately")
+    if options.max_new_tokens >= config.data.seq_len:
+        reason = f"leaves no room for prompts in data.seq_len = {config.data.seq_len}"
+        yield problem(config, "rollout.max_new_tokens", reason, "data.seq_len")
+    if config.mesh.stage != 1:
+        yield problem(config, "rollout.rewards", "not available with mesh.stage: use mesh.fsdp", "mesh.stage")
+    if options.server is not None and not config.lora.enabled:
+        reason = "a server receives adapters, not full weights: set lora.enabled, or leave it out"
+        yield problem(config, "rollout.server", reason, "lora.enabled")
+
+
+def _unread(section: Any) -> list[str]:
+    """Return the options of a section that are set but that rollouts do not read."""
+    unread = [field for field in dataclasses.fields(section) if not field.metadata.get("of_prompts", True)]
+    return [field.name for field in unread if getattr(section, field.name) != field.default]

@@ -1,5 +1,7 @@
 """The optimizer of a run: a rule for each parameter, and the state of all rules."""
 
+import importlib
+import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,11 +12,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxtune.optim import multipliers, rules
-from jaxtune.optim.adamw_8bit import adamw_8bit
+from jaxtune.optim import multipliers
 from jaxtune.optim.driver import apply_rule, on_stages, over_stages, update_by_layer
-from jaxtune.optim.muon import muon, normuon
-from jaxtune.optim.options import OptimOptions
+from jaxtune.optim.options import OPTIMIZERS, OptimOptions
 from jaxtune.optim.rules import Hyperparameters, Rule, RuleState, Updated, UpdateInputs
 from jaxtune.parallel.layout import reshard_to
 from jaxtune.parallel.offload import is_on_host, put_like, to_device
@@ -215,29 +215,11 @@ def _repeat(leaf: Array, stacked: Array) -> Array:
 
 
 def _rule(optim: OptimOptions, is_matrix: bool, dtype: DTypeLike) -> Rule:
-    adamw = rules.adamw(optim.beta1, optim.beta2, optim.epsilon)
-    match optim.name:
-        case "adamw":
-            return adamw
-        case "adamw_8bit":
-            return adamw_8bit(optim.beta1, optim.beta2, optim.epsilon)
-        case "sgd":
-            return rules.sgd(optim.beta1)
-        case "lion":
-            return rules.lion(optim.beta1, optim.beta2)
-        case "adafactor":
-            return rules.adafactor()
-        case "schedule_free":
-            return rules.schedule_free(optim.beta1, optim.beta2, optim.epsilon)
-        case "muon":
-            options = optim.muon
-            rule = muon(options.momentum, options.nesterov, options.ns_steps, options.adjust_lr, dtype)
-            return rule if is_matrix else adamw
-        case "normuon":
-            options = optim.normuon
-            rule = normuon(options.momentum, options.beta2, options.ns_steps, options.cautious_wd, dtype)
-            return rule if is_matrix else adamw
-    raise AssertionError(f"schema allows an optimizer that is not here: {optim.name}")
+    properties = optim.properties if is_matrix or not optim.properties.for_matrices else OPTIMIZERS["adamw"]
+    file, _, function = properties.rule.partition(".")
+    arguments = [operator.attrgetter(option)(optim) for option in properties.arguments]
+    of_file = importlib.import_module(f"jaxtune.optim.{file}")
+    return getattr(of_file, function)(*arguments, *([dtype] if properties.for_matrices else []))
 
 
 @jax.named_scope("optimizer")

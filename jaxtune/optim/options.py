@@ -1,9 +1,68 @@
-"""The options of section `optim`."""
+"""The options of section `optim`, and the properties of each optimizer."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from jaxtune.option_field import option, section
+from jaxtune.option_field import Config, Problem, among, option, problem, section, value_of
+
+
+@dataclass(frozen=True)
+class OptimizerRecord:
+    """The properties of an optimizer.
+
+    Attributes:
+        rule: FILE.FUNCTION in this folder, which returns its rule.
+        arguments: the options that the function is called with, in order.
+        for_matrices: whether it is only for matrices in the layers, and all else has AdamW; its function also takes the
+            dtype of matrix products.
+        per_matrix: whether it processes a stack of experts one matrix at a time.
+        narrow_state: whether it can keep its state in bfloat16, by optim.state_dtype.
+        normalised: whether the size of its updates depends on the learning rate, and not on the gradients.
+    """
+
+    rule: str
+    arguments: tuple[str, ...] = ()
+    for_matrices: bool = False
+    per_matrix: bool = False
+    narrow_state: bool = False
+    normalised: bool = False
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The options that it reads, AdamW's included if it trains a part of the model."""
+        return (*self.arguments, *(_ADAM if self.for_matrices else ()))
+
+
+_ADAM = ("beta1", "beta2", "epsilon")
+_MUON = tuple(f"muon.{name}" for name in ("momentum", "nesterov", "ns_steps", "adjust_lr"))
+_NORMUON = tuple(f"normuon.{name}" for name in ("momentum", "beta2", "ns_steps", "cautious_wd"))
+OPTIMIZERS = {
+    "adamw": OptimizerRecord("rules.adamw", _ADAM, narrow_state=True, normalised=True),
+    "adamw_8bit": OptimizerRecord("adamw_8bit.adamw_8bit", _ADAM, normalised=True),
+    "sgd": OptimizerRecord("rules.sgd", ("beta1",)),
+    "adafactor": OptimizerRecord("rules.adafactor", per_matrix=True, normalised=True),
+    "lion": OptimizerRecord("rules.lion", ("beta1", "beta2"), narrow_state=True, normalised=True),
+    "schedule_free": OptimizerRecord("rules.schedule_free", _ADAM, normalised=True),
+    "muon": OptimizerRecord("muon.muon", _MUON, for_matrices=True, per_matrix=True, narrow_state=True),
+    "normuon": OptimizerRecord("muon.normuon", _NORMUON, for_matrices=True, per_matrix=True, narrow_state=True),
+}
+
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+
+
+def _names(has: Callable[[OptimizerRecord], bool]) -> tuple[str, ...]:
+    return tuple(name for name, optimizer in OPTIMIZERS.items() if has(optimizer))
+
+
+def _when_read(name: str) -> str:
+    # In reverse order, as users have seen them.
+    others = sorted(_names(lambda one: name not in one.reads), reverse=True)
+    return among("optim.name", _names(lambda one: name in one.reads), tuple(others))
+
 
 # One line or two an option: this file is a table.
 # fmt: off
@@ -39,11 +98,11 @@ class NormuonOptions:
 class OptimOptions:
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw", "adamw_8bit", "sgd", "adafactor", "lion", "schedule_free", "muon", "normuon"] = option(
-        "adamw", "optimizer; schedule_free is AdamW without a schedule (Defazio et al. 2024)", basic=True)
+    name: OptimizerName = option("adamw",
+        "optimizer; schedule_free is AdamW without a schedule (Defazio et al. 2024)", basic=True)
     state_dtype: Literal["float32", "bfloat16"] = option("float32",
         "dtype of moments and momentum; bfloat16 uses stochastic rounding",
-        when="optim.name in ('adamw', 'lion', 'muon', 'normuon') or (optim.name == 'sgd' and optim.beta1)")
+        when=f"optim.name in {_names(lambda one: one.narrow_state)} or (optim.name == 'sgd' and optim.beta1)")
     learning_rate: float = option(2e-4, "peak learning rate", "(0, inf)", basic=True)
     ema_decay: float | None = option(None,
         "per-step decay of an exponential moving average of the trained weights, such as 0.999; the average is "
@@ -84,9 +143,46 @@ class OptimOptions:
     decay_multipliers: tuple[str, ...] = option((), "weight-decay factors by Hugging Face name; the last match counts",
         "REGEX=FACTOR", when="optim.weight_decay")
     max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: no clipping", "[0, inf)", basic=True)
-    beta1: float = option(0.9, "decay of the first moment; momentum of sgd", "[0, 1)", when="optim.name != 'adafactor'")
-    beta2: float = option(0.999, "decay of the second moment", "[0, 1)", when="optim.name not in ('sgd', 'adafactor')")
+    beta1: float = option(0.9, "decay of the first moment; momentum of sgd", "[0, 1)", when=_when_read("beta1"))
+    beta2: float = option(0.999, "decay of the second moment", "[0, 1)", when=_when_read("beta2"))
     epsilon: float = option(1e-8, "added to the square root of the second moment", "(0, inf)",
-        when="optim.name not in ('sgd', 'lion', 'adafactor')")
+        when=_when_read("epsilon"))
     muon: MuonOptions = section(MuonOptions(), when="optim.name == 'muon'")
     normuon: NormuonOptions = section(NormuonOptions(), when="optim.name == 'normuon'")
+
+    @property
+    def properties(self) -> OptimizerRecord:
+        """The properties of the optimizer."""
+        return OPTIMIZERS[self.name]
+# fmt: on
+
+
+def check_optim(config: Config) -> Iterator[Problem]:
+    """Yield contradictions of section `optim` with others."""
+    optim = config.optim
+    if optim.properties.for_matrices and config.lora.enabled and config.model.head == "lm":
+        reason = f"has no effect: only AdamW reads it, and {optim.name} trains all adapters, which are matrices"
+        for moment in _ADAM:
+            if getattr(optim, moment) != getattr(type(optim)(), moment):
+                yield problem(config, f"optim.{moment}", reason, "optim.name", "lora.enabled", moot=True)
+    if optim.name == "schedule_free" and optim.schedule != "constant":
+        reason = "schedule_free replaces a schedule; set optim.schedule = 'constant', with or without warm-up"
+        yield problem(config, "optim.schedule", reason, "optim.name")
+    if optim.name == "schedule_free" and optim.beta1 == 0:
+        reason = "schedule_free interpolates with it between the last iterate and the average; must be above 0"
+        yield problem(config, "optim.beta1", reason, "optim.name")
+    for key in ("optim.start_lr", "optim.min_lr"):
+        if (value_of(config, key) or 0) > optim.learning_rate:
+            reason = f"must be at most the peak, optim.learning_rate = {optim.learning_rate!r}"
+            yield problem(config, key, reason, "optim.learning_rate")
+    if 0 < optim.decay_ratio < 1 and optim.warmup_ratio >= optim.decay_ratio:
+        reason = f"no decay is left after warm-up; must be above optim.warmup_ratio = {optim.warmup_ratio!r}"
+        yield problem(config, "optim.decay_ratio", reason, "optim.warmup_ratio")
+    if optim.cooldown_steps and optim.decay_ratio < 1:
+        reason = "optim.decay_ratio already reaches the final rate before the end; use only one of the two"
+        yield problem(config, "optim.cooldown_steps", reason, "optim.decay_ratio")
+    if optim.schedule == "wsd" and optim.cooldown_steps == 0:
+        yield problem(config, "optim.cooldown_steps", "'wsd' (warm-up, stable, decay) needs steps to decay")
+    if optim.schedule == "cosine_with_restarts" and optim.cycles is not None and optim.cycles % 1:
+        reason = "restarts must be a whole number; optim.schedule = 'cosine' allows fractions of a wave"
+        yield problem(config, "optim.cycles", reason, "optim.schedule")

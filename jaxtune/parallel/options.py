@@ -1,9 +1,11 @@
-"""The options of sections `mesh` and `parallel`."""
+"""The options of sections `mesh`, `parallel` and `memory`."""
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxtune.option_field import option
+from jaxtune.option_field import Config, Problem, option, problem, value_of
 
 # One line or two an option: this file is a table.
 # fmt: off
@@ -45,3 +47,65 @@ class ParallelOptions:
         "virtual stages per stage (interleaved 1F1B): stages wait less for each other but send more; "
         "train.grad_accum_steps must then be a multiple of mesh.stage", "virtual stages [1, inf)",
         when="mesh.stage != 1")
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """Rematerialisation, offloading to the host, and the check that the run fits into memory."""
+
+    remat: Literal["auto", "none", "experts", "ffn", "qkv", "dots", "attention+qkv", "block", "offload"] = option(
+        "auto", "what the backward pass computes again, with norms and activations; dots: attention; block: all; "
+        "offload: all, its inputs in host memory (not with delayed FP8 scales); auto: the first that fits", basic=True)
+    unroll: bool = option(False,
+        "compile each layer separately instead of a loop over equal layers: a faster step that takes several times as "
+        "long to compile and needs more memory")
+    check: Literal["error", "warn", "off"] = option("error",
+        "if the run needs more device or host memory than available: refuse and suggest changes (error), warn, or "
+        "continue (off)")
+    offload_optimizer: bool = option(False,
+        "keep the optimizer state in pinned host memory; an update holds the state of one layer, embedding or head on "
+        "the device at a time")
+    offload_master: bool = option(False,
+        "keep the trained weights of layers in pinned host memory; each layer is copied to the device for its forward "
+        "pass, backward pass and update", when="not lora.enabled")
+    offload_gradients: bool = option(False,
+        "accumulate the gradients of layers in pinned host memory; each layer's are added as soon as its backward "
+        "pass is done", when="not lora.enabled")
+    offload_quants: bool = option(False,
+        "keep the quantized weights of layers in pinned host memory; each layer is copied to the device for its "
+        "forward and backward pass")
+# fmt: on
+
+
+def check_mesh(config: Config) -> Iterator[Problem]:
+    """Yield contradictions of section `mesh` with others."""
+    axes = {field.name: getattr(config.mesh, field.name) for field in dataclasses.fields(config.mesh)}
+    for axis, size in axes.items():
+        if size < 1 and size != -1:
+            yield problem(config, f"mesh.{axis}", "must be at least 1, or -1 for the remaining devices")
+    if config.mesh.expert != 1 and config.optim.properties.per_matrix:
+        reason = f"not available with optim.name = {config.optim.name!r} yet; shard experts with mesh.fsdp"
+        yield problem(config, "mesh.expert", reason, "optim.name")
+    rest = [f"mesh.{axis}" for axis, size in axes.items() if size == -1]
+    if len(rest) > 1:
+        yield Problem(tuple(rest), f"{' and '.join(rest)} are -1: only one axis can take the remaining devices")
+
+
+def check_memory(config: Config) -> Iterator[Problem]:
+    """Yield contradictions of section `memory` with others."""
+    asked = [f"memory.offload_{part}" for part in ("optimizer", "master", "gradients", "quants")]
+    for key in (key for key in asked if value_of(config, key)):
+        gradients = key in ("memory.offload_master", "memory.offload_gradients")
+        if config.optim.name == "schedule_free" and key != "memory.offload_quants":
+            reason = "schedule_free computes gradients between weights and optimizer state; choose another optimizer"
+            yield problem(config, key, reason, "optim.name")
+        if gradients and config.precision.recipe in ("fp8_hybrid", "nvfp4"):
+            reason = f"{config.precision.recipe!r} quantizes all trained weights once a step; choose 'bf16'"
+            yield problem(config, key, reason, "precision.recipe")
+        if gradients and config.parallel.zero != 3:
+            yield problem(
+                config, key, "needs parallel.zero = 3, because weights on the host cannot be resharded", "parallel.zero"
+            )
+        for axis in ("stage", "expert"):
+            if getattr(config.mesh, axis) != 1:
+                yield problem(config, key, f"not available with mesh.{axis} yet; use mesh.fsdp", f"mesh.{axis}")

@@ -1,9 +1,10 @@
 """The options of section `precision`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxtune.option_field import option, section
+from jaxtune.option_field import Config, Problem, option, problem, section, value_of
 
 # One line or two an option: this file is a table.
 # fmt: off
@@ -61,3 +62,20 @@ class PrecisionOptions:
     fp16: Fp16Options = section(Fp16Options(), when="precision.recipe == 'fp16'")
     fp8: Fp8Options = section(Fp8Options(), when="precision.recipe == 'fp8_hybrid'")
     nvfp4: Nvfp4Options = section(Nvfp4Options(), when="precision.recipe == 'nvfp4'")
+# fmt: on
+
+
+def check_precision(config: Config) -> Iterator[Problem]:
+    """Yield contradictions of section `precision` with others."""
+    precision = config.precision
+    if precision.recipe == "fp16":
+        stored = ["precision.gradient_dtype", "model.dtype"]
+        stored += ["lora.dtype"] if config.lora.enabled else ["precision.master_dtype"]
+        for key in stored:
+            if value_of(config, key) == "bfloat16":
+                better = "'float16' or 'float32'" if key == "model.dtype" else "'float32'"
+                reason = (
+                    "precision.recipe = 'fp16' computes in float16, more precise than bfloat16 but with less range; "
+                    f"set it to {better}, or compute in bfloat16 with precision.recipe = 'bf16'"
+                )
+                yield problem(config, key, reason, "precision.recipe")

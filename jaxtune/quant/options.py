@@ -1,9 +1,10 @@
 """The options of section `quant`: block sizes of each format, and the formats of an export."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxtune.option_field import option
+from jaxtune.option_field import Config, Problem, option, problem
 
 ANY_SIZE = "a number of elements, 2 or more"
 
@@ -27,9 +28,8 @@ class QuantOptions:
     format: Literal["nf4", "fp4", "fp8", "nvfp4", "mxfp4", "int8", "int4", "weight_only_mix"] | None = option(None,
         "format of the linear layers' weights; unset: model.dtype, or the format of a quantized checkpoint", basic=True)
     block_size: Literal["channel", "tensor"] | int | None = option(None,
-        "weights per scale. nf4, fp4: 64 (unset), 128, 256 or 512 elements of a row; fp8: squares of 64, 128 (unset) "
-        "or 256, 'channel' (a row) or 'tensor'; int8, int4: 'channel' (unset) or elements of a row; nvfp4: 16; mxfp4: "
-        "32")
+        "weights per scale: nf4, fp4: 64 (unset), 128, 256 or 512; fp8: squares of 64, 128 (unset) or 256, 'channel' "
+        "(a row) or 'tensor'; int8, int4: 'channel' (unset) or a number; nvfp4: 16; mxfp4: 32")
     double_quant: bool = option(True, "nf4, fp4: quantize the scales too, to 8 bits",
         when="quant.format in ('nf4', 'fp4')")
     four_over_six: bool = option(True, "nvfp4: scale a block to 4 instead of 6 if that lowers its error",
@@ -50,3 +50,17 @@ SCHEMES = {
     "nvfp4": QuantOptions(format="nvfp4", block_size=16),
     "int4": QuantOptions(format="int4", block_size=128),
 }
+
+
+def check_quant(config: Config) -> Iterator[Problem]:
+    """Yield contradictions of section `quant` with others."""
+    quant = config.quant
+    if quant.format is None:
+        return
+    if not config.lora.enabled:
+        reason = "quantized weights are frozen; train adapters on them with lora.enabled = True"
+        yield problem(config, "quant.format", reason, "lora.enabled")
+    sizes, size = BLOCK_SIZES[quant.format], quant.block_size
+    if size is not None and size not in sizes and not (ANY_SIZE in sizes and isinstance(size, int) and size > 1):
+        reason = f"quant.format = {quant.format!r} supports {' or '.join(map(str, sizes))}"
+        yield problem(config, "quant.block_size", reason, "quant.format")

@@ -302,7 +302,7 @@ def _on_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh, config: Config) -> ModelS
     stages, chunks = mesh.shape["stage"], config.parallel.virtual_stages
     spec = dataclasses.replace(spec, layers=tuple(map(replicate_kv, spec.layers)), stages=stages, chunks=chunks)
     name, delta_net = config.optim.name, any(isinstance(layer.mixer, DeltaNet) for layer in spec.layers)
-    if stages > 1 and name in ("muon", "normuon") and delta_net and jax.__version_info__ < (0, 11):
+    if stages > 1 and config.optim.properties.for_matrices and delta_net and jax.__version_info__ < (0, 11):
         raise UserError(
             f"mesh.stage={stages}: with optim.name={name!r} and linear-attention layers XLA of jax {jax.__version__} "
             "aborts the process while it compiles; use mesh.fsdp, another optimizer, or jax 0.11 or later (Python 3.12)"

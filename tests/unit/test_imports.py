@@ -31,7 +31,7 @@ COMMANDS = {path.stem for path in (ROOT / "jaxtune").glob("*.py")} - NO_COMMANDS
 FLOORS = (
     *("errors", "interrupt", "json_file", "columns", "hlo", "terminal", "option_field", "tokenizer_type"),
     *("parallel", "quant", "precision", "models", "objectives", "lora", "optim"),
-    *("config", "checkpoint", "hf", "monitor"),
+    *("data.options", "config", "checkpoint", "hf", "monitor"),
     *("data.chat", "data.reading", "data.formats", "data.cache", "data.rows", "data"),
     *("host", "weights", "training", "inference", "exports", "scoring", "rollout", "evaluation", "run", "plan"),
 )

@@ -28,8 +28,8 @@ from typing import Any
 from jaxtune.config import keys, yaml_file
 from jaxtune.config.foreign import axolotl, erniekit, qefficient, surogate, trl, xorl
 from jaxtune.config.foreign.conversions import Options, Settings, Unsupported
-from jaxtune.config.option_rules import Problem
 from jaxtune.errors import UserError, shorten
+from jaxtune.option_field import Problem
 
 DIALECTS = {
     "surogate": "Surogate",

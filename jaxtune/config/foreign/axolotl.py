@@ -11,7 +11,7 @@ from jaxtune.config.foreign.conversions import (
     message_key_mappings,
     model_overrides,
 )
-from jaxtune.config.foreign.trl import OPTIMIZERS, trl_metric, trl_resume, trl_schedule, zero_of
+from jaxtune.config.foreign.trl import OPTIMIZERS, trl_schedule, zero_of
 
 ALPACA = (
     "Below is an instruction that describes a task{more}. "
@@ -330,16 +330,6 @@ def axolotl_save(o: Options) -> Settings:
     steps, epochs = _when(o, "save", "saves")
     more: dict[Any, Settings] = {"best": {"ckpt.keep_best": True}, "no": {"ckpt.at_end": False}}
     return {"ckpt.save_steps": steps, "ckpt.save_epochs": epochs} | more.get(o.get("save_strategy"), {})
-
-
-def axolotl_metric(o: Options) -> Settings:
-    """The metric that ranks evaluations, as in transformers."""
-    return trl_metric(o)
-
-
-def axolotl_resume(o: Options) -> Settings:
-    """The checkpoint to resume from, as in transformers."""
-    return trl_resume(o)
 
 
 def axolotl_hub(o: Options) -> Settings:

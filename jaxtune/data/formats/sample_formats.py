@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from jaxtune.columns import DESIRABLE, LABEL, SCORE_DELTA, Column
-from jaxtune.config.schema import READ_BY_TYPE, TASK_TYPES, ChatOptions, Dataset
 from jaxtune.data.chat.chat_template import ChatTemplate
 from jaxtune.data.chat.encoding import Encoded, Pair, Rendered, UntrainableSample
 from jaxtune.data.chat.messages import NO_IMAGES, check_messages, check_tools, clip
@@ -17,6 +16,7 @@ from jaxtune.data.formats import preferences
 from jaxtune.data.formats.dialects import HISTORY, PROMPT_AND_COMPLETION, QUERIES_AND_ANSWERS, messages_in, read_history
 from jaxtune.data.formats.labels import label_number
 from jaxtune.data.formats.templates import columns_in, fill, fill_to, is_template
+from jaxtune.data.options import READ_BY_TYPE, TASK_TYPES, ChatOptions, Dataset
 from jaxtune.errors import UserError
 from jaxtune.tokenizer_type import Tokenizer
 

@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 from runs import call
 
+from jaxtune.__main__ import COMMANDS
 from jaxtune.command import run_guarded
 from jaxtune.config import new_config
 from jaxtune.config.schema import Config
@@ -69,6 +70,24 @@ def test_who_stops_reading_ends_the_command_quietly():
     process.stdout.close()
     assert process.wait(60) == 141
     assert process.stderr.read() == ""
+
+
+def test_who_stops_reading_the_help_ends_any_command_quietly():
+    commands = ["jaxtune", *(f"jaxtune.{name}" for name in COMMANDS)]
+    code = f"""
+import os, runpy, sys
+reader, writer = os.pipe()
+os.close(reader)
+for command in {commands}:
+    sys.stdout = os.fdopen(os.dup(writer), "w")
+    sys.argv = ["", "--help"]
+    try:
+        runpy.run_module(command, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        print(command, end.code, file=sys.stderr)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False)
+    assert ran.stderr.splitlines() == [f"{command} 141" for command in commands]
 
 
 def test_two_recipes_are_refused():
