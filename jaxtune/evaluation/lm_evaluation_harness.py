@@ -36,8 +36,8 @@ from jaxtune.evaluation.validation import Evaluated, open_evaluated, tokenizer_h
 from jaxtune.host.process import compiler_options
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.inference.answers import open_model
+from jaxtune.inference.decode import Sampling
 from jaxtune.inference.generation import Generate, collect_completions, make_generate, make_stop_test, stop_tokens
-from jaxtune.models.decode import Sampling
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.score import Batch, ScoreOptions, score
 from jaxtune.objectives.document_sums import sum_documents

@@ -14,6 +14,7 @@ from jaxtune.config.schema import Config, DataOptions, Dataset, ModelOptions
 from jaxtune.data.formats.prompts import Prompt, Prompts, Sample
 from jaxtune.errors import UserError
 from jaxtune.host.run_folder import RunFolder
+from jaxtune.inference.decode import Sampling
 from jaxtune.inference.generation import (
     Generate,
     collect_completions,
@@ -25,7 +26,6 @@ from jaxtune.inference.generation import (
     take_until,
 )
 from jaxtune.inference.sampling import SamplingOptions
-from jaxtune.models.decode import Sampling
 from jaxtune.models.decoder import Parameters
 from jaxtune.parallel.layout import AXES
 from jaxtune.parallel.mesh import make_mesh

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from jaxtune import hf
 from jaxtune.errors import UserError
 from jaxtune.host.process import compiler_options
-from jaxtune.models.decode import Sampling, advance, begin, rules_of_decoding
+from jaxtune.inference.decode import Sampling, advance, begin, rules_of_decoding
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel.layout import RULES, shards

@@ -24,6 +24,7 @@ from jaxtune.errors import UserError
 from jaxtune.exports.write import export_adapter
 from jaxtune.host.process import compiler_options
 from jaxtune.host.run_folder import RunFolder
+from jaxtune.inference.decode import Sampling
 from jaxtune.inference.generation import (
     Completion,
     collect_completions,
@@ -32,7 +33,6 @@ from jaxtune.inference.generation import (
     make_stop_test,
     stop_tokens,
 )
-from jaxtune.models.decode import Sampling
 from jaxtune.models.decoder import Decoder, Parameters
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import Batch, ScoreOptions, score

@@ -8,6 +8,7 @@ from batches import tokens
 from tiny import read_model, save_torch_model
 
 from jaxtune.errors import UserError
+from jaxtune.inference.decode import Sampling, choose, mask_logits
 from jaxtune.inference.generation import (
     collect_completions,
     make_generate,
@@ -16,7 +17,6 @@ from jaxtune.inference.generation import (
     stream_text,
     take_until,
 )
-from jaxtune.models.decode import Sampling, choose, mask_logits
 
 NEW = 24
 

@@ -9,8 +9,8 @@ import pytest
 from mesh.harness import MESHES, folder
 
 from jaxtune.config.schema import Config, DataOptions, ModelOptions
+from jaxtune.inference.decode import Sampling
 from jaxtune.inference.generation import make_generate
-from jaxtune.models.decode import Sampling
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.weights.model import declare_model, read_base
