@@ -1,6 +1,6 @@
 """Run a lane of tests within its budget.
 
-    python tests/lanes.py unit
+    python tests/lanes.py mesh
     python tests/lanes.py nightly                  all files except those on record
     python tests/lanes.py nightly --all            all files
     python tests/lanes.py nightly random_kills     the recorded files with this in their names

@@ -11,10 +11,11 @@ import pytest
 TESTS = Path(__file__).parents[1]
 
 
-def test_every_test_is_in_a_lane():
+def test_every_test_is_in_a_lane(request):
     declared = tomllib.loads((TESTS / "lanes.toml").read_text())
     # Lanes with markers run only a part of a folder.
     run = {argument for lane in declared.values() if "-m" not in lane["arguments"] for argument in lane["arguments"]}
+    run |= set(request.config.getini("testpaths"))
     files = [file.relative_to(TESTS.parent) for file in TESTS.rglob("test_*.py")]
     needs_a_gpu = Path("tests/gpu")
     left_out = [str(file) for file in files if not run & {str(file), *map(str, file.parents)}]
