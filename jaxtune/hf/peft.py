@@ -232,9 +232,36 @@ def read_adapter(folder: Path) -> SavedAdapter:
     file = folder / WEIGHTS
     if not file.is_file():
         raise UserError(f"{folder} has no {WEIGHTS}; an adapter in another format must be saved as safetensors")
-    kind, parameters = config["peft_type"].lower(), tuple(config.get("target_parameters") or ())
+    tensors, ranks, alphas = _read_tensors(file, config)
+    _check_pairs(file, config, tensors)
+    return SavedAdapter(
+        rank=_default_rank(config),
+        alpha=float(config.get("lora_alpha", LoraOptions.alpha)),
+        dropout=float(config.get("lora_dropout") or 0.0),
+        use_rslora=config.get("use_rslora") or False,
+        base_model=config.get("base_model_name_or_path"),
+        revision=config.get("revision"),
+        tensors=tensors,
+        parameters=tuple(config.get("target_parameters") or ()),
+        bias=config.get("bias") or "none",
+        kind=config["peft_type"].lower(),
+        use_dora=config.get("use_dora") or False,
+        ranks=ranks,
+        alphas=alphas,
+    )
+
+
+def _default_rank(config: Mapping[str, Any]) -> int:
+    return config["r"] if config["peft_type"] == "LORA" else LoraOptions.rank
+
+
+def _read_tensors(
+    file: Path, config: Mapping[str, Any]
+) -> tuple[dict[str, TensorSource], dict[str, int], dict[str, float]]:
+    """Return the tensors by name, and the ranks and alphas of modules that differ from the adapter's own."""
+    kind, default = config["peft_type"].lower(), _default_rank(config)
+    stacked = bool(config.get("target_parameters"))
     tensors, ranks, alphas = {}, {}, {}
-    default = config["r"] if kind == "lora" else LoraOptions.rank
     for key, source in open_sources([file]).items():
         # Modules that were trained whole, and trained biases, keep the model's own names.
         name = key.removeprefix(_PREFIX).rpartition(".")[0]
@@ -258,14 +285,19 @@ def read_adapter(folder: Path) -> SavedAdapter:
         alphas |= {module: float(alpha)} if alpha is not None else {}
         shape, axis = source.shape, "AB".index(half)
         # With target_parameters, the experts of a tensor are stacked along the rank.
-        fits = len(shape) == 2 and (shape[axis] == rank or (parameters and shape[axis] and shape[axis] % rank == 0))
+        fits = len(shape) == 2 and (shape[axis] == rank or (stacked and shape[axis] and shape[axis] % rank == 0))
         if not fits or source.dtype not in DTYPES:
             raise UserError(
                 f"{file}: {key} is {source.dtype} {shape}; it must be {'(out, r)' if axis else '(r, in)'} "
-                f"with r = {rank}{', or r times the experts' if parameters else ''}, of {', '.join(DTYPES)}"
+                f"with r = {rank}{', or r times the experts' if stacked else ''}, of {', '.join(DTYPES)}"
             )
         tensors[current_name(key.removeprefix(_PREFIX))] = source
-    pairs = adapted_modules(tensors) if kind == "lora" else frozenset()
+    return tensors, ranks, alphas
+
+
+def _check_pairs(file: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorSource]) -> None:
+    """Raise UserError if a tensor lacks its partner, or if config names one that is missing."""
+    pairs = adapted_modules(tensors) if config["peft_type"] == "LORA" else frozenset()
     lone = [module for module in pairs if not {f"{module}.lora_{half}.weight" for half in "AB"} <= tensors.keys()]
     # peft lists both names of _CLASSIFIER for every classifier, so these may lack a tensor.
     bare = [
@@ -289,21 +321,6 @@ def read_adapter(folder: Path) -> SavedAdapter:
         of_a, of_b = (tensors[f"{module}.lora_{half}.weight"].shape[axis] for axis, half in enumerate("AB"))
         if of_a != of_b:
             raise UserError(f"{file}: the rank of {module} is {of_a} in lora_A and {of_b} in lora_B")
-    return SavedAdapter(
-        rank=default,
-        alpha=float(config.get("lora_alpha", LoraOptions.alpha)),
-        dropout=float(config.get("lora_dropout") or 0.0),
-        use_rslora=config.get("use_rslora") or False,
-        base_model=config.get("base_model_name_or_path"),
-        revision=config.get("revision"),
-        tensors=tensors,
-        parameters=parameters,
-        bias=config.get("bias") or "none",
-        kind=kind,
-        use_dora=config.get("use_dora") or False,
-        ranks=ranks,
-        alphas=alphas,
-    )
 
 
 def _match_pattern(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:

@@ -112,39 +112,15 @@ def build(
 
     @jax.named_scope("optimizer")
     def init(parameters: Parameters) -> OptimizerState:
-        def one(name: str, parameter: Array) -> RuleState:
-            rule, properties = rule_of[name], trained[name]
-            parameter = properties.joined(parameter)
-
-            def first(parameter: Array) -> RuleState:
-                state = rule.init(to_device(parameter).astype(jnp.float32))
-                return jax.tree.map(lambda leaf: in_its_memory(_as_stored(leaf, parameter)), state)
-
-            def in_its_memory(leaf: Array) -> Array:
-                return jax.device_put(leaf, jax.memory.Space.Host) if properties.on_host else leaf
-
-            if properties.lead and (properties.on_host or is_on_host(parameter)):
-                return jax.tree.map(properties.parted, jax.lax.map(first, parameter))
-            if rule.by_layer and properties.lead:
-                # The initial state of such a rule does not depend on values: one layer of zeros gives it for all.
-                of_layer = rule.init(_zeros_of_a_layer(parameter))
-                state = jax.tree.map(lambda leaf: _as_stored(_repeat(leaf, parameter), parameter), of_layer)
-            else:
-                state = first(parameter)
-            return jax.tree.map(properties.parted, state)
-
         def of_all(name: str, parameter: Array) -> RuleState:
-            init_one, parameter = partial(one, name), reshard_to(parameter, trained[name].place)
+            init_one = partial(_initial_state, rule_of[name], trained[name], optim.state_dtype)
+            parameter = reshard_to(parameter, trained[name].place)
             if not is_staged(parameter):
                 return init_one(parameter)
             shapes = jax.eval_shape(init_one, jax.ShapeDtypeStruct(parameter.shape, parameter.dtype))
             return by_stage(init_one, jax.P("stage"), jax.tree.map(over_stages, shapes))(parameter)
 
         return OptimizerState(jnp.zeros((), jnp.int32), {name: of_all(name, p) for name, p in parameters.items()})
-
-    def _as_stored(leaf: Array, parameter: Array) -> Array:
-        is_moment = leaf.shape == parameter.shape and leaf.dtype == jnp.float32
-        return leaf.astype(optim.state_dtype) if is_moment else leaf
 
     @jax.named_scope("optimizer")
     def update(gradients: Parameters, state: OptimizerState, parameters: Parameters, step: UpdateInputs):
@@ -181,6 +157,31 @@ def build(
         return {name: one(name, parameter) for name, parameter in parameters.items()}
 
     return Optimizer(init, update, point)
+
+
+def _initial_state(rule: Rule, properties: Trained, moment_dtype: DTypeLike, parameter: Array) -> RuleState:
+    parameter = properties.joined(parameter)
+
+    def as_stored(leaf: Array, parameter: Array) -> Array:
+        is_moment = leaf.shape == parameter.shape and leaf.dtype == jnp.float32
+        return leaf.astype(moment_dtype) if is_moment else leaf
+
+    def in_its_memory(leaf: Array) -> Array:
+        return jax.device_put(leaf, jax.memory.Space.Host) if properties.on_host else leaf
+
+    def first(parameter: Array) -> RuleState:
+        state = rule.init(to_device(parameter).astype(jnp.float32))
+        return jax.tree.map(lambda leaf: in_its_memory(as_stored(leaf, parameter)), state)
+
+    if properties.lead and (properties.on_host or is_on_host(parameter)):
+        return jax.tree.map(properties.parted, jax.lax.map(first, parameter))
+    if rule.by_layer and properties.lead:
+        # The initial state of such a rule does not depend on values: one layer of zeros gives it for all.
+        of_layer = rule.init(_zeros_of_a_layer(parameter))
+        state = jax.tree.map(lambda leaf: as_stored(_repeat(leaf, parameter), parameter), of_layer)
+    else:
+        state = first(parameter)
+    return jax.tree.map(properties.parted, state)
 
 
 def is_staged(parameter: Array) -> bool:

@@ -14,11 +14,12 @@ from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
+from jaxtyping import Bool, Int
 
 from jaxtune.columns import ADDED, LABEL, MADE, NEXT_TOKEN, Column
 from jaxtune.config.schema import DataOptions
 from jaxtune.data.formats.units import Documents
-from jaxtune.data.rows.packing import RowPlan, cut_to_rows, plan
+from jaxtune.data.rows.packing import Pieces, RowPlan, cut_to_rows, plan
 from jaxtune.errors import UserError
 
 Row = dict[str, np.ndarray]
@@ -104,16 +105,7 @@ class Rows:
         if labelled and truncation == "auto":
             truncation = "right"  # a document that is cut keeps its label
         pieces = cut_to_rows(lengths, data.seq_len, truncation, documents.continuous, documents.units)
-        # Only a cut can remove all targets of a document, so only the weights of cut documents are read and counted.
-        kept = np.ones(len(pieces.document), bool)
-        dropped, targets = pieces.dropped.copy(), documents.targets.copy()
-        for piece in () if labelled else np.flatnonzero(pieces.cut[pieces.document]):
-            document = pieces.document[piece]
-            # A piece's targets are its tokens shifted by one: nothing predicts its first token.
-            start = pieces.start[piece] + 1
-            targets[document] = np.count_nonzero(documents.values("loss_weight", document, start, start + data.seq_len))
-            kept[piece] = targets[document] > 0
-            dropped[document] = not kept[piece]
+        kept, dropped, targets = _drop_untrained(documents, pieces, data.seq_len, labelled)
         if not kept.any():
             why = "the cut leaves no trained token" if pieces.cut.any() else "all are dropped"
             raise UserError(
@@ -315,6 +307,23 @@ class Rows:
                     # Values of tokens are shifted by one: each is at the position that predicts its token.
                     at = predicting if column.per == "token" else whole
                     row[name][at] = self._documents.values(name, document, start + 1, stop)
+
+
+def _drop_untrained(
+    documents: Documents, pieces: Pieces, seq_len: int, labelled: bool
+) -> tuple[Bool[np.ndarray, " pieces"], Bool[np.ndarray, " documents"], Int[np.ndarray, " documents"]]:
+    """Return the pieces to keep, the documents that are dropped, and the number of targets of each document."""
+    kept = np.ones(len(pieces.document), bool)
+    dropped, targets = pieces.dropped.copy(), documents.targets.copy()
+    # Only a cut can remove all targets of a document, so only the weights of cut documents are read and counted.
+    for piece in () if labelled else np.flatnonzero(pieces.cut[pieces.document]):
+        document = pieces.document[piece]
+        # A piece's targets are its tokens shifted by one: nothing predicts its first token.
+        start = pieces.start[piece] + 1
+        targets[document] = np.count_nonzero(documents.values("loss_weight", document, start, start + seq_len))
+        kept[piece] = targets[document] > 0
+        dropped[document] = not kept[piece]
+    return kept, dropped, targets
 
 
 def _check_columns(documents: Documents, columns: tuple[Column, ...]) -> None:
