@@ -13,7 +13,15 @@ else:
     Config = object
 
 
-def option(default: Any, doc: str, unit: str = "", when: str = "", basic: bool = False, of_prompts: bool = True) -> Any:
+def option(
+    default: Any,
+    doc: str,
+    unit: str = "",
+    when: str = "",
+    basic: bool = False,
+    of_prompts: bool = True,
+    also: str = "",
+) -> Any:
     """Return a dataclass field with the meaning of an option and the rules for its value.
 
     Args:
@@ -25,10 +33,12 @@ def option(default: Any, doc: str, unit: str = "", when: str = "", basic: bool =
             "optim.name == 'muon'"; for an option of a list entry, over the options of the same entry.
         basic: Whether `jaxtune options` lists it; with --all it lists the others too.
         of_prompts: Whether a run with rollout.rewards reads it, whose samples are prompts.
+        also: Its names in TRL, Axolotl, LLaMA-Factory, Unsloth and transformers, for messages about unknown options.
+            Similar names need no entry.
     """
     unit, bracket, interval = re.fullmatch(r"(.*?) ?([\[(]|$)(.*)", unit).groups()  # type: ignore[union-attr]
     rules = {"doc": doc, "unit": unit, "within": bracket + interval, "when": when}
-    return dataclasses.field(default=default, metadata=rules | {"basic": basic, "of_prompts": of_prompts})
+    return dataclasses.field(default=default, metadata=rules | {"basic": basic, "of_prompts": of_prompts, "also": also})
 
 
 def among(key: str, names: tuple[str, ...], others: tuple[str, ...]) -> str:

@@ -27,113 +27,8 @@ class Option:
     within: str  # interval of a number; "" if any number is valid
     when: tuple[str, ...]  # the option has an effect only if all these expressions are true
     basic: bool  # listed by `jaxtune options` without --all
+    also: str  # its names in other systems, separated by spaces
 
-
-# Names of our options in TRL, Axolotl, LLaMA-Factory, Unsloth and transformers. Similar names need no entry.
-ALIASES = {
-    "model.path": "base_model model_name_or_path model_name pretrained_model_name_or_path",
-    "model.dtype": "torch_dtype",
-    "model.config": "config_path config_name base_model_config",
-    "model.tokenizer": "tokenizer_path tokenizer_name tokenizer_name_or_path",
-    "model.overrides": "foundation model_kwargs model_init_kwargs overrides_of_model_config",
-    "model.max_positions": "max_model_len",
-    "model.zero_projections": "init_projections_to_zero",
-    "model.num_labels": "num_classes",
-    "model.id2label": "label2id class_names",
-    "data.datasets": "dataset dataset_name train_dataset train_file train_data data_path",
-    "data.datasets[i].samples": "max_samples max_train_samples",
-    "data.datasets[i].glob": "data_files",
-    "data.datasets[i].shards": "num_shards dataset_shard_num",
-    "data.datasets[i].shard_idx": "shards_idx dataset_shard_idx",
-    "data.datasets[i].function": "prompt_func completion_func",
-    "data.datasets[i].subset": "dataset_config_name dataset_subset",
-    "data.datasets[i].text_field": "input_columns",
-    "data.datasets[i].prompt_format": "prompt_template",
-    "data.datasets[i].output_field": "completion_template",
-    "data.datasets[i].target_column": "label_column label_field target_field",
-    "data.datasets[i].system_prompt": "default_system system_message",
-    "data.datasets[i].max_prompt_tokens": "max_prompt_length max_prompt_len",
-    "data.datasets[i].desirable_field": "kto_tag",
-    "train.label_smoothing": "label_smoothing_factor",
-    "train.hidden_dropout": "hidden_dropout_prob resid_pdrop",
-    "train.attention_dropout": "attention_probs_dropout_prob attn_pdrop",
-    "train.neftune_alpha": "neftune_noise_alpha",
-    "optim.ema_decay": "ema_beta",
-    "preference.loss": "pref_loss dpo_loss loss_type rl",
-    "preference.beta": "pref_beta dpo_beta rl_beta kto_beta",
-    "preference.label_smoothing": "dpo_label_smoothing",
-    "preference.simpo_gamma": "gamma",
-    "preference.loss_weight": "pref_loss_ratio",
-    "preference.sft_weight": "sft_loss_ratio pref_ftx rpo_alpha cpo_alpha",
-    "preference.reference": "ref_model reference_free",
-    "preference.reference_update_steps": "ref_model_update_steps ref_model_sync_steps",
-    "preference.desirable_weight": "kto_desirable_weight kto_chosen_weight",
-    "preference.undesirable_weight": "kto_undesirable_weight kto_rejected_weight",
-    "data.validation_split": "validation val_size val_set_size test_size validation_split_percentage",
-    "data.mixing": "mix_strategy stopping_strategy",
-    "data.datasets[i].weight": "interleave_probs probabilities sampling_prob train_dataset_prob eval_dataset_prob",
-    "data.seq_len": "max_length max_len max_seq_length cutoff_len sequence_len sequence_length context_length "
-    "model_max_length",
-    "data.packing": "sample_packing neat_packing use_packing collate_fn",
-    "data.packing_method": "sample_packing_method sample_packing_sequentially packing_strategy greedy_intokens",
-    "data.group_by_length": "length_column_name",
-    "data.samples_per_epoch": "num_samples_each_epoch",
-    "data.shuffle_each": "shuffle_before_merging_datasets",
-    "data.num_proc": "dataset_num_proc preprocessing_num_workers dataset_num_processes",
-    "data.num_workers": "dataloader_num_workers num_dataloader_workers",
-    "data.prefetch": "dataloader_prefetch_factor prefetch_factor",
-    "data.cache_only": "skip_prepare_dataset",
-    "chat.template": "chat_template chat_template_path chat_template_jinja",
-    "chat.roles": "roles_to_train train_on_inputs train_on_prompt assistant_only_loss completion_only_loss",
-    "chat.loss_scale": "mask_history",
-    "chat.train_on_eos": "train_on_eot",
-    "train.output_dir": "save_dir logging_dir",
-    "train.micro_batch_size": "batch_size batch per_device_train_batch_size micro_batch",
-    "train.grad_accum_steps": "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches",
-    "train.hang_seconds": "ddp_timeout nccl_timeout",
-    "train.epochs": "num_train_epochs num_epochs",
-    "optim.name": "optimizer optimizer_name",
-    "optim.learning_rate": "lr",
-    "optim.schedule": "lr_scheduler lr_scheduler_type scheduler",
-    "optim.max_grad_norm": "gradient_clipping grad_clip clip_grad_norm",
-    "optim.beta1": "adam_beta1",
-    "optim.beta2": "adam_beta2",
-    "optim.epsilon": "adam_epsilon eps",
-    "lora.enabled": "adapter finetuning_type use_peft peft",
-    "lora.rank": "lora_r r lora_rank",
-    "lora.target_modules": "lora_target lora_target_linear",
-    "lora.path": "adapter_name_or_path lora_model_dir",
-    "quant.format": "load_in_4bit load_in_8bit quantization_bit bnb_4bit_quant_type",
-    "quant.double_quant": "bnb_4bit_use_double_quant double_quantization",
-    "memory.remat": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing recompute "
-    "recompute_ffn recompute_qkv recompute_att recompute_block recompute_modules recompute_granularity "
-    "activation_offloading enable_activation_offload offload_residual tiled_mlp",
-    "memory.offload_optimizer": "offload_optim tensorwise_offload_optimizer cpu_offload",
-    "memory.offload_gradients": "offload_grads",
-    "attention.backend": "attn_implementation flash_attention flash_attn use_flash_attention",
-    "experts.backend": "expert_backend moe_implementation experts_implementation moe_grouped_gemm",
-    "experts.dispatch": "ep_dispatch moe_token_dispatcher_type",
-    "experts.capacity_factor": "moe_expert_capacity_factor moe_capacity_factor expert_capacity_factor",
-    "experts.router_loss": "router_aux_loss_coef aux_loss_coef moe_aux_loss_coeff aux_loss_alpha",
-    "experts.router_z_loss": "router_z_loss_coef moe_z_loss_coeff",
-    "experts.bias_update_rate": "moe_router_bias_update_rate bias_update_speed",
-    "precision.recipe": "bf16 fp16 fp8 tf32 mixed_precision",
-    "ckpt.keep_last": "save_total_limit",
-    "ckpt.resume": "resume_from_checkpoint auto_resume_from_checkpoints overwrite_output_dir overwrite",
-    "eval.at_start": "eval_on_start evaluate_before_training",
-    "eval.steps": "eval_strategy evaluation_strategy",
-    "log.every": "logging_steps",
-    "log.wandb.enabled": "report_to use_wandb",
-    "device.platform": "device use_cpu no_cuda accelerator",
-    "device.gpus": "n_gpu num_gpus gpus_per_node devices",
-    "device.command_buffers": "use_cuda_graphs cuda_graphs enable_cuda_graph",
-    "mesh.fsdp": "fsdp_config deepspeed",
-    "parallel.shard_residual": "sequence_parallel",
-    "parallel.zero": "zero_level zero_stage sharding_stage enable_full_shard shard_gradients",
-    "mesh.tensor": "tensor_parallel_size tp tensor_parallel",
-    "mesh.context": "context_parallel_size context_parallel_degree cp_size cp ringattn_parallel_size",
-    "mesh.sequence": "sequence_parallel_degree sequence_parallel_size ulysses_parallel_size sp_size",
-}
 
 # The option meant by a flag or key without a section, if it names a section or is the last part of several keys.
 _WITHOUT_SECTION = {
@@ -182,13 +77,17 @@ VALUES["data.eval_datasets[i].type"] = VALUES["data.datasets[i].type"]
 # Former names of options, which saved configs may contain.
 RENAMED = {"data.chat_template": "chat.template"}
 
-_BY_ALIAS = {alias: key for key, aliases in ALIASES.items() for alias in aliases.split()}
-
 
 @functools.cache
 def options() -> dict[str, Option]:
     """Return every option by key, in the order of the schema."""
     return {option.key: option for option in _options_of(Config, "")}
+
+
+@functools.cache
+def _by_alias() -> dict[str, str]:
+    # In reverse, so that an option of data.datasets has priority over its copy in data.eval_datasets.
+    return {alias: option.key for option in reversed(options().values()) for alias in option.also.split()}
 
 
 def lookup(key: str) -> Option | None:
@@ -210,7 +109,7 @@ def _nearest(key: str) -> str | None:
         # Comparing whole keys finds the right section; comparing last parts finds options under a wrong section.
         return _ratio(key, candidate), _ratio(key.rpartition(".")[2], candidate.rpartition(".")[2])
 
-    if meant := _WITHOUT_SECTION.get(key.lower()) or _BY_ALIAS.get(key.rpartition(".")[2].lower()):
+    if meant := _WITHOUT_SECTION.get(key.lower()) or _by_alias().get(key.rpartition(".")[2].lower()):
         return meant
     scores = {candidate: likeness(candidate) for candidate in options()}
     best = max(scores, key=lambda candidate: sum(scores[candidate]))
@@ -220,7 +119,7 @@ def _nearest(key: str) -> str | None:
 def is_like_one_of_an_entry(name: str) -> bool:
     """Whether a name resembles an option of a data.datasets entry, or is one in another system."""
     option_names = [field.name for field in dataclasses.fields(Dataset)]
-    return _BY_ALIAS.get(name, "").startswith("data.datasets") or bool(
+    return _by_alias().get(name, "").startswith("data.datasets") or bool(
         difflib.get_close_matches(name, option_names, 1, 0.8)
     )
 
@@ -311,8 +210,8 @@ def _options_of(section: Any, prefix: str, outer: tuple[str, ...] = ()) -> list[
             conditions = (f"type in ({', '.join([repr('auto'), *types])})", *conditions)
         # A section's condition may read one of its own options, such as lora.enabled, which it must not disable.
         when = tuple(condition for condition in conditions if key not in names_in_expression(condition))
-        unit, doc, within, basic = (field.metadata[name] for name in ("unit", "doc", "within", "basic"))
-        result.append(Option(key, annotation, field.default, unit, doc, within, when, basic))
+        unit, doc, within, basic, also = map(field.metadata.get, ("unit", "doc", "within", "basic", "also"))
+        result.append(Option(key, annotation, field.default, unit, doc, within, when, basic, also))
         if entry := entry_type(annotation):
             result += _options_of(entry, f"{key}[i].")
     return result

@@ -29,36 +29,40 @@ from jaxtune.quant.options import QuantOptions
 class ModelOptions:
     """The model: its source and the storage of its weights."""
 
-    path: str | None = option(None, "Hugging Face folder or hub id: config.json, tokenizer, weights", basic=True)
+    path: str | None = option(None, "Hugging Face folder or hub id: config.json, tokenizer, weights", basic=True,
+        also="base_model model_name_or_path model_name pretrained_model_name_or_path")
     revision: str | None = option(None, "branch, tag or commit on the hub")
     from_scratch: bool = option(False,
         "start from random weights; only config.json and the tokenizer are read from model.path", basic=True)
     dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16",
-        "dtype of stored weights that are not trained, and of exported full models", basic=True)
+        "dtype of stored weights that are not trained, and of exported full models", basic=True, also="torch_dtype")
     head: Literal["lm", "classification"] = option("lm",
         "lm: predict the next token at each position; classification: predict the document's label from its last "
         "token", basic=True)
     num_labels: int | None = option(None,
         "number of labels, 1 for regression; unset: from model.id2label, the classifier in model.path, or the data",
-        "[1, inf)", when="model.head == 'classification'")
+        "[1, inf)", when="model.head == 'classification'", also="num_classes")
     id2label: tuple[str, ...] = option((),
         "label names in order; unset: from the classifier in model.path, the sorted texts in the data, or LABEL_0, "
-        "LABEL_1 and so on", when="model.head == 'classification'")
-    config: str | None = option(None, "folder or hub id of the config.json; unset: model.path")
+        "LABEL_1 and so on", when="model.head == 'classification'", also="label2id class_names")
+    config: str | None = option(None, "folder or hub id of the config.json; unset: model.path",
+        also="config_path config_name base_model_config")
     tokenizer: str | None = option(None,
-        "folder or hub id of the tokenizer and generation_config.json; unset: model.config, or model.path")
+        "folder or hub id of the tokenizer and generation_config.json; unset: model.config, or model.path",
+        also="tokenizer_path tokenizer_name tokenizer_name_or_path")
     overrides: tuple[str, ...] = option((),
         "entries of config.json to override, as JSON, in exports too; a dot reaches into an object: "
-        "('sliding_window=1024', 'rope_parameters.rope_theta=1e6')", "KEY=JSON")
+        "('sliding_window=1024', 'rope_parameters.rope_theta=1e6')", "KEY=JSON",
+        also="foundation model_kwargs model_init_kwargs overrides_of_model_config")
     max_positions: int | None = option(None,
         "stretch RoPE to this context length, in exports too; unset: from config.json or model.rope_scaling",
-        "positions [1, inf)")
+        "positions [1, inf)", also="max_model_len")
     rope_scaling: str | None = option(None,
         "RoPE scaling: linear, dynamic or yarn, to model.max_positions; or JSON, such as '{\"rope_type\": \"yarn\", "
         "\"factor\": 2.0}'; unset: from config.json")
     zero_projections: bool = option(False,
         "initialise the output projections of attention and feed-forward to zero, so that they add nothing to the "
-        "residual stream at first", when="model.from_scratch")
+        "residual stream at first", when="model.from_scratch", also="init_projections_to_zero")
 
 
 @dataclass(frozen=True)
@@ -80,29 +84,32 @@ class GuardOptions:
 class TrainOptions:
     """The length and shape of the run."""
 
-    output_dir: str = option("runs", "folder of all runs", basic=True)
+    output_dir: str = option("runs", "folder of all runs", basic=True, also="save_dir logging_dir")
     run_name: str | None = option(None, "folder of this run in output_dir; unset: the recipe's file name", basic=True)
     max_steps: int | None = option(None, "optimizer steps; unset: train.epochs decides", "steps [1, inf)", basic=True)
-    epochs: float = option(1.0, "passes over the data", "epochs (0, inf)", when="train.max_steps is None", basic=True)
+    epochs: float = option(1.0, "passes over the data", "epochs (0, inf)", when="train.max_steps is None", basic=True,
+        also="num_train_epochs num_epochs")
     micro_batch_size: int = option(1, "rows that each data-parallel shard computes at once", "rows [1, inf)",
-        basic=True)
+        basic=True, also="batch_size batch per_device_train_batch_size micro_batch")
     grad_accum_steps: int = option(1, "micro-batches accumulated per optimizer step", "micro-batches [1, inf)",
-        basic=True)
+        basic=True, also="gradient_accumulation_steps gradient_accumulation accumulate_grad_batches")
     seed: int = option(0, "seed of random weights, adapters and dropout", "[0, inf)", basic=True)
     max_bad_steps: int = option(5, "stop after this many non-finite steps, or spikes (guard.action), in a row",
         "steps [1, inf)")
     hang_seconds: int | None = option(None,
         "after the first step, if no step, evaluation batch or checkpoint finishes for this long, write all threads' "
-        "stacks to the run's folder and end; unset: no limit, because durations differ", "seconds [1, inf)")
+        "stacks to the run's folder and end; unset: no limit, because durations differ", "seconds [1, inf)",
+        also="ddp_timeout nccl_timeout")
     deterministic: bool = option(False, "bit-identical repeats on a GPU too, at some cost in speed")
     freeze: str | None = option(None, "parameters that are not trained, by Hugging Face name", "regex",
         when="not lora.enabled")
     neftune_alpha: float = option(0.0,
-        "scale of the noise on the embeddings of training rows (NEFTune, 2023), such as 5", "[0, inf)")
+        "scale of the noise on the embeddings of training rows (NEFTune, 2023), such as 5", "[0, inf)",
+        also="neftune_noise_alpha")
     label_smoothing: float = option(0.0,
         "share of a token's target that is spread over the whole vocabulary in training", "fraction [0, 1)",
         when="model.head == 'lm' and preference.loss is None and not rollout.rewards and "
-        "(not distill.teacher or distill.weight < 1)")
+        "(not distill.teacher or distill.weight < 1)", also="label_smoothing_factor")
     z_loss: float = option(0.0,
         "coefficient of log(sum(exp(logits)))^2, added to the training loss of each token (PaLM, 2022)", "[0, inf)",
         when="model.head == 'lm' and preference.loss is None and not rollout.rewards and "
@@ -115,10 +122,10 @@ class TrainOptions:
         "printed with its source", basic=True)
     hidden_dropout: float = option(0.0,
         "dropout on the outputs of attention and feed-forward, before they are added to the residual stream",
-        "fraction [0, 1)")
+        "fraction [0, 1)", also="hidden_dropout_prob resid_pdrop")
     attention_dropout: float = option(0.0,
         "dropout on attention probabilities; XLA then computes attention, because no kernel supports it",
-        "fraction [0, 1)")
+        "fraction [0, 1)", also="attention_probs_dropout_prob attn_pdrop")
     dropout_warmup_steps: int = option(0,
         "first steps, over which train.hidden_dropout and train.attention_dropout rise from 0", "steps [0, inf)",
         when="train.hidden_dropout or train.attention_dropout")
@@ -130,11 +137,13 @@ class DeviceOptions:
 
     platform: Literal["auto", "cuda", "cpu"] = option("auto",
         "platform to run on; auto: from JAX_PLATFORMS, else GPUs if jax finds any; must not contradict JAX_PLATFORMS",
-        basic=True)
+        basic=True, also="device use_cpu no_cuda accelerator")
     gpus: int | None = option(None,
-        "use the first N devices of each process for the mesh; jax opens no other GPU; unset: all", "devices [1, inf)")
+        "use the first N devices of each process for the mesh; jax opens no other GPU; unset: all", "devices [1, inf)",
+        also="n_gpu num_gpus gpus_per_node devices")
     command_buffers: Literal["auto", "off"] = option("auto",
-        "CUDA graphs; auto: for the kernels of a layer between collectives, as XLA decides; off: none")
+        "CUDA graphs; auto: for the kernels of a layer between collectives, as XLA decides; off: none",
+        also="use_cuda_graphs cuda_graphs enable_cuda_graph")
     collective_timeout_seconds: int | None = option(None,
         "end the run if the first collectives wait this long for other GPUs; for later steps see train.hang_seconds; "
         "unset: XLA's own limits, which include an unlimited wait", "seconds [1, inf)")
@@ -155,7 +164,8 @@ class CkptOptions:
         "epochs (0, inf)")
     at_end: bool = option(True,
         "write a checkpoint after the last step; a run that is stopped on request always leaves one")
-    keep_last: int = option(2, "verified checkpoints to keep", "checkpoints [1, inf)", basic=True)
+    keep_last: int = option(2, "verified checkpoints to keep", "checkpoints [1, inf)", basic=True,
+        also="save_total_limit")
     keep_best: bool = option(False, "save the checkpoint of the best evaluation, and keep it in addition to these",
         when="data.validation_split or data.eval_datasets")
     save_optimizer: bool = option(True,
@@ -167,7 +177,8 @@ class CkptOptions:
         "step, weights, optimizer, position in the data")
     resume: Literal["auto", "never", "overwrite"] | int = option("auto",
         "auto: from the newest valid checkpoint; never: refuse an existing run; overwrite: remove its checkpoints and "
-        "export and start over; a number: from that step", "[0, inf)", basic=True)
+        "export and start over; a number: from that step", "[0, inf)", basic=True,
+        also="resume_from_checkpoint auto_resume_from_checkpoints overwrite_output_dir overwrite")
 
 
 @dataclass(frozen=True)
@@ -175,11 +186,11 @@ class EvalOptions:
     """Validation during training."""
 
     steps: int = option(0, "steps between evaluations; 0: none", "steps [0, inf)",
-        when="data.validation_split or data.eval_datasets", basic=True)
+        when="data.validation_split or data.eval_datasets", basic=True, also="eval_strategy evaluation_strategy")
     epochs: float | None = option(None, "passes over the data between evaluations, in addition to eval.steps",
         "epochs (0, inf)", when="data.validation_split or data.eval_datasets")
     at_start: bool = option(False, "evaluate before the first step too",
-        when="data.validation_split or data.eval_datasets")
+        when="data.validation_split or data.eval_datasets", also="eval_on_start evaluate_before_training")
     at_end: bool = option(True, "evaluate after the last step", when="data.validation_split or data.eval_datasets")
     micro_batch_size: int | None = option(None,
         "rows that each data-parallel shard computes at once; unset: train.micro_batch_size", "rows [1, inf)",
@@ -212,7 +223,7 @@ class EvalOptions:
 class WandbOptions:
     """Weights & Biases; WANDB_MODE=offline keeps it offline."""
 
-    enabled: bool = option(False, "log to wandb (pip install 'jaxtune[wandb]')", basic=True)
+    enabled: bool = option(False, "log to wandb (pip install 'jaxtune[wandb]')", basic=True, also="report_to use_wandb")
     project: str = option("jaxtune", "project name")
     name: str | None = option(None, "name of the run; unset: train.run_name")
     tags: tuple[str, ...] = option((), "tags of the run")
@@ -233,7 +244,7 @@ class AimOptions:
 class LogOptions:
     """Printed output, and the destinations of metrics."""
 
-    every: int = option(1, "steps between progress lines; 0: none", "steps [0, inf)", basic=True)
+    every: int = option(1, "steps between progress lines; 0: none", "steps [0, inf)", basic=True, also="logging_steps")
     format: Literal["auto", "lines", "key_value"] = option("auto",
         "progress as auto: a bar on a terminal, one line in a notebook, else lines; lines: always lines; key_value: "
         "lines of key=value, for programs")

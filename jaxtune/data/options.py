@@ -54,29 +54,35 @@ class Dataset:
         "preference.loss it means preference, or unpaired_preference for kto", basic=True)
     split: str = option("train", "split of a hub dataset, or of a folder whose file names contain the split",
         basic=True)
-    subset: str | None = option(None, "subset (configuration name) of a hub dataset")
+    subset: str | None = option(None, "subset (configuration name) of a hub dataset",
+        also="dataset_config_name dataset_subset")
     revision: str | None = option(None, "branch, tag or commit on the hub")
     glob: str | tuple[str, ...] | None = option(None,
-        "pattern, or several, of the files to read in a folder or hub dataset, for example '**/*.py'")
+        "pattern, or several, of the files to read in a folder or hub dataset, for example '**/*.py'",
+        also="data_files")
     ds_type: Literal["json", "csv", "tsv", "parquet", "arrow", "text"] | None = option(None,
         "file format; unset: from the suffix; a file with an unknown suffix is read as text, one document per file")
-    samples: int | None = option(None, "use only the first N samples", "samples [1, inf)", basic=True)
+    samples: int | None = option(None, "use only the first N samples", "samples [1, inf)", basic=True,
+        also="max_samples max_train_samples")
     shards: int | None = option(None,
-        "split the samples into N parts and use one: every N-th sample, starting at shard_idx", "parts [1, inf)")
-    shard_idx: int | None = option(None, "index of the part to use, from 0", "[0, inf)", when="shards is not None")
+        "split the samples into N parts and use one: every N-th sample, starting at shard_idx", "parts [1, inf)",
+        also="num_shards dataset_shard_num")
+    shard_idx: int | None = option(None, "index of the part to use, from 0", "[0, inf)", when="shards is not None",
+        also="shards_idx dataset_shard_idx")
     max_tokens: int | None = option(None, "leave out documents with more tokens; unset: data.truncation decides",
         "tokens [2, inf)", of_prompts=False)
     max_prompt_tokens: int | None = option(None,
         "cut off the beginning of longer prompts; the prompt is everything before the answer", "tokens [1, inf)",
-        when="type in ('auto', 'preference', 'unpaired_preference')")
+        when="type in ('auto', 'preference', 'unpaired_preference')", also="max_prompt_length max_prompt_len")
     weight: float | None = option(None,
         "sampling weight relative to the other datasets, with data.mixing = 'interleave_...'; set it for every "
-        "dataset or for none", "(0, inf)", basic=True, of_prompts=False)
+        "dataset or for none", "(0, inf)", basic=True, of_prompts=False,
+        also="interleave_probs probabilities sampling_prob train_dataset_prob eval_dataset_prob")
     select_columns: tuple[str, ...] | None = option(None,
         "read only these columns and ignore the others, for example an attention_mask")
     function: str | None = option(None,
         "your function, FILE.py:NAME (the file is run): gets each sample as a dict; returns the dict to use, a text "
-        "(new column 'returned'), or None to leave the sample out")
+        "(new column 'returned'), or None to leave the sample out", also="prompt_func completion_func")
     max_sample_bytes: int = option(2**28,
         "a larger sample is a bad row (data.on_bad_row): a line, a CSV field, a Parquet or Arrow row, or the "
         "decompressed part of a compressed text or JSON list", "bytes [1, inf)")
@@ -84,19 +90,21 @@ class Dataset:
         "encoding of text, CSV and JSON files, in which a newline must be one byte, as in cp1252")
     text_field: str = option("text",
         "column of the text, for types text and classification; like every *_field, also a template of columns: "
-        "'{title}: {body}'", basic=True, of_prompts=False)
+        "'{title}: {body}'", basic=True, of_prompts=False, also="input_columns")
     text_pair_field: str | None = option(None, "column of a second text, appended to the first on a new line",
         when="type == 'classification'", of_prompts=False)
     target_column: str = option("label", "column of the label: its name or number, or the regression target",
-        when="type == 'classification'", of_prompts=False)
+        when="type == 'classification'", of_prompts=False, also="label_column label_field target_field")
     instruction_field: str = option("instruction", "column of the instruction", of_prompts=False)
     input_field: str | None = option("input", "column of the optional input")
-    output_field: str = option("output", "column of the answer, which is the trained part", of_prompts=False)
+    output_field: str = option("output", "column of the answer, which is the trained part", of_prompts=False,
+        also="completion_template")
     system_field: str | None = option(None, "column of the system prompt")
-    system_prompt: str | None = option(None, "system prompt for every sample without one")
+    system_prompt: str | None = option(None, "system prompt for every sample without one",
+        also="default_system system_message")
     prompt_format: str | None = option(None,
         "template for type instruction, with {system}, {instruction}, {input}, {output} or any column; without "
-        "{output} the answer is appended; unset: the chat template", of_prompts=False)
+        "{output} the answer is appended; unset: the chat template", of_prompts=False, also="prompt_template")
     prompt_format_no_input: str | None = option(None, "prompt_format for samples with an empty input",
         when="prompt_format is not None", of_prompts=False)
     messages_field: str = option("messages", "column of the conversation: a list of {role, content}", basic=True,
@@ -112,7 +120,8 @@ class Dataset:
     chosen_score_field: str | None = option(None, "column of the chosen answer's score, for preference.offset_alpha",
         of_prompts=False)
     rejected_score_field: str | None = option(None, "column of the rejected answer's score", of_prompts=False)
-    desirable_field: str = option("label", "column that marks an answer as desirable: true or false", of_prompts=False)
+    desirable_field: str = option("label", "column that marks an answer as desirable: true or false", of_prompts=False,
+        also="kto_tag")
     name: str | None = option(None,
         "name of a validation set: entries of data.eval_datasets with the same name are also evaluated separately, as "
         "eval_NAME_loss")
@@ -123,31 +132,35 @@ class DataOptions:
     """The training data, its order, and the length of its rows."""
 
     datasets: tuple[Dataset, ...] = option((), "training data, one entry per source (jaxtune.config.dataset(...))",
-        basic=True)
+        basic=True, also="dataset dataset_name train_dataset train_file train_data data_path")
     eval_datasets: tuple[Dataset, ...] = option((), "validation data; replaces validation_split", basic=True)
     validation_split: float = option(0.0,
         "training documents held out for validation: a fraction below 1, or a number of documents",
-        "documents [0, inf)", when="not data.eval_datasets", basic=True)
+        "documents [0, inf)", when="not data.eval_datasets", basic=True,
+        also="validation val_size val_set_size test_size validation_split_percentage")
     mixing: Literal["concat", "interleave_under", "interleave_over"] = option("concat",
         "concat: all of each dataset; interleave_under: by shares, until the first dataset is used up; "
-        "interleave_over: until the last is, repeating others", basic=True, of_prompts=False)
+        "interleave_over: until the last is, repeating others", basic=True, of_prompts=False,
+        also="mix_strategy stopping_strategy")
     mixing_temperature: float | None = option(None,
         "shares proportional to size ** (1 / temperature): 1 keeps the sizes, higher is more even; unset: by weight, "
         "or equal", "(0, inf)", when="data.mixing != 'concat' and not data.streaming")
     special_tokens: tuple[str, ...] = option((),
         "tokens added to the tokenizer; if the embedding has no spare rows, new rows are added, set to the mean of "
         "the others")
-    seq_len: int = option(2048, "tokens in a row", "tokens [2, inf)", basic=True)
+    seq_len: int = option(2048, "tokens in a row", "tokens [2, inf)", basic=True,
+        also="max_length max_len max_seq_length cutoff_len sequence_len sequence_length context_length "
+        "model_max_length")
     packing: bool = option(True, "put several documents in a row; attention never crosses document boundaries",
-        basic=True, of_prompts=False)
+        basic=True, of_prompts=False, also="sample_packing neat_packing use_packing collate_fn")
     packing_method: Literal["best_fit", "first_fit_decreasing", "sequential"] = option("best_fit",
         "best_fit: each document into the fullest row with room; first_fit_decreasing (multipack): longest documents "
         "first, into the first row with room; sequential: in order, into the last row", when="data.packing",
-        of_prompts=False)
+        of_prompts=False, also="sample_packing_method sample_packing_sequentially packing_strategy greedy_intokens")
     group_by_length: bool = option(False,
         "batch documents of similar length, so that devices wait less for each other; rows are still padded to "
         "data.seq_len", when="not data.packing and data.shuffle and not data.shuffle_each and not data.streaming",
-        of_prompts=False)
+        of_prompts=False, also="length_column_name")
     drop_last: bool = option(False, "drop the rows that do not fill the last step, instead of padding it",
         when="train.max_steps is None")
     truncation: Literal["auto", "delete", "left", "right", "split"] = option("auto",
@@ -163,27 +176,31 @@ class DataOptions:
         basic=True)
     cache_only: bool = option(False,
         "do not read the sources: use the documents last tokenised with these options, from the cache",
-        when="not data.streaming", of_prompts=False)
+        when="not data.streaming", of_prompts=False, also="skip_prepare_dataset")
     num_proc: int = option(1,
         "processes that tokenise; 1: only this one, whose tokenizer uses all cores, but the Python code that renders "
         "conversations uses one", "processes [1, inf)",
-        when="not data.cache_only and (not data.streaming or data.eval_datasets)", of_prompts=False)
+        when="not data.cache_only and (not data.streaming or data.eval_datasets)", of_prompts=False,
+        also="dataset_num_proc preprocessing_num_workers dataset_num_processes")
     num_workers: int = option(4, "threads that read batches; 0: no threads, each batch is read when it is needed",
-        "threads [0, inf)", of_prompts=False)
+        "threads [0, inf)", of_prompts=False, also="dataloader_num_workers num_dataloader_workers")
     samples_per_epoch: int | None = option(None,
         "samples in an epoch, drawn by the shares of data.mixing (concat: by size), repeated if too few; unset: as "
-        "many as data.mixing gives", "samples [1, inf)", when="not data.streaming", of_prompts=False)
+        "many as data.mixing gives", "samples [1, inf)", when="not data.streaming", of_prompts=False,
+        also="num_samples_each_epoch")
     shuffle_each: bool = option(False,
         "shuffle within each dataset only, and keep the listed order of datasets (a curriculum); a row may hold the "
         "end of one and the beginning of the next",
-        when="data.shuffle and data.mixing == 'concat' and not data.streaming", of_prompts=False)
+        when="data.shuffle and data.mixing == 'concat' and not data.streaming", of_prompts=False,
+        also="shuffle_before_merging_datasets")
     streaming: bool = option(False,
         "read, tokenise and pack data.datasets during training, without a cache or a known length; needs "
         "train.max_steps, because the data restarts when it ends", basic=True, of_prompts=False)
     window_rows: int = option(256,
         "rows of a stream that are packed and shuffled together; more rows mix samples and fill rows better, but take "
         "more host memory", "rows [1, inf)", when="data.streaming")
-    prefetch: int = option(4, "batches to read ahead", "batches [0, inf)", when="data.num_workers", of_prompts=False)
+    prefetch: int = option(4, "batches to read ahead", "batches [0, inf)", when="data.num_workers", of_prompts=False,
+        also="dataloader_prefetch_factor prefetch_factor")
 
 
 # Words of chat.loss_scale: the messages to train (TRAINED), and text weights (WEIGHTED); see `data.chat.masks`.
@@ -197,22 +214,25 @@ class ChatOptions:
 
     roles: tuple[Literal["system", "developer", "user", "assistant", "tool"], ...] = option(("assistant",),
         "roles whose messages are trained; a message's own `train` or `loss`, true or false, overrides this",
-        when="'all' not in chat.loss_scale", basic=True, of_prompts=False)
+        when="'all' not in chat.loss_scale", basic=True, of_prompts=False,
+        also="roles_to_train train_on_inputs train_on_prompt assistant_only_loss completion_only_loss")
     loss_scale: str = option("default",
         "trained text (ms-swift): default: messages of chat.roles; last_round: those after the last user message; all; "
-        "with weights, each after a +: ignore_empty_think, ignore_think_prefix, react, hermes, qwen", of_prompts=False)
+        "with weights, each after a +: ignore_empty_think, ignore_think_prefix, react, hermes, qwen", of_prompts=False,
+        also="mask_history")
     pattern_weights: tuple[str, ...] = option((), "loss-weight factors for matching text in trained messages",
         "REGEX=FACTOR", of_prompts=False)
     train_on_eos: Literal["turn", "last", "all", "none"] = option("turn",
         "stop tokens that are trained (Axolotl): turn: after each trained message; last: after the last one; all: "
-        "every equal token; none", when="'all' not in chat.loss_scale", of_prompts=False)
+        "every equal token; none", when="'all' not in chat.loss_scale", of_prompts=False, also="train_on_eot")
     agent_template: Literal["hermes", "react", "toolbench"] | None = option(None,
         "format of tools, tool calls and tool results, for a chat template without them; unset: the chat template's "
         "own format")
     response_prefix: str | None = option(None, "text that begins each answer of generate --chat, such as '<think>\\n'")
     template: str | None = option(None,
         "chat template: chatml, qwen3, qwen3_nothinking, llama3, gemma3, mistral_v3, mistral_v7, phi4, deepseek, "
-        "gpt_oss, glm4, ernie, zephyr, alpaca, vicuna, or a Jinja file; unset: the tokenizer's own", basic=True)
+        "gpt_oss, glm4, ernie, zephyr, alpaca, vicuna, or a Jinja file; unset: the tokenizer's own", basic=True,
+        also="chat_template chat_template_path chat_template_jinja")
 # fmt: on
 
 

@@ -16,19 +16,21 @@ TITLES = {"ia3": "(IA)^3"}  # what a model card calls the kinds other than low-r
 class LoraOptions:
     """Low-rank adapters (Hu et al. 2021); all other parameters are frozen, except a classifier's head."""
 
-    enabled: bool = option(False, "train adapters instead of the model", basic=True)
-    rank: int = option(16, "rank of an adapter", "[1, inf)", when="lora.kind == 'lora'", basic=True)
+    enabled: bool = option(False, "train adapters instead of the model", basic=True,
+        also="adapter finetuning_type use_peft peft")
+    rank: int = option(16, "rank of an adapter", "[1, inf)", when="lora.kind == 'lora'", basic=True,
+        also="lora_r r lora_rank")
     alpha: float = option(32.0, "scale: alpha / rank, or alpha / sqrt(rank) with use_rslora", "(0, inf)",
         when="lora.kind == 'lora'", basic=True)
     dropout: float = option(0.0, "dropout on the adapter's input", "fraction [0, 1)", when="lora.kind == 'lora'",
         basic=True)
     target_modules: str | tuple[str, ...] = option("all-linear",
         "modules with adapters: all-linear (all but the head; for ia3: keys, values and down projections), a list of "
-        "module names, or a regex over Hugging Face names", "regex", basic=True)
+        "module names, or a regex over Hugging Face names", "regex", basic=True, also="lora_target lora_target_linear")
     dtype: Literal["float32", "bfloat16"] = option("float32",
         "dtype of everything trained: adapters, biases, and the head of a classifier")
     use_rslora: bool = option(False, "rank-stabilised scale (Kalajdzievski 2023)", when="lora.kind == 'lora'")
-    path: str | None = option(None, "PEFT adapter folder to start from")
+    path: str | None = option(None, "PEFT adapter folder to start from", also="adapter_name_or_path lora_model_dir")
     merge_interval: int = option(0,
         "steps between merges of the adapters into their weights, which are requantized if quantized, and restarts of "
         "the adapters (ReLoRA, 2023); the whole model is exported then; 0: never", "steps [0, inf)")

@@ -16,7 +16,8 @@ class AttentionOptions:
 
     backend: Literal["auto", "cudnn", "fa3", "mosaic", "triton", "xla"] = option("auto",
         "attention kernel; auto: the first one tested on this kind of GPU; fa3: FlashAttention 3 for Hopper, a "
-        "separate package (pip install 'jaxtune[hopper]')", basic=True)
+        "separate package (pip install 'jaxtune[hopper]')", basic=True,
+        also="attn_implementation flash_attention flash_attn use_flash_attention")
     fallback: Literal["error", "warn"] = option("error",
         "if that kernel cannot run: refuse and explain why (error), or warn and use auto",
         when="attention.backend != 'auto'")
@@ -36,27 +37,30 @@ class ExpertsOptions:
 
     backend: Literal["auto", "dense", "loop", "kernel"] = option("auto",
         "kernel: GPU kernels run only the routed experts of each token; loop: the same in XLA; dense: every expert on "
-        "every token, as low precision needs; auto: the first that can run")
+        "every token, as low precision needs; auto: the first that can run",
+        also="expert_backend moe_implementation experts_implementation moe_grouped_gemm")
     dispatch: Literal["all_gather", "all_to_all"] = option("all_gather",
         "how tokens reach experts on other devices: all_gather: each device gets all tokens; all_to_all: only those "
-        "routed to its experts", when="mesh.expert != 1")
+        "routed to its experts", when="mesh.expert != 1", also="ep_dispatch moe_token_dispatcher_type")
     capacity_factor: float = option(1.25,
         "rows that a device sends to each other device per round, relative to even routing; the rest follow in "
         "further rounds, none are dropped. Lower takes less memory, higher fewer rounds", "(0, inf)",
-        when="experts.dispatch == 'all_to_all'")
+        when="experts.dispatch == 'all_to_all'",
+        also="moe_expert_capacity_factor moe_capacity_factor expert_capacity_factor")
     router_loss: float | None = option(None,
         "coefficient of the load-balancing loss (Switch Transformer, 2021), a mean over layers, added to the training "
-        "loss; unset: from config.json", "[0, inf)")
+        "loss; unset: from config.json", "[0, inf)",
+        also="router_aux_loss_coef aux_loss_coef moe_aux_loss_coeff aux_loss_alpha")
     router_loss_over: Literal["batch", "sequence"] = option("batch",
         "load that is balanced: batch: of a micro-batch on all devices, as in transformers; sequence: of each row "
         "(DeepSeek-V3, 2024)", when="experts.router_loss")
     router_z_loss: float = option(0.0,
         "coefficient of the mean of log(sum(exp(router logits)))^2, added to the training loss (router z-loss of "
-        "ST-MoE, 2022)", "[0, inf)")
+        "ST-MoE, 2022)", "[0, inf)", also="router_z_loss_coef moe_z_loss_coeff")
     bias_update_rate: float = option(0.0,
         "update rate of the router's expert bias (auxiliary-loss-free balancing, DeepSeek-V3, 2024): added for "
         "experts with less than their layer's mean load, else subtracted; 0: biases stay fixed", "[0, inf)",
-        when="not lora.enabled")
+        when="not lora.enabled", also="moe_router_bias_update_rate bias_update_speed")
 # fmt: on
 
 

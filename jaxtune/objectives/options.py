@@ -36,36 +36,38 @@ class PreferenceOptions:
 
     loss: LossName | None = option(None,
         f"DPO (sigmoid) and related losses, by TRL's names; {', '.join(_FREE)}: no reference; kto: single answers; "
-        "bradley_terry: a reward model (model.head='classification'); unset: next-token loss", basic=True)
+        "bradley_terry: a reward model (model.head='classification'); unset: next-token loss", basic=True,
+        also="pref_loss dpo_loss loss_type rl")
     beta: float = option(0.1,
         "strength of the penalty for moving away from the reference; for SimPO the scale of rewards, for ORPO the "
         "weight of the odds-ratio loss", "(0, inf)", when=_when(lambda loss: loss.samples != "scored pairs"),
-        basic=True)
+        basic=True, also="pref_beta dpo_beta rl_beta kto_beta")
     label_smoothing: float = option(0.0, "assumed share of wrong labels", "fraction [0, 0.5)",
-        when=_when_read("label_smoothing"))
-    simpo_gamma: float = option(0.5, "reward margin of SimPO", "[0, inf)", when=_when_read("simpo_gamma"))
+        when=_when_read("label_smoothing"), also="dpo_label_smoothing")
+    simpo_gamma: float = option(0.5, "reward margin of SimPO", "[0, inf)", when=_when_read("simpo_gamma"), also="gamma")
     offset_alpha: float = option(0.0,
         "the margin grows by this times the log of the difference of the answers' scores (ODPO)", "[0, inf)",
         when=_OF_PAIRS)
-    loss_weight: float = option(1.0, "weight of the pairwise loss", "(0, inf)", when=_OF_PAIRS)
+    loss_weight: float = option(1.0, "weight of the pairwise loss", "(0, inf)", when=_OF_PAIRS, also="pref_loss_ratio")
     sft_weight: float | None = option(None,
         "weight of the added cross-entropy on chosen answers, without their prompts (TRL's ORPO includes them); "
         f"unset: 1 for {' and '.join(losses_with(lambda loss: loss.sft_weight == 1))}, else 0", "[0, inf)",
-        when=_OF_PAIRS)
+        when=_OF_PAIRS, also="sft_loss_ratio pref_ftx rpo_alpha cpo_alpha")
     desirable_weight: float = option(1.0, "weight of desirable answers", "[0, inf)",
-        when=_when_read("desirable_weight"))
+        when=_when_read("desirable_weight"), also="kto_desirable_weight kto_chosen_weight")
     undesirable_weight: float = option(1.0, "weight of undesirable answers", "[0, inf)",
-        when=_when_read("undesirable_weight"))
+        when=_when_read("undesirable_weight"), also="kto_undesirable_weight kto_rejected_weight")
     reference: str | None = option("start",
         "reference model: start: the model before its first step; a folder or hub id of a similar model, or of an "
-        "adapter with lora.enabled; None: reference-free", when=_WITH_REFERENCE)
+        "adapter with lora.enabled; None: reference-free", when=_WITH_REFERENCE, also="ref_model reference_free")
     precompute_reference: bool = option(False,
         "compute the reference log-probabilities once, before the first step, and keep them in data.cache_dir: a step "
         "then needs no second forward pass and no copy of the weights",
         when=f"{_WITH_REFERENCE} and preference.reference is not None and preference.reference_update_steps is None")
     reference_update_steps: int | None = option(None,
         "steps after which the current model becomes the reference, each time; an evaluation at that point compares "
-        "the model with itself", "steps [1, inf)", when=_WITH_REFERENCE)
+        "the model with itself", "steps [1, inf)", when=_WITH_REFERENCE,
+        also="ref_model_update_steps ref_model_sync_steps")
 
     @property
     def properties(self) -> PreferenceLoss:

@@ -99,17 +99,19 @@ class OptimOptions:
     """Optimizer and learning-rate schedule."""
 
     name: OptimizerName = option("adamw",
-        "optimizer; schedule_free is AdamW without a schedule (Defazio et al. 2024)", basic=True)
+        "optimizer; schedule_free is AdamW without a schedule (Defazio et al. 2024)", basic=True,
+        also="optimizer optimizer_name")
     state_dtype: Literal["float32", "bfloat16"] = option("float32",
         "dtype of moments and momentum; bfloat16 uses stochastic rounding",
         when=f"optim.name in {_names(lambda one: one.narrow_state)} or (optim.name == 'sgd' and optim.beta1)")
-    learning_rate: float = option(2e-4, "peak learning rate", "(0, inf)", basic=True)
+    learning_rate: float = option(2e-4, "peak learning rate", "(0, inf)", basic=True, also="lr")
     ema_decay: float | None = option(None,
         "per-step decay of an exponential moving average of the trained weights, such as 0.999; the average is "
-        "evaluated and exported", "(0, 1)")
+        "evaluated and exported", "(0, 1)", also="ema_beta")
     schedule: Literal[
         "linear", "cosine", "wsd", "constant", "polynomial", "inverse_sqrt", "cosine_with_restarts"
-    ] = option("linear", "shape of the learning rate after warm-up", basic=True)
+    ] = option("linear", "shape of the learning rate after warm-up", basic=True,
+        also="lr_scheduler lr_scheduler_type scheduler")
     start_lr: float = option(0.0,
         "learning rate of the first step, from which warm-up rises; at 0 that step changes nothing, as in "
         "transformers", "[0, inf)", when="optim.warmup_steps or optim.warmup_ratio")
@@ -142,11 +144,13 @@ class OptimOptions:
         when="optim.weight_decay")
     decay_multipliers: tuple[str, ...] = option((), "weight-decay factors by Hugging Face name; the last match counts",
         "REGEX=FACTOR", when="optim.weight_decay")
-    max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: no clipping", "[0, inf)", basic=True)
-    beta1: float = option(0.9, "decay of the first moment; momentum of sgd", "[0, 1)", when=_when_read("beta1"))
-    beta2: float = option(0.999, "decay of the second moment", "[0, 1)", when=_when_read("beta2"))
+    max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: no clipping", "[0, inf)", basic=True,
+        also="gradient_clipping grad_clip clip_grad_norm")
+    beta1: float = option(0.9, "decay of the first moment; momentum of sgd", "[0, 1)", when=_when_read("beta1"),
+        also="adam_beta1")
+    beta2: float = option(0.999, "decay of the second moment", "[0, 1)", when=_when_read("beta2"), also="adam_beta2")
     epsilon: float = option(1e-8, "added to the square root of the second moment", "(0, inf)",
-        when=_when_read("epsilon"))
+        when=_when_read("epsilon"), also="adam_epsilon eps")
     muon: MuonOptions = section(MuonOptions(), when="optim.name == 'muon'")
     normuon: NormuonOptions = section(NormuonOptions(), when="optim.name == 'normuon'")
 

@@ -16,15 +16,17 @@ class MeshOptions:
     """The number of devices along each axis; -1 takes the remaining devices."""
 
     data: int = option(1, "data parallelism: replicas, each with its own rows", "devices", basic=True)
-    fsdp: int = option(-1, "fully sharded data parallelism: parameters and rows are sharded", "devices", basic=True)
+    fsdp: int = option(-1, "fully sharded data parallelism: parameters and rows are sharded", "devices", basic=True,
+        also="fsdp_config deepspeed")
     stage: int = option(1, "pipeline parallelism: stages", "devices", basic=True)
     expert: int = option(1, "expert parallelism: experts are sharded", "devices", basic=True)
     context: int = option(1, "context parallelism: positions of a row are sharded; attention gathers keys and values",
-        "devices", basic=True)
+        "devices", basic=True, also="context_parallel_size context_parallel_degree cp_size cp ringattn_parallel_size")
     sequence: int = option(1,
         "sequence parallelism (DeepSpeed-Ulysses): positions of a row are sharded; attention exchanges them for heads",
-        "devices")
-    tensor: int = option(1, "tensor parallelism: heads, hidden units and vocabulary are sharded", "devices", basic=True)
+        "devices", also="sequence_parallel_degree sequence_parallel_size ulysses_parallel_size sp_size")
+    tensor: int = option(1, "tensor parallelism: heads, hidden units and vocabulary are sharded", "devices", basic=True,
+        also="tensor_parallel_size tp tensor_parallel")
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,15 @@ class ParallelOptions:
 
     zero: Literal[1, 2, 3] = option(3,
         "ZeRO stage (Rajbhandari et al. 2020): shard 1 the optimizer state, 2 also gradients, 3 also weights, over "
-        "the devices that compute different tokens")
+        "the devices that compute different tokens",
+        also="zero_level zero_stage sharding_stage enable_full_shard shard_gradients")
     reshard_after_forward: bool = option(True,
         "gather a layer's weights again in the backward pass; False keeps them gathered until then, which takes "
         "memory for all gathered weights", when="parallel.zero == 3 and precision.recipe in ('bf16', 'fp16', 'fp32')")
     shard_residual: bool = option(True,
         "shard positions over mesh.tensor between attention and feed-forward (Megatron-LM sequence parallelism, "
-        "2022): less activation memory, but half as much again is sent for quantized or low-precision weights")
+        "2022): less activation memory, but half as much again is sent for quantized or low-precision weights",
+        also="sequence_parallel")
     pipeline: Literal["1f1b", "gpipe"] = option("1f1b",
         "pipeline schedule: 1f1b runs each backward pass as early as possible and keeps activations of few "
         "micro-batches; gpipe runs all forward passes first", when="mesh.stage != 1")
@@ -55,7 +59,10 @@ class MemoryOptions:
 
     remat: Literal["auto", "none", "experts", "ffn", "qkv", "dots", "attention+qkv", "block", "offload"] = option(
         "auto", "what the backward pass computes again, with norms and activations; dots: attention; block: all; "
-        "offload: all, its inputs in host memory (not with delayed FP8 scales); auto: the first that fits", basic=True)
+        "offload: all, its inputs in host memory (not with delayed FP8 scales); auto: the first that fits", basic=True,
+        also="gradient_checkpointing activation_checkpointing use_gradient_checkpointing recompute "
+        "recompute_ffn recompute_qkv recompute_att recompute_block recompute_modules "
+        "recompute_granularity activation_offloading enable_activation_offload offload_residual tiled_mlp")
     unroll: bool = option(False,
         "compile each layer separately instead of a loop over equal layers: a faster step that takes several times as "
         "long to compile and needs more memory")
@@ -64,13 +71,13 @@ class MemoryOptions:
         "continue (off)")
     offload_optimizer: bool = option(False,
         "keep the optimizer state in pinned host memory; an update holds the state of one layer, embedding or head on "
-        "the device at a time")
+        "the device at a time", also="offload_optim tensorwise_offload_optimizer cpu_offload")
     offload_master: bool = option(False,
         "keep the trained weights of layers in pinned host memory; each layer is copied to the device for its forward "
         "pass, backward pass and update", when="not lora.enabled")
     offload_gradients: bool = option(False,
         "accumulate the gradients of layers in pinned host memory; each layer's are added as soon as its backward "
-        "pass is done", when="not lora.enabled")
+        "pass is done", when="not lora.enabled", also="offload_grads")
     offload_quants: bool = option(False,
         "keep the quantized weights of layers in pinned host memory; each layer is copied to the device for its "
         "forward and backward pass")

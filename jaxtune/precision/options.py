@@ -47,7 +47,7 @@ class PrecisionOptions:
 
     recipe: Literal["bf16", "fp32", "fp16", "fp8_hybrid", "nvfp4"] = option("bf16",
         "format of matrix products and activations; fp8_hybrid and nvfp4 apply to the layers' linear layers, the rest "
-        "is bf16", basic=True)
+        "is bf16", basic=True, also="bf16 fp16 fp8 tf32 mixed_precision")
     master_dtype: Literal["float32", "bfloat16"] = option("float32",
         "dtype of the master weights; bfloat16 uses stochastic rounding", when="not lora.enabled")
     gradient_dtype: Literal["float32", "bfloat16"] = option("float32",

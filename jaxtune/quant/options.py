@@ -26,12 +26,13 @@ class QuantOptions:
     """Frozen 4- or 8-bit base weights under LoRA (QLoRA, Dettmers et al. 2023), except the embedding and the head."""
 
     format: Literal["nf4", "fp4", "fp8", "nvfp4", "mxfp4", "int8", "int4", "weight_only_mix"] | None = option(None,
-        "format of the linear layers' weights; unset: model.dtype, or the format of a quantized checkpoint", basic=True)
+        "format of the linear layers' weights; unset: model.dtype, or the format of a quantized checkpoint", basic=True,
+        also="load_in_4bit load_in_8bit quantization_bit bnb_4bit_quant_type")
     block_size: Literal["channel", "tensor"] | int | None = option(None,
         "weights per scale: nf4, fp4: 64 (unset), 128, 256 or 512; fp8: squares of 64, 128 (unset) or 256, 'channel' "
         "(a row) or 'tensor'; int8, int4: 'channel' (unset) or a number; nvfp4: 16; mxfp4: 32")
     double_quant: bool = option(True, "nf4, fp4: quantize the scales too, to 8 bits",
-        when="quant.format in ('nf4', 'fp4')")
+        when="quant.format in ('nf4', 'fp4')", also="bnb_4bit_use_double_quant double_quantization")
     four_over_six: bool = option(True, "nvfp4: scale a block to 4 instead of 6 if that lowers its error",
         when="quant.format == 'nvfp4'")
     skip_first_layers: int = option(0, "first layers that are not quantized", "layers [0, inf)")
