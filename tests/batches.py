@@ -11,8 +11,9 @@ import numpy as np
 from tiny import VOCABULARY
 
 from jaxtune.models.decoder import bind
-from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.score import hidden_states
+from jaxtune.models.forward_options import ForwardOptions, Remat
+from jaxtune.models.score import hidden_states, score
+from jaxtune.objectives.objective import Sums
 from jaxtune.parallel.layout import by_token
 
 
@@ -46,12 +47,25 @@ def make_batch(rows: np.ndarray, mesh, lengths: list[int] | None = None) -> dict
 def compute_logits(model, parameters, batch, dtype=jnp.float32) -> jax.Array:
     """Return logits [B, S, V], computed by the training path."""
     with jax.default_matmul_precision("highest"):
-        decoder, call = bind(model.graph, parameters), ForwardOptions(dtype)
-        hidden, _ = hidden_states(decoder, batch, call)
-        head = jax.reshard(decoder.head_weight.astype(dtype), jax.P())
-        logits = jnp.einsum("bsd,vd->bsv", hidden, head, out_sharding=by_token())[..., : model.spec.vocabulary]
-        cap = model.spec.logit_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        decoder = bind(model.graph, parameters)
+        return logits_of(decoder, hidden_states(decoder, batch, ForwardOptions(dtype))[0])
+
+
+def logits_of(decoder, hidden: jax.Array) -> jax.Array:
+    """Return logits [B, S, V] of hidden states [B, S, D]."""
+    head = jax.reshard(decoder.head_weight.astype(hidden.dtype), jax.P())
+    logits = jnp.einsum("bsd,vd->bsv", hidden, head, out_sharding=by_token())[..., : decoder.spec.vocabulary]
+    cap = decoder.spec.logit_cap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def sums_and_logits(model, objective, parameters, batch, remat: Remat = "none") -> tuple[Sums, jax.Array]:
+    """Return (an objective's sums, logits [B, S, V]) from one forward pass in float32."""
+    with jax.default_matmul_precision("highest"):
+        decoder, call = bind(model.graph, parameters), ForwardOptions(jnp.dtype("float32"), remat=remat)
+        hidden = hidden_states(decoder, batch, call)
+        scores = score(decoder, batch, call, hidden, head_gradient=True)
+        return objective.loss(scores, batch), logits_of(decoder, hidden[0])
 
 
 def logits_on_host(model, parameters, batch, dtype=jnp.float32) -> np.ndarray:

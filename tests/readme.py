@@ -16,6 +16,15 @@ from runs import run, write_answers, write_conversations, write_model_folder
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+SHORT_ROWS = ("--config.data.seq_len=256",)
+TOGETHER = """
+import json
+from pathlib import Path
+from runs import call
+
+outputs = [call(*command) for command in json.loads(Path("commands.json").read_text())]
+Path("outputs.json").write_text(json.dumps(outputs))
+"""
 TRAININGS = ("jaxtune.train --config=quickstart", "jaxtune.train --config=quickstart_lora")
 
 
@@ -57,7 +66,9 @@ def run_python() -> str:
 def run_commands(*trained_with: str) -> dict[str, str]:
     """Return the output of each command in the README, by its arguments; quickstart trainings get `trained_with` too.
 
-    Without `trained_with`, the trainings are compiled with LLVM's optimisations, as for a user.
+    Other trainings then have short rows: attention over the recipes' 2048 or 4096 positions takes minutes on a CPU. And
+    between the first command and the last, which starts processes itself, one process calls them all.
+    Without `trained_with`, each has a process, and the trainings are compiled with LLVM's optimisations, as for a user.
     """
     text = README.read_text(encoding="utf-8")
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
@@ -65,10 +76,25 @@ def run_commands(*trained_with: str) -> dict[str, str]:
     lines = [line for block in commands for line in block.replace("\\\n", "").splitlines()]
     written = [line.partition("python -m ")[2] for line in lines if "python -m jaxtune" in line]
     written = [command for command in written if "jaxtune.plan" not in command]  # needs the extra `aot`: tests/aot
-    printed = {}
-    for command in written:
-        environment = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0" if command in TRAININGS and not trained_with else "1"}
-        more = trained_with if any(training in command for training in TRAININGS) else ()
-        printed[command] = run(*shlex.split(command), *more, environment=environment)
-    assert set(TRAININGS) < set(printed)
-    return printed
+    assert set(TRAININGS) < set(written)
+    if not trained_with:
+        levels = ({"JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(command not in TRAININGS))} for command in written)
+        return {command: run(*shlex.split(command), environment=level) for command, level in zip(written, levels)}
+    first, *between, last = ([*shlex.split(command), *shorter(command, trained_with)] for command in written)
+    assert last[0] == "jaxtune.launch"
+    return dict(zip(written, [run(*first), *call_together(between), run(*last)], strict=True))
+
+
+def shorter(command: str, trained_with: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the options that make a command of the README shorter."""
+    if any(training in command for training in TRAININGS):
+        return trained_with
+    return SHORT_ROWS if "my/model" in command and "data.seq_len" not in command else ()
+
+
+def call_together(commands: list[list[str]]) -> list[str]:
+    """Return the outputs of commands that one process calls: every process imports for seconds."""
+    Path("together.py").write_text(TOGETHER)
+    Path("commands.json").write_text(json.dumps(commands))
+    run("together", environment={"PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT / "tests")])})
+    return json.loads(Path("outputs.json").read_text())

@@ -6,9 +6,16 @@ import pytest
 from runs import CONFIGS, call, recipe_command, write_model_folder
 
 
+@pytest.fixture(scope="module")
+def trained(home):
+    """Train all weights for two steps, without validation data; return (options, output)."""
+    options = {"train.max_steps": 2, "optim.learning_rate": 1e-3, "data.validation_split": 0}
+    return options, call(*recipe_command(home, "qwen_full.py", "resumed", **options))
+
+
 def test_what_a_run_is_made_of_is_neither_overwritten_nor_exchanged(home):
     """An export onto the base model or the run is refused, and so is a base that has changed since training."""
-    call(*recipe_command(home, "qwen_lora.py", "guarded", **{"train.max_steps": 2, "eval.steps": 0}))
+    call(*recipe_command(home, "qwen_lora.py", "guarded", **{"train.max_steps": 2, "data.validation_split": 0}))
     adapter, weights = home / "runs" / "guarded", home / "model" / "model.safetensors"
     before = weights.read_bytes()
     export = ("jaxtune.export", f"--run={adapter}")
@@ -22,10 +29,8 @@ def test_what_a_run_is_made_of_is_neither_overwritten_nor_exchanged(home):
     assert "model.safetensors has other content" in output
 
 
-def test_another_optimizer_on_resume_is_refused_by_name(home):
-    options = {"train.max_steps": 2, "optim.learning_rate": 1e-3}
-    call(*recipe_command(home, "qwen_full.py", "resumed", **options))
-    options |= {"train.max_steps": 4, "optim.name": "lion"}
+def test_another_optimizer_on_resume_is_refused_by_name(home, trained):
+    options = trained[0] | {"train.max_steps": 4, "optim.name": "lion"}
     output = call(*recipe_command(home, "qwen_full.py", "resumed", **options), code=2)
     assert "optim.name: 'adamw' then, 'lion' now" in output
 
@@ -96,9 +101,7 @@ def test_prepare_shows_what_is_trained(home):
     assert "documents" in output and "<|im_end|>" in output
 
 
-def test_a_recipes_own_eval_steps_are_left_out_where_there_is_nothing_to_evaluate(home):
+def test_a_recipes_own_eval_steps_are_left_out_where_there_is_nothing_to_evaluate(trained):
     """A setting of the recipe that an override makes ineffective gives a notice of one line."""
-    options = {"data.validation_split": 0, "train.max_steps": 2}
-    output = call(*recipe_command(home, "qwen_lora.py", "no-validation", **options))
-    notes = [line for line in output.splitlines() if line.startswith("left out: ")]
+    notes = [line for line in trained[1].splitlines() if line.startswith("left out: ")]
     assert len(notes) == 1 and "recipe: eval.steps = 100: has no effect" in notes[0]

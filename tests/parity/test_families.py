@@ -2,13 +2,14 @@
 
 import copy
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from batches import logits_on_host, make_batch, tokens
+from batches import logits_on_host, make_batch, sums_and_logits, tokens
 from tiny import FAMILIES, byte_tokenizer, read_model, save_torch_model
 
 from jaxtune.config.schema import Config, DataOptions, ModelOptions
@@ -16,9 +17,6 @@ from jaxtune.errors import UserError
 from jaxtune.exports.copied_tensors import copied_layers, warn_lost_layers
 from jaxtune.exports.write import export_full
 from jaxtune.hf.tensor_sources import current_name, open_sources
-from jaxtune.models.decoder import bind
-from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.score import score
 from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import objective_of
 from jaxtune.weights.model import declare_model, read_base
@@ -35,17 +33,8 @@ def case(request, tmp_path_factory):
     return folder, save_torch_model(request.param, folder), tokens(BATCH, SEQUENCE)
 
 
-def test_logits(case, one_device):
-    folder, reference, rows = case
-    import torch
-
-    model, parameters, _ = read_model(folder, one_device)
-    with torch.no_grad():
-        expected = reference(torch.tensor(rows)).logits.numpy()
-    assert np.abs(logits_on_host(model, parameters, make_batch(rows, one_device)) - expected).max() <= 2e-5
-
-
-def test_loss_and_gradients(case, one_device, tmp_path):
+def test_logits_loss_and_gradients(case, one_device, tmp_path):
+    """From one pass of each program: a family compiles for longer than it computes."""
     folder, reference, rows = case
     import torch
 
@@ -53,22 +42,20 @@ def test_loss_and_gradients(case, one_device, tmp_path):
     # In float64, except for experts, which torch groups only in float32: its float32 gradients of some norms vary
     # between CPUs by as much as the allowed difference.
     (reference if model.spec.has_experts else reference.double()).zero_grad()
-    expected = reference(torch.tensor(rows), labels=torch.tensor(rows)).loss
-    expected.backward()
+    expected = reference(torch.tensor(rows), labels=torch.tensor(rows))
+    expected.loss.backward()
     reference.float()
     torch_gradients = gradients_in_files(reference, tmp_path)
 
     @jax.jit
-    @jax.value_and_grad
+    @partial(jax.value_and_grad, has_aux=True)
     def loss(parameters, batch):
-        with jax.default_matmul_precision("highest"):
-            call = ForwardOptions(jnp.dtype("float32"), remat="block")
-            scores = score(bind(model.graph, parameters), batch, call, head_gradient=True)
-            sums = objective_of(config, model).loss(scores, batch)
-        return sums.loss / sums.weight
+        sums, logits = sums_and_logits(model, objective_of(config, model), parameters, batch, remat="block")
+        return sums.loss / sums.weight, logits
 
-    value, gradients = loss(parameters, make_batch(rows, one_device))
-    assert abs(float(value) - expected.item()) <= 1e-6 * expected.item()
+    (value, logits), gradients = loss(parameters, make_batch(rows, one_device))
+    assert np.abs(np.asarray(logits) - expected.logits.detach().numpy()).max() <= 2e-5
+    assert abs(float(value) - expected.loss.item()) <= 1e-6 * expected.loss.item()
     assert {parameter.kind for parameter in model.frozen.values()} <= {"correction"}
     for name, parameter in model.trained.items():
         for index, place in parameter.elements():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -322,24 +323,31 @@ def test_biases_are_trained_beside_adapters_as_in_peft(family, bias, one_device,
     comes_back(tmp_path, config, parameters, one_device)
 
 
-def same_gradients(theirs, model, parameters, mesh):
-    """Check logits, and gradients of all trained parameters, against a peft model."""
+def same_gradients(theirs, model, parameters, mesh) -> np.ndarray:
+    """Check logits, and gradients of all trained parameters, against a peft model; return the logits."""
     import torch
 
     rows = tokens(2, 48)
     batch = make_batch(rows, mesh)
-    found = theirs(torch.tensor(rows)).logits
-    assert np.abs(found.detach().numpy() - logits_on_host(model, parameters, batch)).max() <= 1e-5
-    found.square().mean().backward()
+    expected_logits = theirs(torch.tensor(rows)).logits
+    expected_logits.square().mean().backward()
     gradients = {plain(name): one.grad.numpy() for name, one in theirs.named_parameters() if one.requires_grad}
-    trained = {name: parameters[name] for name in model.trained}
-    loss = jax.jit(jax.grad(lambda trained: jnp.square(compute_logits(model, {**parameters, **trained}, batch)).mean()))
-    for name, gradient in loss(trained).items():
+
+    @jax.jit
+    @partial(jax.grad, has_aux=True)
+    def of_squares(trained):
+        logits = compute_logits(model, {**parameters, **trained}, batch)
+        return jnp.square(logits).mean(), logits
+
+    found, logits = of_squares({name: parameters[name] for name in model.trained})
+    assert np.abs(expected_logits.detach().numpy() - np.asarray(logits)).max() <= 1e-5
+    for name, gradient in found.items():
         for index, place in model.trained[name].elements():
             expected = place.rows_in(gradients[place.name])  # a fused tensor's gradient continues with its other parts
             rows_of_both = min(len(expected), len(gradient[index]))  # files do not have rows of padding
             own, theirs_own = gradient[index][:rows_of_both], expected[:rows_of_both]
             np.testing.assert_allclose(own, theirs_own, atol=1e-5, err_msg=place.name)
+    return np.asarray(logits)
 
 
 def plain(name: str) -> str:
@@ -380,11 +388,9 @@ def equals_peft(reference, model, parameters, config, home, mesh):
     exported(model, parameters, config, home)
     merged = type(reference).from_pretrained(home / "hf").eval()
     theirs = peft.PeftModel.from_pretrained(reference, home / "peft", is_trainable=True).eval()
-    same_gradients(theirs, model, parameters, mesh)
-    rows = tokens(2, 48)
+    ours = same_gradients(theirs, model, parameters, mesh)
     with torch.no_grad():
-        ours = logits_on_host(model, parameters, make_batch(rows, mesh))
-        assert np.abs(merged(torch.tensor(rows)).logits.numpy() - ours).max() <= 2e-5
+        assert np.abs(merged(torch.tensor(tokens(2, 48))).logits.numpy() - ours).max() <= 2e-5
     comes_back(home, config, parameters, mesh)
     return theirs
 
@@ -451,7 +457,8 @@ def test_adapters_begin_as_a_part_of_the_weight_as_in_peft(family, init, rslora,
     batch, rows = make_batch(tokens(2, 48), one_device), torch.tensor(tokens(2, 48))
     with torch.no_grad():
         expected = reference(rows).logits.numpy()
-    assert np.abs(logits_on_host(model, {**frozen, **trained}, batch) - expected).max() <= 2e-5
+    logits = jax.jit(partial(compute_logits, model))
+    assert np.abs(np.asarray(logits({**frozen, **trained}, batch)) - expected).max() <= 2e-5
 
     options = {"r": 4, "lora_alpha": 8, "use_rslora": rslora, "init_lora_weights": init}
     theirs = peft.get_peft_model(reference, peft.LoraConfig(target_modules="all-linear", **options))
@@ -474,7 +481,7 @@ def test_adapters_begin_as_a_part_of_the_weight_as_in_peft(family, init, rslora,
     trained = {name: value + 0.05 * rng.normal(size=value.shape).astype(np.float32) for name, value in trained.items()}
     parameters = {**frozen, **trained}
     exported(model, parameters, config, tmp_path)
-    ours, again = logits_on_host(model, parameters, batch), save_torch_model(family, tmp_path / "same")
+    ours, again = np.asarray(logits(parameters, batch)), save_torch_model(family, tmp_path / "same")
     loaded = peft.PeftModel.from_pretrained(again, tmp_path / "peft").eval()
     merged = type(again).from_pretrained(tmp_path / "hf").eval()
     assert np.abs(ours - expected).max() > 1e-3

@@ -1,15 +1,14 @@
 """Documents packed into a row are computed as in separate rows."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from batches import logits_on_host, make_batch, tokens
+from batches import make_batch, sums_and_logits, tokens
 from tiny import read_model, save_torch_model
 
-from jaxtune.models.decoder import bind
-from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.score import score
 from jaxtune.objectives.cross_entropy import cross_entropy
 
 
@@ -29,28 +28,20 @@ def test_packed_equals_unpacked(family, one_device, tmp_path):
     model, parameters, _ = read_model(tmp_path, one_device)
     lengths = [1, 20, 7, 30]
     rows = tokens(1, 64)  # the last 6 positions are padding
-    packed = make_batch(rows, one_device, lengths)
 
     @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
     def total(parameters, batch):
-        with jax.default_matmul_precision("highest"):
-            scores = score(
-                bind(model.graph, parameters), batch, ForwardOptions(jnp.dtype("float32")), head_gradient=True
-            )
-            return cross_entropy().loss(scores, batch).loss
+        sums, logits = sums_and_logits(model, cross_entropy(), parameters, batch)
+        return sums.loss, logits
 
-    together = logits_on_host(model, parameters, packed)
-    loss, gradients = jax.value_and_grad(total)(parameters, packed)
+    (loss, together), gradients = total(parameters, make_batch(rows, one_device, lengths))
     alone_loss, alone_gradients, start = 0.0, jax.tree.map(jnp.zeros_like, parameters), 0
     for length in lengths:
         alone = np.zeros_like(rows)
         alone[:, :length] = rows[:, start : start + length]
-        batch = make_batch(alone, one_device, [length])
-        assert (
-            np.abs(logits_on_host(model, parameters, batch)[:, :length] - together[:, start : start + length]).max()
-            <= 1e-5
-        )
-        part, part_gradients = jax.value_and_grad(total)(parameters, batch)
+        (part, logits), part_gradients = total(parameters, make_batch(alone, one_device, [length]))
+        assert jnp.abs(logits[:, :length] - together[:, start : start + length]).max() <= 1e-5
         alone_loss, alone_gradients = alone_loss + part, jax.tree.map(jnp.add, alone_gradients, part_gradients)
         start += length
     assert abs(float(loss) - float(alone_loss)) <= 1e-5 * float(loss)
