@@ -210,7 +210,7 @@ def _options_of(section: Any, prefix: str, outer: tuple[str, ...] = ()) -> list[
             conditions = (f"type in ({', '.join([repr('auto'), *types])})", *conditions)
         # A section's condition may read one of its own options, such as lora.enabled, which it must not disable.
         when = tuple(condition for condition in conditions if key not in names_in_expression(condition))
-        unit, doc, within, basic, also = map(field.metadata.get, ("unit", "doc", "within", "basic", "also"))
+        unit, doc, within, basic, also = (field.metadata[name] for name in ("unit", "doc", "within", "basic", "also"))
         result.append(Option(key, annotation, field.default, unit, doc, within, when, basic, also))
         if entry := entry_type(annotation):
             result += _options_of(entry, f"{key}[i].")
