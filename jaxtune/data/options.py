@@ -186,7 +186,7 @@ class DataOptions:
     prefetch: int = option(4, "batches to read ahead", "batches [0, inf)", when="data.num_workers", of_prompts=False)
 
 
-# Words of chat.loss_scale: the messages to train (TRAINED), and text weights (WEIGHTED); see `data.chat.masks`.
+# Words of chat.loss_scale: which messages are trained, and how their text is weighted; see `data.chat.masks`.
 MESSAGE_SELECTIONS = ("default", "last_round", "all")
 TEXT_WEIGHTINGS = ("ignore_empty_think", "ignore_think_prefix", "react", "hermes", "qwen")
 

@@ -123,7 +123,7 @@ class Encoder:
         across = None
         for batch in self._batches(documents):
             texts = [document.text[start:stop] for document, start, stop in batch]
-            # Only spans need offsets, which take a fifth of the time.
+            # Only spans need offsets; computing them takes a fifth of the time.
             encode = self._backend.encode_batch_fast
             if any(document.spans for document, _, _ in batch):
                 encode = self._backend.encode_batch
