@@ -191,8 +191,8 @@ def _define_settings(values: flags.FlagValues, arguments: list[str]) -> list[str
     for key in settings:
         option = keys.lookup(key) or keys.nearest_option(key)
         is_bool = option is not None and option.annotation is bool
-        text = flags.ArgumentParser(), flags.ArgumentSerializer()
-        flags.DEFINE_flag(flags.Flag(*text, f"config.{key}", None, f"option {key}", boolean=is_bool), values)
+        as_text = flags.ArgumentParser(), flags.ArgumentSerializer()  # `resolve` parses the values
+        flags.DEFINE_flag(flags.Flag(*as_text, f"config.{key}", None, f"option {key}", boolean=is_bool), values)
     return settings
 
 

@@ -36,10 +36,10 @@ from jaxtune.weights.values import open_run
 FORMATS = ("hf", "peft")
 
 
-def shards(base: Base, config: Config, quantize: str | None) -> int:
-    """Return the most devices to shard the model over, which must divide its width and its quantized blocks.
+def choose_device_count(base: Base, config: Config, quantize: str | None) -> int:
+    """Return the largest number of devices that divides the model's width and its number of quantized blocks.
 
-    The blocks are the run's and, because the export is read again, those the export is quantized in.
+    Blocks count in the run's format and in the export's, because the finished export is read again to compare losses.
     """
     hidden, formats = base.spec.hidden, [config.quant if base.scheme is None else base.scheme.options]
     if quantize is not None:
@@ -97,7 +97,7 @@ def run_command(values: flags.FlagValues, _: None) -> None:
 def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: RemoteFolder | None) -> None:
     """Write the export to a local folder, then copy it to the remote one if there is one."""
     config, base = base_of_run(folder, values.plugin)
-    mesh = make_mesh(MeshOptions(), jax.devices()[: shards(base, config, values.quantize)])
+    mesh = make_mesh(MeshOptions(), jax.devices()[: choose_device_count(base, config, values.quantize)])
     run = open_run(folder, mesh, values.step, values.plugin)
     adapter = run.config.lora.enabled
     kinds = values.format or (["hf"] if values.merge or not adapter else ["peft"])
@@ -105,23 +105,23 @@ def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: R
         raise UserError("--merge: this run trained no adapter")
     outputs = {kind: output / (kind if len(kinds) > 1 else "") for kind in kinds}
     copies = {kind: remote and (remote.inside(kind) if len(kinds) > 1 else remote) for kind in kinds}
-    for kind, output in outputs.items():
-        check_apart(output, run.model)
+    for kind, target in outputs.items():
+        check_apart(target, run.model)
         check_kind(run.config, kind, values.merge, values.quantize)
-        check_output(copies[kind] or output, kind)
-    for kind, output in outputs.items():
+        check_output(copies[kind] or target, kind)
+    for kind, target in outputs.items():
         parameters, copy = {**run.frozen, **run.trained}, copies[kind]
-        write = partial(export, run.model, parameters, run.config, folder, output, kind, hub_id=values.push_to_hub)
+        write = partial(export, run.model, parameters, run.config, folder, target, kind, hub_id=values.push_to_hub)
         write(merge=values.merge, quantize=values.quantize, steps=run.step, tokens=run.tokens)
         if copy is not None:
-            storage.upload(output, copy, last=CARD, mark=UNFINISHED)
-        print(f"{kind} of step {run.step}: {output if copy is None else copy.url}")
+            storage.upload(target, copy, last=CARD, mark=UNFINISHED)
+        print(f"{kind} of step {run.step}: {target if copy is None else copy.url}")
         if values.quantize:
-            print(loss_difference(run.model, parameters, run.config, output, values.quantize))
+            print(loss_difference(run.model, parameters, run.config, target, values.quantize))
         elif kind == "hf" and run.model.quantized:
-            print(merge_difference(run.model, parameters, run.config, output))
+            print(merge_difference(run.model, parameters, run.config, target))
         if values.push_to_hub is not None:
-            print(f"uploaded: {hf.upload(output, values.push_to_hub, values.private)}")
+            print(f"uploaded: {hf.upload(target, values.push_to_hub, values.private)}")
 
 
 main = partial(command.main, "export")

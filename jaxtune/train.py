@@ -61,7 +61,7 @@ def train(config: Config) -> bool:
 
 
 def _train(config: Config, folder: RunFolder, mirror: mirror_sync.Mirror | None, goodput: Goodput) -> bool:
-    # ---- devices, and the checkpoint to continue from, if any; what can be refused at once is refused here ----
+    # ---- devices, and the checkpoint to continue from, if any; errors that need no model are raised first ----
     check_ready(config, folder)
     config = resolve_labels(config)
     mesh = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
@@ -74,7 +74,7 @@ def _train(config: Config, folder: RunFolder, mirror: mirror_sync.Mirror | None,
         program = assemble(read_base(config), config, mesh)
         check_model(config, program, mesh)
 
-    # ---- data: rows of documents, or prompts; they tell the number of steps ----
+    # ---- data: rows of documents, or prompts; their number gives the number of steps ----
     inputs = open_inputs(config, program, mesh, goodput)
     feed, total_steps = inputs.feed, inputs.feed.total_steps
     record = resume.record(config, program.model, feed)
@@ -84,19 +84,19 @@ def _train(config: Config, folder: RunFolder, mirror: mirror_sync.Mirror | None,
 
     # ---- step: compiled before a weight is read, so that its memory is known ----
     with goodput.measure("compile"):
-        before = None if saved is None else saved.record.get("remat")
-        program, compiled, record["remat"] = memory.compile_fitting_step(config, program, mesh, before)
+        saved_remat = None if saved is None else saved.record.get("remat")
+        program, compiled, record["remat"] = memory.compile_fitting_step(config, program, mesh, saved_remat)
     model = program.model
-    feed = add_scores(inputs, config, model, mesh, goodput)  # of a reference or a teacher, which no step runs
+    feed = add_scores(inputs, config, model, mesh, goodput)  # of a reference or a teacher: no step runs these
     train_step, evaluate = step_functions(config, program, compiled, inputs._replace(feed=feed), mesh, folder, goodput)
 
     # ---- weights and the optimizer's state: from the checkpoint, or initial ones ----
     with goodput.measure("weights" if saved is None else "restore"):
         state, frozen, position = first_state(config, program, saved)
         resume.begin(config, folder, feed.counts)
-        mirror_sync.begin(config, mirror)
+        mirror_sync.remove_overwritten(config, mirror)
 
-    # ---- the loop: steps, and the tasks between them ----
+    # ---- the loop: steps, and the tasks between them; it advances `position` ----
     callbacks = plugins.callbacks(config, folder.path, position.plugins)
     save = make_save(config, checkpoints, record, model, frozen, callbacks, folder)
     sample = make_sample(config, model, inputs.tokenizer, folder)
@@ -107,8 +107,8 @@ def _train(config: Config, folder: RunFolder, mirror: mirror_sync.Mirror | None,
         tasks = tasks_of(config, position, frozen, watch, evaluate, sample, save)
         batches = feed.batches(position.feed, total_steps - position.step)
         rates = learning_rates(config.optim, total_steps)
-        back = partial(resume.roll_back, checkpoints, program) if config.guard.action == "roll_back" else None
-        state = loop.train(config, train_step, state, frozen, batches, position, rates, tasks, watch, back)
+        roll_back = partial(resume.roll_back, checkpoints, program) if config.guard.action == "roll_back" else None
+        state = loop.train(config, train_step, state, frozen, batches, position, rates, tasks, watch, roll_back)
         with goodput.measure("save"):
             checkpoints.wait(final=True)
 

@@ -65,14 +65,14 @@ class CheckpointManager:
         self._folder = Path(folder).absolute()
         self._keep_last = keep_last
         self._verified: set[int] = set()  # kept steps that this run saved or restored; keep_last limits their number
-        self._best: int | None = None  # kept in addition
+        self._best: int | None = None  # kept in addition to them
         self._pending: tuple[int, Future[None]] | None = None
         self._failure: str | None = None
         # One thread is enough: `save` waits for the save before it.
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._mirror = mirror
         if mirror is not None:
-            mirror.released = self._retire
+            mirror.released = self._retire  # a checkpoint is not removed while the mirror copies it
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, ascending; their files are not verified here."""
@@ -252,7 +252,7 @@ class CheckpointManager:
                 manifest.write(path)
         except BaseException:
             if primary:
-                checkpoint_folder.remove_unfinished(self._folder)  # frees the space, should the disk be full
+                checkpoint_folder.remove_unfinished(self._folder)  # frees the space, in case the disk is full
             raise
         # A new checkpoint counts as verified: its checksums were taken from the files on disk a moment ago.
         self._verified = set(sorted(self._verified | {step})[-self._keep_last :])

@@ -19,7 +19,7 @@ _STREAM_SAMPLES = 1000  # samples in the fingerprint of an IterableDataset, whic
 
 
 @dataclass(frozen=True)
-class _Given:
+class _Entry:
     """A registered dataset.
 
     Attributes:
@@ -33,7 +33,7 @@ class _Given:
     token: str
 
 
-_GIVEN: dict[str, _Given] = {}
+_REGISTRY: dict[str, _Entry] = {}
 
 
 def is_dataset(value: Any) -> bool:
@@ -66,18 +66,19 @@ def add(value: Any) -> str:
     for sample in itertools.islice(samples, _STREAM_SAMPLES) if kind == "IterableDataset" else samples:
         digest.update(json.dumps(sample, default=str).encode())
     name = f"{PREFIX}{kind}-{digest.hexdigest()[:16]}"
-    before = _GIVEN.get(name, _Given(None, (), ""))
+    before = _REGISTRY.get(name, _Entry(None, (), ""))
     # Another object with the same name needs a new token, so that no cache of the earlier one is used for it.
     if not before.objects or before.objects[-1] is not value:
-        others = tuple(other for other in before.objects if other is not value) if name.startswith(_ITERABLE) else ()
-        _GIVEN[name] = _Given(samples, (*others, value), uuid.uuid4().hex)
+        # Only a stream keeps earlier objects: the name of another dataset is a fingerprint of all its samples.
+        earlier = tuple(one for one in before.objects if one is not value) if name.startswith(_ITERABLE) else ()
+        _REGISTRY[name] = _Entry(samples, (*earlier, value), uuid.uuid4().hex)
     return name
 
 
 def refuse_ambiguous(names: Iterable[Any]) -> None:
     """Raise UserError if two entries of a config have the same name but were different IterableDatasets."""
     for name, count in Counter(name for name in names if isinstance(name, str)).items():
-        if count > 1 and name.startswith(_ITERABLE) and name in _GIVEN and len(_GIVEN[name].objects) > 1:
+        if count > 1 and name.startswith(_ITERABLE) and name in _REGISTRY and len(_REGISTRY[name].objects) > 1:
             raise UserError(
                 f"data: two IterableDatasets begin with the same {_STREAM_SAMPLES:,} samples, which identify them; "
                 "pass the same object twice, skip samples of one, or write one to a file"
@@ -86,12 +87,12 @@ def refuse_ambiguous(names: Iterable[Any]) -> None:
 
 def find(name: str) -> Any:
     """Return the dataset with this name. Raises UserError if it was not registered in this process."""
-    if name not in _GIVEN:
+    if name not in _REGISTRY:
         raise UserError(
             f"data: {name} was given from Python, and this process does not have it: start the run again from Python "
             "with the same dataset, or write it to a file for a new run"
         )
-    return _GIVEN[name].samples
+    return _REGISTRY[name].samples
 
 
 def identity(name: str, streaming: bool) -> str:
@@ -100,7 +101,7 @@ def identity(name: str, streaming: bool) -> str:
     # stream has no cache.
     if not name.startswith(_ITERABLE) or streaming:
         return name
-    return f"{name} {_GIVEN[name].token if name in _GIVEN else uuid.uuid4().hex}"
+    return f"{name} {_REGISTRY[name].token if name in _REGISTRY else uuid.uuid4().hex}"
 
 
 def stream_note(name: str) -> str | None:

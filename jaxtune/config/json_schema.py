@@ -14,7 +14,7 @@ _SCALARS = {int: "integer", float: "number", bool: "boolean", str: "string", typ
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the schema. A key may also be written with dots (`optim.learning_rate`), which it does not check."""
+    """Return the schema. It accepts every key with a dot (`optim.learning_rate`), which recipes may also have."""
     base = {"description": "a recipe or file whose values this one changes: NAME, FILE, or either with :ARGUMENT"}
     schema = _section(Config)
     schema["properties"] = {"base": base | {"type": "string"}, **schema["properties"]}

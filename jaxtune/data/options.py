@@ -203,7 +203,7 @@ class DataOptions:
         also="dataloader_prefetch_factor prefetch_factor")
 
 
-# Words of chat.loss_scale: the messages to train (TRAINED), and text weights (WEIGHTED); see `data.chat.masks`.
+# Words of chat.loss_scale: which messages are trained, and how their text is weighted; see `data.chat.masks`.
 MESSAGE_SELECTIONS = ("default", "last_round", "all")
 TEXT_WEIGHTINGS = ("ignore_empty_think", "ignore_think_prefix", "react", "hermes", "qwen")
 

@@ -32,7 +32,7 @@ from jaxtune.data.chat.sandbox import Template
 from jaxtune.data.formats.prompts import Prompts
 from jaxtune.data.formats.units import Documents, TokenisedDataset
 from jaxtune.errors import UserError
-from jaxtune.evaluation.validation import Evaluated, open_evaluated, tokenizer_home
+from jaxtune.evaluation.validation import EvaluatedModel, open_evaluated_model, tokenizer_home
 from jaxtune.host.process import compiler_options
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.inference.answers import open_model
@@ -108,7 +108,7 @@ class EvalRequest:
 
 
 def run_tasks(
-    asked: EvalRequest,
+    request: EvalRequest,
     config: Config | None,
     mesh: jax.sharding.Mesh,
     run: str | None,
@@ -120,7 +120,7 @@ def run_tasks(
     `results` in the first holds each task's metrics by name.
 
     Args:
-        asked: The tasks.
+        request: The tasks and their options.
         config: Options of the computation; None: open `name` as `jaxtune.generate` does.
         mesh: The devices, all of one process.
         run: The folder of the run whose model is evaluated.
@@ -134,23 +134,23 @@ def run_tasks(
     """
     if jax.process_count() > 1:
         raise UserError(f"--tasks: runs in one process, and there are {jax.process_count()}; start a single process")
-    manager = _Tasks(include_path=asked.include_path)
-    names = _names(asked.tasks, manager)
+    manager = _Tasks(include_path=request.include_path)
+    names = _names(request.tasks, manager)
     manager.load(names)  # first, so that a task that cannot be loaded fails before the weights are read
     # The harness's bootstrap would fork this process, whose threads hold locks.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     with explain_out_of_memory(config or Config()), _quiet():
         opened, home = _open(config, mesh, run, step, name)
-        run_them: Any = simple_evaluate  # its decorator hides the signature from type checkers
-        results = run_them(
-            model=DecoderLM(opened, home, mesh, chat=asked.apply_chat_template),
+        evaluate: Any = simple_evaluate  # its decorator hides the signature from type checkers
+        results = evaluate(
+            model=DecoderLM(opened, home, mesh, chat=request.apply_chat_template),
             tasks=names,
-            num_fewshot=asked.num_fewshot,
-            limit=asked.limit,
+            num_fewshot=request.num_fewshot,
+            limit=request.limit,
             bootstrap_iters=BOOTSTRAP_SAMPLES,
             log_samples=False,
-            apply_chat_template=asked.apply_chat_template,
-            fewshot_as_multiturn=asked.apply_chat_template,
+            apply_chat_template=request.apply_chat_template,
+            fewshot_as_multiturn=request.apply_chat_template,
             task_manager=manager,
         )
     run_args = None if run is None else {"run": Path(run).name, "step": opened.step}
@@ -175,7 +175,7 @@ def _quiet() -> Iterator[None]:
 
 def _open(
     config: Config | None, mesh: jax.sharding.Mesh, run: str | None, step: int | None, name: str | None
-) -> tuple[Evaluated, Path]:
+) -> tuple[EvaluatedModel, Path]:
     """Return the model and the folder of its tokenizer; the arguments are those `run_tasks` takes."""
     if config is None:
         assert name is not None
@@ -185,9 +185,9 @@ def _open(
         precision = PrecisionOptions("fp32" if model.config.model.dtype == "float32" else "bf16")
         # A model that is not trained has no row length or batch size, so take those of the default config.
         plain = dataclasses.replace(model.config, data=DataOptions(), precision=precision)
-        opened, home = Evaluated(plain, model.model, {}, model.parameters, {}, None), model.home
+        opened, home = EvaluatedModel(plain, model.model, {}, model.parameters, {}, None), model.home
     else:
-        opened = open_evaluated(config, mesh, run, step, name, reference=False)
+        opened = open_evaluated_model(config, mesh, run, step, name, reference=False)
         home = tokenizer_home(opened.model, opened.config, name)
     if opened.config.model.head != "lm":
         raise UserError("--tasks: the model is a classifier, and benchmark tasks need text and its probability")
@@ -258,7 +258,7 @@ def _names(patterns: Sequence[str], manager: TaskManager) -> list[str]:
     return list(names)
 
 
-class Scored(NamedTuple):
+class ContinuationScore(NamedTuple):
     """The score of a continuation.
 
     Attributes:
@@ -277,7 +277,7 @@ class DecoderLM(TemplateLM):
     config's micro-batch.
     """
 
-    def __init__(self, opened: Evaluated, home: Path, mesh: jax.sharding.Mesh, chat: bool = False) -> None:
+    def __init__(self, opened: EvaluatedModel, home: Path, mesh: jax.sharding.Mesh, chat: bool = False) -> None:
         super().__init__()
         self._opened, self._mesh = opened, mesh
         config = opened.config
@@ -364,10 +364,10 @@ class DecoderLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        for asked, context, continuation in requests:
+        for source, context, continuation in requests:
             if not context or not 0 < len(continuation) <= self.max_length:
                 raise UserError(
-                    f"--tasks: {asked!r}: {len(continuation)} tokens after {len(context)}; both need one, and the "
+                    f"--tasks: {source!r}: {len(continuation)} tokens after {len(context)}; both need one, and the "
                     f"model has {self.max_length} positions"
                 )
         # One token more than the model has positions, because the last token is only a target.
@@ -375,7 +375,7 @@ class DecoderLM(TemplateLM):
         counts = [len(continuation) for _, _, continuation in requests]
         if cut := sum(len(context) + count > self.max_length + 1 for (_, context, _), count in zip(requests, counts)):
             log.warning("%d of %d requests are cut on the left to %d tokens", cut, len(requests), self.max_length)
-        scores: list[Scored] = [Scored(0.0, True)] * len(requests)
+        scores: list[ContinuationScore] = [ContinuationScore(0.0, True)] * len(requests)
         bar = tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm)
         # Longest first, so that if memory runs out it does so in the first batch; grouped by row length.
         ordered = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
@@ -430,7 +430,7 @@ class DecoderLM(TemplateLM):
         if (room := self.max_length - new) < 1:
             raise UserError(f"--tasks: a task generates {new} tokens, and the model has {self.max_length} positions")
         generate = self._generate(new, sampling)
-        ended = make_stop_test(self._stop, strings, self.tokenizer)
+        is_finished = make_stop_test(self._stop, strings, self.tokenizer)
         parameters = {**self._opened.frozen, **self._opened.trained}
         ordered = sorted(contexts, key=lambda i: -len(contexts[i]))
         while ordered:
@@ -440,8 +440,8 @@ class DecoderLM(TemplateLM):
             rows = [members[min(row, len(members) - 1)] for row in range(size)]
             with jax.default_matmul_precision(self._recipe.matmul_precision):
                 tokens = generate(parameters, [contexts[i][-room:] for i in rows], rows)
-                made = collect_completions(tokens, len(members), ended)
-            for i, completion in zip(members, made):
+                completions = collect_completions(tokens, len(members), is_finished)
+            for i, completion in zip(members, completions):
                 text = hf.decode(self.tokenizer, completion.tokens, skip_special_tokens=True)  # as lm-eval's own models
                 yield i, postprocess_generated_text(text, strings, None)
 
@@ -459,10 +459,10 @@ class DecoderLM(TemplateLM):
     def _rows(self, wanted: int, length: int) -> int:
         """Return the rows in a batch: `wanted`, rounded up to a power of two a data shard, if that many fit."""
         parts = data_shards(self._mesh)
-        most = max(1, self._tokens_at_once // length)
-        return min(most, 1 << (-(-wanted // parts) - 1).bit_length()) * parts
+        largest = max(1, self._tokens_at_once // length)
+        return min(largest, 1 << (-(-wanted // parts) - 1).bit_length()) * parts
 
-    def _score(self, texts: Sequence[list[int]], counts: Sequence[int], length: int) -> Iterator[Scored]:
+    def _score(self, texts: Sequence[list[int]], counts: Sequence[int], length: int) -> Iterator[ContinuationScore]:
         """Yield the score of the last `counts` tokens of each text, one text to a row of `length`.
 
         A text may have one token more than the row: the last token is only a target.
@@ -493,7 +493,7 @@ class DecoderLM(TemplateLM):
         for after, batch in data.batches(rows, shape, sharding, 0, len(texts), plain):
             sums = np.asarray(self._step(opened.trained, opened.frozen, batch).addressable_data(0))
             for (log_prob, hits), count in zip(sums.tolist(), counts[first:after]):
-                yield Scored(log_prob, round(hits) == count)
+                yield ContinuationScore(log_prob, round(hits) == count)
             first = after
 
 

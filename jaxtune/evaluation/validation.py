@@ -19,6 +19,7 @@ from jaxtune.parallel.mesh import data_shards
 from jaxtune.rollout import rollouts
 from jaxtune.rollout.rewards import load_rewards, try_rewards
 from jaxtune.scoring.reference_scores import add_reference_scores
+from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.training.assembly import task_of
 from jaxtune.training.memory import explain_out_of_memory
 from jaxtune.weights.class_labels import resolve_labels
@@ -31,7 +32,7 @@ log = logging.getLogger("jaxtune")
 NO_DATA = "no validation data: set data.eval_datasets or data.validation_split"
 
 
-class Evaluated(NamedTuple):
+class EvaluatedModel(NamedTuple):
     """A model to evaluate.
 
     Attributes:
@@ -67,27 +68,27 @@ def evaluate(
         UserError: There is no validation data, or the arguments do not fit each other.
     """
     with explain_out_of_memory(config):
-        opened = open_evaluated(config, mesh, run, step, name, reference=not config.rollout.rewards)
+        opened = open_evaluated_model(config, mesh, run, step, name, reference=not config.rollout.rewards)
         config, model = opened.config, opened.model
         evaluated_name = name or config.model.path if run is None else f"{run}, step {opened.step}"
         log.info("evaluated: %s", evaluated_name)
         home = tokenizer_home(model, config, name)
         tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
         if config.rollout.rewards:
-            evaluate_model = _of_prompts(run, config, model, mesh, tokenizer)
+            evaluate_model = _make_evaluate_prompts(run, config, model, mesh, tokenizer)
         else:
-            evaluate_model = _of_documents(config, model, mesh, tokenizer)
+            evaluate_model = _make_evaluate_documents(config, model, mesh, tokenizer)
         return evaluate_model(opened.trained, opened.frozen, opened.reference)
 
 
 def tokenizer_home(model: Model, config: Config, name: str | None) -> Path:
-    """The folder of the tokenizer: the base's for a run; name: a model given without a run."""
+    """Return the tokenizer's folder: the base model's or, if a model is evaluated by `name`, that model's own."""
     return model.folders.tokenizer if name is None else tokenizer_folder(model, config)
 
 
-def open_evaluated(
+def open_evaluated_model(
     config: Config, mesh: jax.sharding.Mesh, run_path: str | None, step: int | None, name: str | None, reference: bool
-) -> Evaluated:
+) -> EvaluatedModel:
     """Open the model of a run, a named model, or the recipe's starting point; arguments as in `evaluate`.
 
     reference: whether the evaluation compares with the reference of a preference loss.
@@ -100,14 +101,14 @@ def open_evaluated(
         if reference and (is_kept(config) or config.preference.precompute_reference):
             raise UserError(f"preference.loss={config.preference.loss!r} compares with a reference: give --run")
         trained, base, frozen = start_parameters(model, config)
-        return Evaluated(config, model, trained, {**frozen, **base}, {}, None)
+        return EvaluatedModel(config, model, trained, {**frozen, **base}, {}, None)
     if name is not None:
         raise UserError("--run and --model: give only one of the two")
     run = open_run(RunFolder(Path(run_path)), mesh, step, config.train.plugins, low_precision=True, reference=reference)
     for option in ("path", "head"):
-        trained, wanted = getattr(run.config.model, option), getattr(config.model, option)
-        if trained != wanted:
-            raise UserError(f"the run trained model.{option}={trained}, not {wanted}; evaluate it with its own recipe")
+        then, now = getattr(run.config.model, option), getattr(config.model, option)
+        if then != now:
+            raise UserError(f"the run trained model.{option}={then}, not {now}; evaluate it with its own recipe")
     config = dataclasses.replace(config, model=run.config.model)  # includes the labels of the training
     then, now = dataclasses.asdict(run.config), dataclasses.asdict(config)
     changed = [
@@ -120,10 +121,10 @@ def open_evaluated(
         raise UserError("\n".join(["the run was trained with other options:", *changed, "set them back"]))
     if config.data.seq_len > (most := run.model.spec.max_positions):
         raise UserError(f"data.seq_len={config.data.seq_len} is more than the model's {most} positions")
-    return Evaluated(config, run.model, run.trained, run.frozen, run.reference, run.step)
+    return EvaluatedModel(config, run.model, run.trained, run.frozen, run.reference, run.step)
 
 
-def _of_documents(config: Config, model: Model, mesh: jax.sharding.Mesh, tokenizer) -> Evaluate:
+def _make_evaluate_documents(config: Config, model: Model, mesh: jax.sharding.Mesh, tokenizer: Tokenizer) -> Evaluate:
     documents = data.open_validation(config, tokenizer, model.spec.vocabulary)
     if not documents:
         raise UserError(NO_DATA)
@@ -136,13 +137,15 @@ def _of_documents(config: Config, model: Model, mesh: jax.sharding.Mesh, tokeniz
     return make_evaluate(config, model, scored, mesh)
 
 
-def _of_prompts(run: str | None, config: Config, model: Model, mesh: jax.sharding.Mesh, tokenizer) -> Evaluate:
+def _make_evaluate_prompts(
+    run: str | None, config: Config, model: Model, mesh: jax.sharding.Mesh, tokenizer: Tokenizer
+) -> Evaluate:
     rewards, train = load_rewards(config.rollout.rewards), config.train
     _, prompts = data.open_prompt_sets(config, tokenizer)
     if prompts is None:
         raise UserError(NO_DATA)
     process.on_main(lambda: try_rewards(rewards, prompts[0], tokenizer, config.rollout.group_size))
     folder = Path(run or config.train.output_dir) / "evaluation"  # for adapters that are sent to a server
-    make = rollouts.make_rollouts(config, model, tokenizer, rewards, folder)
-    at_once = train.micro_batch_size * train.grad_accum_steps * data_shards(mesh)
-    return rollouts.make_evaluate(config, make, prompts, at_once)
+    make_rollout = rollouts.make_rollouts(config, model, tokenizer, rewards, folder)
+    completions_at_once = train.micro_batch_size * train.grad_accum_steps * data_shards(mesh)
+    return rollouts.make_evaluate(config, make_rollout, prompts, completions_at_once)

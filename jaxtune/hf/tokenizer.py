@@ -111,15 +111,15 @@ def end_tokens(generation: Mapping[str, Any]) -> list[int]:
     return [] if listed is None else listed if isinstance(listed, list) else [listed]
 
 
-def write_turn_end(target: Path, end: int, described: Mapping[str, Any]) -> list[int]:
+def write_turn_end(target: Path, end: int, model_config: Mapping[str, Any]) -> list[int]:
     """Add the token that ends a turn to the end tokens of an exported folder; return all end tokens.
 
-    A missing generation_config.json is made from config.json (`described`), as in transformers.
+    A missing generation_config.json is made from config.json (`model_config`), as in transformers.
     """
     special = ("bos_token_id", "eos_token_id", "pad_token_id")
-    made = {name: described[name] for name in special if described.get(name) is not None}
-    config = read_generation_config(target) or made
-    ends = end_tokens(config) or end_tokens(described)
+    defaults = {name: model_config[name] for name in special if model_config.get(name) is not None}
+    config = read_generation_config(target) or defaults
+    ends = end_tokens(config) or end_tokens(model_config)
     if end not in ends:
         ends = [*ends, end]
         config["eos_token_id"] = ends
@@ -127,7 +127,7 @@ def write_turn_end(target: Path, end: int, described: Mapping[str, Any]) -> list
     return ends
 
 
-def choose_padding(tokenizer: Tokenizer, ends: Collection[int], described: int | None, rows: int) -> int | None:
+def choose_padding(tokenizer: Tokenizer, ends: Collection[int], configured: int | None, rows: int) -> int | None:
     """Choose the padding token of a classifier, set it in the tokenizer, and return it.
 
     It must not be one of `ends`: transformers classifies a document at its last token that is not padding, so one that
@@ -136,15 +136,13 @@ def choose_padding(tokenizer: Tokenizer, ends: Collection[int], described: int |
     Args:
         tokenizer: changed if its padding token is missing or one of `ends`.
         ends: tokens that documents end with.
-        described: the padding token of config.json; None: it has none.
+        configured: the padding token of config.json; None: it has none.
         rows: number of tokens that have an embedding.
     """
-    numbers = tokenizer.get_vocab()
-    padding, end, unknown = (
-        numbers.get(str(t)) for t in (tokenizer.pad_token, tokenizer.eos_token, tokenizer.unk_token)
-    )
+    ids = tokenizer.get_vocab()
+    padding, end, unknown = (ids.get(str(t)) for t in (tokenizer.pad_token, tokenizer.eos_token, tokenizer.unk_token))
     special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    free = sorted(special.keys() - set(ends))
+    candidates = sorted(special.keys() - set(ends))
 
     # False sorts first: a token named pad, then the end token, the unknown token, a reserved token.
     def preference(token: int) -> tuple[bool, ...]:
@@ -153,12 +151,12 @@ def choose_padding(tokenizer: Tokenizer, ends: Collection[int], described: int |
 
     if padding is not None and padding not in ends:
         return padding
-    if described is not None and described not in ends:
-        if described < len(tokenizer):
-            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(described)
-        return described
-    if free:
-        tokenizer.pad_token = special[min(free, key=preference)]
+    if configured is not None and configured not in ends:
+        if configured < len(tokenizer):
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(configured)
+        return configured
+    if candidates:
+        tokenizer.pad_token = special[min(candidates, key=preference)]
     elif len(tokenizer) < rows:
         tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
     else:

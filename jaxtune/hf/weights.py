@@ -85,18 +85,18 @@ class Target:
             raise ValueError(f"{len(self.places)} places for a target of shape {self.shape}, lead={self.lead}")
 
     @property
-    def held(self) -> tuple[int, ...]:
+    def shard_lead(self) -> tuple[int, ...]:
         """Number of elements of each leading axis that a device holds."""
         return self.sharding.shard_shape(self.shape)[: self.lead]
 
     @property
-    def holders(self) -> tuple[int, ...]:
+    def lead_shards(self) -> tuple[int, ...]:
         """Number of shards of each leading axis."""
-        return tuple(size // held for size, held in zip(self.shape, self.held))
+        return tuple(size // local for size, local in zip(self.shape, self.shard_lead))
 
-    def number(self, holder: Sequence[int], index: Sequence[int]) -> int:
-        """Return the number, in `places`, of the element at `index` within the shard `holder` of the leading axes."""
-        position = [part * held + at for part, held, at in zip(holder, self.held, index)]
+    def place_number(self, shard: Sequence[int], index: Sequence[int]) -> int:
+        """Return the number, in `places`, of the element at `index` within a shard of the leading axes."""
+        position = [number * local + at for number, local, at in zip(shard, self.shard_lead, index)]
         return int(np.ravel_multi_index(position, self.shape[: self.lead])) if position else 0
 
     def source_shape(self, place: Place) -> tuple[int, ...]:
@@ -142,7 +142,7 @@ def read_tensors(sources: Mapping[str, TensorSource], targets: Mapping[str, Targ
     check_content(sources[place.name] for target in targets.values() for place in target.places)
     chunk_bytes = choose_chunk_bytes(targets.values())
 
-    def one(target: Target) -> Any:
+    def read_one(target: Target) -> Any:
         parts = [TensorPart(sources[place.name], place) for place in target.places]
         if target.conversion is None:
             return fill(target, parts, chunk_bytes)
@@ -152,7 +152,7 @@ def read_tensors(sources: Mapping[str, TensorSource], targets: Mapping[str, Targ
             return _read_mxfp4(target, stored, chunk_bytes)
         return _read_converted(target, parts, chunk_bytes)
 
-    return {name: one(target) for name, target in targets.items()}
+    return {name: read_one(target) for name, target in targets.items()}
 
 
 def check_weights(
@@ -177,17 +177,19 @@ def check_tensors(
 ) -> None:
     """Raise UserError, beginning with `complaint`, unless the tensors are exactly the ones that the targets need."""
     wanted = {place.name: target.source_shape(place) for target in targets.values() for place in target.places}
-    both = sorted(wanted.keys() & sources.keys())
+    present = sorted(wanted.keys() & sources.keys())
     problems = {
         "missing": [name for name in wanted if name not in sources],
         "unexpected": [name for name in sources if name not in wanted and not ignorable(name)],
         "wrong shape": [
-            f"{name} {sources[name].shape}, not {wanted[name]}" for name in both if sources[name].shape != wanted[name]
+            f"{name} {sources[name].shape}, not {wanted[name]}"
+            for name in present
+            if sources[name].shape != wanted[name]
         ],
         # Without this check, codes of a scheme that config.json does not mention would be read as numbers.
         "wrong dtype": [
             f"{name} {sources[name].dtype}, not {' or '.join(DTYPES)}"
-            for name in both
+            for name in present
             if sources[name].dtype not in DTYPES
         ],
     }
@@ -203,38 +205,38 @@ def _list(names: list[str]) -> str:
 
 def fill(target: Target, sources: Sequence[RowSource], chunk_bytes: int) -> jax.Array:
     """Read a parameter from one source per place, in chunks of a few rows of every shard."""
-    lead, holders = target.lead, target.holders
+    lead = target.lead
     rows, *rest = target.sharding.shard_shape(target.shape)[lead:]
     itemsize = max(np.dtype(target.dtype).itemsize, *(source.itemsize for source in sources))
-    # A chunk has rows for every device of this process, in the file's dtype until `_place` converts them.
+    # A chunk has rows for every device of this process, in the file's dtype until `_write_chunk` converts them.
     row_bytes = math.prod(rest) * itemsize * len(target.sharding.addressable_devices)
     step = min(max(chunk_bytes // row_bytes, 1), rows)
     # A chunk is sharded like the parameter, so placing it moves nothing between devices: it is not `step` consecutive
     # rows, but `step` rows of every shard. With 8 rows on 2 devices and step 2, the chunks hold rows 0 1 | 4 5 and
     # 2 3 | 6 7 (left and right of the bar: first and second device). Sharded experts work the same way: a chunk has
     # rows of one expert from every shard.
-    chunk_shape = (*holders, target.shape[lead] // rows * step, *target.shape[lead + 1 :])
+    chunk_shape = (*target.lead_shards, target.shape[lead] // rows * step, *target.shape[lead + 1 :])
 
     def chunk(element: tuple[int, ...], row: int) -> jax.Array:
         """Rows [row, row + step) of an element of every shard."""
 
         def part(index: Any) -> np.ndarray:
             bounds = [slice(*bound.indices(size)) for bound, size in zip(index, chunk_shape)]
-            source = sources[target.number([bound.start for bound in bounds[:lead]], element)]
-            at, *columns = bounds[lead:]
-            # at.start // step is the shard's number along the rows; times `rows` it is the shard's first row in the
-            # parameter.
-            values = source.rows(at.start // step * rows + row, step, tuple(columns))
+            source = sources[target.place_number([bound.start for bound in bounds[:lead]], element)]
+            row_bounds, *columns = bounds[lead:]
+            # row_bounds.start // step is the shard's number along the rows; times `rows` it is the shard's first row in
+            # the parameter.
+            values = source.rows(row_bounds.start // step * rows + row, step, tuple(columns))
             return values.reshape((1,) * lead + values.shape)
 
         return jax.make_array_from_callback(chunk_shape, target.sharding, part)
 
     array = _zeros(target.shape, target.dtype, target.sharding)
-    for element in np.ndindex(target.held):
+    for element in np.ndindex(target.shard_lead):
         for row in range(0, rows, step):
             row = min(row, rows - step)  # the last chunk overlaps the previous one, so that only one shape is compiled
             start = np.array([*element, row] + [0] * len(rest), np.int32)
-            array = _place(array, chunk(element, row), start, target.sharding)
+            array = _write_chunk(array, chunk(element, row), start, target.sharding)
             array.block_until_ready()  # otherwise chunks would pile up in host memory
     return array
 
@@ -244,19 +246,19 @@ def _read_converted(target: Target, sources: Sequence[RowSource], chunk_bytes: i
     assert target.conversion is not None
     stacked = jax.tree.map(lambda leaf: _zeros(leaf.shape, leaf.dtype, leaf.sharding), target.conversion.stacked)
     lead, spec = target.lead, target.sharding.spec
-    if math.prod(target.holders) == 1:  # no leading axes: XLA would compile a different program for a stack of one
+    if math.prod(target.lead_shards) == 1:  # no leading axes: XLA would compile a different program for a stack of one
         lead, spec = 0, spec[target.lead :]
-    shape = (*target.holders[:lead], *target.shape[target.lead :])
+    shape = (*target.lead_shards[:lead], *target.shape[target.lead :])
     sharding = jax.NamedSharding(target.sharding.mesh, jax.P(*spec))
-    for element in np.ndindex(target.held):
-        numbers = [target.number(holder, element) for holder in np.ndindex(target.holders)]
+    for element in np.ndindex(target.shard_lead):
+        numbers = [target.place_number(shard, element) for shard in np.ndindex(target.lead_shards)]
         places, parts = zip(*((target.places[number], sources[number]) for number in numbers))
         one = Target(shape, target.dtype, sharding, places, lead)
         # The conversion sees these tensors as one stack, so any of the names may belong to its error.
         names = " or ".join(place.name for place in places)
         # The unconverted tensor is not bound to a variable, which would keep it alive while the next one is read.
         converted = target.conversion.convert(fill(one, parts, chunk_bytes), names)
-        stacked = jax.tree.map(functools.partial(_place_element, element), stacked, converted)
+        stacked = jax.tree.map(functools.partial(_write_element, element), stacked, converted)
         jax.block_until_ready(stacked)  # otherwise the next tensor would be read before this one is freed
     return stacked
 
@@ -275,12 +277,12 @@ def _read_mxfp4(target: Target, sources: Sequence[tuple[Mxfp4Tensors, Place]], c
     return dataclasses.replace(array, codes=read(array.codes, Codes), scales=read(array.scales, Exponents))
 
 
-def _place_element(
+def _write_element(
     index: tuple[int, ...], stack: Shaped[Array, "*stack"], element: Shaped[Array, "*one"]
 ) -> Shaped[Array, "*stack"]:
     """Write one element of every shard into the stack."""
     start = np.array([*index] + [0] * (stack.ndim - len(index)), np.int32)
-    return _place(stack, element[(None,) * (stack.ndim - element.ndim)], start, stack.sharding)
+    return _write_chunk(stack, element[(None,) * (stack.ndim - element.ndim)], start, stack.sharding)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding) -> Shaped[Array, "..."]:
@@ -297,7 +299,7 @@ def _zeros_program(shape: tuple[int, ...], dtype: Any, sharding: jax.NamedShardi
 # Donated, so that the array is updated in place: otherwise each chunk would copy the whole parameter. `start` is an
 # argument and not static, so that all chunks share one program.
 @functools.partial(jax.jit, static_argnames="sharding", donate_argnames="array")
-def _place(
+def _write_chunk(
     array: Shaped[Array, "..."], chunk: Shaped[Array, "..."], start: Int[Array, "dims"], sharding: jax.NamedSharding
 ) -> Shaped[Array, "..."]:
     """Write a chunk to the same position in every shard."""

@@ -34,15 +34,16 @@ from jaxtune.parallel.random import dropout, neftune
 from jaxtune.precision.matmul import MAXIMA
 from pallas_kernels import flash_attention, gated_delta_rule
 
-# Activations of a layer that are saved for the backward pass, in addition to its input; the rest is recomputed. 'none'
-# recomputes only elementwise results (norms, rotation, SwiGLU, dropout): saving them too took several times the memory.
-# Each amax is saved because it is a scalar, while recomputing it needs the input again and an all-reduce.
-MIXED = (flash_attention.RESIDUALS, gated_delta_rule.RESIDUALS)
-KEPT: dict[Remat, tuple[str, ...]] = {
-    "none": (PRODUCT, QKV_PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT, *MIXED, MAXIMA),
-    "experts": (PRODUCT, QKV_PRODUCT, FFN_PRODUCT, *MIXED, MAXIMA),
-    "ffn": (PRODUCT, QKV_PRODUCT, *MIXED, MAXIMA),
-    "qkv": (PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT, *MIXED, MAXIMA),
+# Names of the activations of a layer that are saved for the backward pass, in addition to its input; the rest is
+# recomputed. 'none' recomputes only elementwise results (norms, rotation, SwiGLU, dropout): saving them too took
+# several times the memory. Each amax is saved because it is a scalar, while recomputing it needs the input again and an
+# all-reduce.
+MIXER_RESIDUALS = (flash_attention.RESIDUALS, gated_delta_rule.RESIDUALS)
+SAVED_NAMES: dict[Remat, tuple[str, ...]] = {
+    "none": (PRODUCT, QKV_PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT, *MIXER_RESIDUALS, MAXIMA),
+    "experts": (PRODUCT, QKV_PRODUCT, FFN_PRODUCT, *MIXER_RESIDUALS, MAXIMA),
+    "ffn": (PRODUCT, QKV_PRODUCT, *MIXER_RESIDUALS, MAXIMA),
+    "qkv": (PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT, *MIXER_RESIDUALS, MAXIMA),
     "dots": (PRODUCT, QKV_PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT, MAXIMA),
     "attention+qkv": (PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT, MAXIMA),
     "block": (MAXIMA,),
@@ -80,12 +81,12 @@ class Block(nnx.Module):
         # reshard before each is then an all-gather, and the one in _add a reduce-scatter.
         normed = jax.reshard(_apply_norm(x, self.attention_norm), by_token(None))
         mixer: Any = self.attention or self.delta_net  # exactly one is set
-        mixed, cache = mixer(normed, inputs, cache, call)
-        x = self._add(x, mixed, self.attention_out_norm, call, "mixer")
+        y, cache = mixer(normed, inputs, cache, call)
+        x = self._add(x, y, self.attention_out_norm, call, "mixer")
         if self.layer.norms != "shared":  # "shared": the feed-forward takes the mixer's normed input (Cohere)
             normed = jax.reshard(_apply_norm(x, self.mlp_norm), by_token(None))
-        fed, sums = (self.mlp(normed, call), {}) if isinstance(self.mlp, MLP) else self.mlp(normed, call, inputs.valid)
-        return self._add(x, fed, self.mlp_out_norm, call, "feed-forward"), cache, sums
+        y, sums = (self.mlp(normed, call), {}) if isinstance(self.mlp, MLP) else self.mlp(normed, call, inputs.valid)
+        return self._add(x, y, self.mlp_out_norm, call, "feed-forward"), cache, sums
 
     def _add(self, x: Array, y: Array, norm: NormLayer | None, call: ForwardOptions, name: str) -> Array:
         y = _apply_norm(jax.reshard(y, by_residual()), norm)
@@ -144,7 +145,7 @@ class Stack(nnx.Module):
             return x, (tuple(after) if cache else None, join_sums(sums, jnp.stack))
 
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[*KEPT[call.remat], *[GATHERED] * call.keep_gathered],
+            names_which_can_be_saved=[*SAVED_NAMES[call.remat], *[GATHERED] * call.keep_gathered],
             names_which_can_be_offloaded=[INPUT] if call.remat == "offload" else [],
             offload_src="device",
             offload_dst="pinned_host",
@@ -185,8 +186,8 @@ class Embedding(nnx.Module):
         return lookup(jax.reshard(self.weight.astype(dtype), P(None, None)), tokens)
 
 
-class Score(nnx.Module):
-    """The head of a classifier, with a row for each label."""
+class ClassifierHead(nnx.Module):
+    """The head of a classifier, with a row for each label; `score.weight` in a Hugging Face folder."""
 
     def __init__(self, spec: ModelSpec):
         init = nnx.initializers.normal(spec.initializer_range)
@@ -201,7 +202,7 @@ class Decoder(nnx.Module):
         self.embed = Embedding(spec)
         self.stacks = nnx.List([Stack(spec, stack) for stack in spec.stacks])
         self.norm = NormLayer(spec.hidden, spec.norm)
-        self.head = Score(spec) if spec.labels else None if spec.tied else Embedding(spec)
+        self.head = ClassifierHead(spec) if spec.labels else None if spec.tied else Embedding(spec)
 
     @property
     def head_weight(self) -> Float[Array, "v d"]:
@@ -233,11 +234,11 @@ class Decoder(nnx.Module):
         self, tokens: Int[Array, "b s"], inputs: Inputs, call: ForwardOptions, cache: Any = None
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
         """Return the hidden states for the head, the updated cache, and the sums of all layers."""
-        x, cache, sums = self.run(self.embedded(tokens, call), inputs, call, cache)
-        return self.normed(x), cache, sums
+        x, cache, sums = self.run(self.embed_tokens(tokens, call), inputs, call, cache)
+        return self.apply_final_norm(x), cache, sums
 
     @jax.named_scope("embedding")
-    def embedded(self, tokens: Int[Array, "b s"], call: ForwardOptions) -> Float[Array, "b s d"]:
+    def embed_tokens(self, tokens: Int[Array, "b s"], call: ForwardOptions) -> Float[Array, "b s d"]:
         """Return the first layer's input: scaled embeddings, with NEFTune noise in training."""
         x = self.embed(tokens, call.dtype)
         if call.noise is not None and call.neftune_alpha:
@@ -246,7 +247,7 @@ class Decoder(nnx.Module):
             x *= jnp.asarray(self.spec.embedding_scale, x.dtype)
         return jax.reshard(x, by_residual())
 
-    def normed(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+    def apply_final_norm(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """Return the head's input from the last layer's output: normalised, and scaled if the spec scales logits."""
         x = jax.reshard(self.norm(x), by_token(None))
         return x if self.spec.logit_scale == 1 else x * self.spec.logit_scale

@@ -47,7 +47,7 @@ def whole_rows(batch: Batch, name: str) -> Array | None:
 
 def enter(decoder: Decoder, batch: Batch, call: ForwardOptions) -> tuple[Float[Array, "b s d"], Sums]:
     """Return the first stage's input, and the sums of the layers before it."""
-    x = decoder.embedded(batch["tokens"], call)
+    x = decoder.embed_tokens(batch["tokens"], call)
     x, _, sums = decoder.run(x, make_inputs(decoder.spec, batch, call), call, part=slice(decoder.pipeline))
     return for_stages(x), sums
 
@@ -61,7 +61,7 @@ def leave(
     x, _, later_sums = decoder.run(
         jax.reshard(x, by_residual()), make_inputs(decoder.spec, batch, call), call, part=after
     )
-    return decoder.normed(x), join_sums([*sums, later_sums], jnp.concatenate)
+    return decoder.apply_final_norm(x), join_sums([*sums, later_sums], jnp.concatenate)
 
 
 def for_stages(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:

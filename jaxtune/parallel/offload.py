@@ -41,7 +41,7 @@ def to_device(tree: Any) -> Any:
 
 @partial(jax.tree_util.register_dataclass, data_fields=("weight", "total"), meta_fields=())
 @dataclass(frozen=True)
-class GradientSum:
+class AccumulatingWeight:
     """A stack of weights whose gradient the backward pass adds to a running sum, layer by layer, in the sum's memory.
 
     Attributes:
@@ -57,14 +57,16 @@ def copy_to_device(tree: Any) -> Any:
     """Copy a layer's weights to the device. Call it inside the rematerialised body, so that the copy is not saved."""
 
     def one(leaf: Any) -> Any:
-        return _accumulate(to_device(leaf.weight), leaf.total) if isinstance(leaf, GradientSum) else to_device(leaf)
+        if isinstance(leaf, AccumulatingWeight):
+            return _accumulate(to_device(leaf.weight), leaf.total)
+        return to_device(leaf)
 
-    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, GradientSum))
+    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, AccumulatingWeight))
 
 
 @jax.custom_vjp
 def _accumulate(weight: Array, total: Array) -> Array:
-    """Return the weight; its gradient becomes part of the cotangent of `total` (see `GradientSum`)."""
+    """Return the weight; its gradient becomes part of the cotangent of `total` (see `AccumulatingWeight`)."""
     return weight
 
 

@@ -31,7 +31,8 @@ def mirror_run(config: Config, folder: RunFolder) -> Iterator[Mirror | None]:
     if config.ckpt.mirror is None:
         yield None
         return
-    url, opened = f"{config.ckpt.mirror.rstrip('/')}/{folder.path.name}", []
+    url = f"{config.ckpt.mirror.rstrip('/')}/{folder.path.name}"
+    opened: list[Mirror] = []  # a list, because `on_main` returns nothing; it stays empty in other processes
 
     def open_mirror() -> None:
         records = (*(path.name for path in (folder.config, folder.counts, folder.metrics, folder.completions)), *IDS)
@@ -55,7 +56,7 @@ def fetch(config: Config, folder: RunFolder, mirror: Mirror | None, checkpoints:
     Raises UserError if the mirror holds another run, or if it holds any run and ckpt.resume is 'never'.
     """
 
-    def look() -> None:
+    def check_and_fetch() -> None:
         assert mirror is not None
         remote, local = _steps(mirror), checkpoints.steps()
         if remote and config.ckpt.resume == "never":
@@ -81,11 +82,11 @@ def fetch(config: Config, folder: RunFolder, mirror: Mirror | None, checkpoints:
             mirror.fetch(best)
 
     if config.ckpt.mirror is not None and config.ckpt.resume != "overwrite":
-        process.on_main(look)
+        process.on_main(check_and_fetch)
 
 
-def begin(config: Config, mirror: Mirror | None) -> None:
-    """With ckpt.resume='overwrite', remove the mirror's checkpoints, like the run's local ones."""
+def remove_overwritten(config: Config, mirror: Mirror | None) -> None:
+    """Remove the mirror's checkpoints if ckpt.resume is 'overwrite'; `resume.begin` removes the local ones."""
 
     def clear() -> None:
         assert mirror is not None
@@ -103,7 +104,7 @@ def _steps(mirror: Mirror) -> list[int]:
 
 
 def _check_same(config: Config, mirror: Mirror) -> None:
-    """Raise UserError if the mirror's run was started with other options, to leave its checkpoints untouched."""
+    """Raise UserError if the mirror's run has other options, so that its checkpoints are not overwritten."""
     try:
         text = mirror.remote.read("config.json").decode()
     except Exception as error:

@@ -47,21 +47,21 @@ def step_functions(
 ) -> tuple[TrainStep, Evaluate | None]:
     """Return the step and the evaluation (None without validation data) that the loop calls.
 
-    A run with rewards samples completions of a step's prompts first, and evaluates by completions as well.
+    With reward functions, a step first samples completions of its prompts, and the evaluation scores completions too.
     """
     feed = inputs.feed
     if not isinstance(feed, PromptFeed):
         rows = feed.eval_rows
         return compiled, make_evaluate(config, program.model, rows, mesh, goodput.beat) if rows else None
-    make = rollouts.make_rollouts(config, program.model, inputs.tokenizer, inputs.rewards, folder.path)
-    step = rollouts.make_rollout_step(config, program, make, compiled, folder.path)
+    make_rollout = rollouts.make_rollouts(config, program.model, inputs.tokenizer, inputs.rewards, folder.path)
+    step = rollouts.make_rollout_step(config, program, make_rollout, compiled, folder.path)
     if feed.eval_prompts is None:
         return step, None
-    return step, rollouts.make_evaluate(config, make, feed.eval_prompts, feed.rows_per_step, goodput.beat)
+    return step, rollouts.make_evaluate(config, make_rollout, feed.eval_prompts, feed.rows_per_step, goodput.beat)
 
 
 def first_state(config: Config, program: Program, saved: Saved | None) -> tuple[State, Parameters, Position]:
-    """Return (state, frozen parameters, position) of the checkpoint or, without one, the initial ones."""
+    """Return state, frozen parameters and position: those in the checkpoint or, without one, the initial ones."""
     model = program.model
     if saved is not None:
         state, starts, position = restore_run(saved, program, config.ckpt.load_optimizer)
@@ -70,4 +70,5 @@ def first_state(config: Config, program: Program, saved: Saved | None) -> tuple[
     state = jax.jit(program.start, donate_argnums=0)(trained)._replace(base=base)
     if state.reference and config.preference.reference != "start":
         state = state._replace(reference=read_reference(model, config, state.reference))
+    # An evaluation at the start is a task that was put off: the loop runs such tasks before its first step.
     return state, frozen, Position(put_off=("eval",) if config.eval.at_start else ())

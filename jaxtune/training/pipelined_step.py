@@ -76,7 +76,7 @@ class PipelineWeights(NamedTuple):
 
 
 class Total(NamedTuple):
-    """Sums of a part's gradients, and the largest amax of its delayed scales."""
+    """Gradient sums of the parameters inside or outside of the pipeline, and the largest amax of each delayed scale."""
 
     gradients: Parameters
     amax: dict[str, Array]
@@ -90,14 +90,14 @@ class Stages(NamedTuple):
         arriving: activations from the previous chunk.
         returning: gradients from the next chunk.
         emitted: sums that layers emit, (stages, chunks, micro-batches, layers of a chunk, ...).
-        of_emitted: gradients with respect to `emitted`.
+        d_emitted: gradients with respect to `emitted`.
     """
 
     inputs: Float[Array, "stages slots b s d"]
     arriving: Float[Array, "stages b s d"]
     returning: Float[Array, "stages b s d"]
     emitted: Emitted
-    of_emitted: Emitted
+    d_emitted: Emitted
 
 
 class Carry(NamedTuple):
@@ -107,7 +107,7 @@ class Carry(NamedTuple):
         stages: the state of the stages.
         waiting: gradients with respect to the outputs of the last chunk.
         entered: sums that layers before the pipeline emit, by micro-batch.
-        of_entered: gradients with respect to `entered`.
+        d_entered: gradients with respect to `entered`.
         inside, outside: gradient sums of the pipeline's parameters, and of all others.
         sums: of the objective.
     """
@@ -115,7 +115,7 @@ class Carry(NamedTuple):
     stages: Stages
     waiting: Float[Array, "waiting b s d"]
     entered: Emitted
-    of_entered: Emitted
+    d_entered: Emitted
     inside: Total
     outside: Total
     sums: Sums
@@ -232,21 +232,22 @@ def pipelined_gradients(forward: Forward, objective: Objective, options: StepOpt
         plan = schedule(stack.stages, stack.chunks, len(batch["tokens"]), options.order)
         graph, seen = nnx.graphdef(layers), seen_by_stages(batch)
         pipeline = Pipeline(graph, stack, decoder.spec, plan, linears_in, places_in, forward.call)
-        at = PipelinedStep(
+        pipelined = PipelinedStep(
             pipeline, forward, objective, factor, key, prefix, weights_of, inside, outside, places, batch, seen
         )
-        done, _ = jax.lax.scan(partial(_tick, at), _begin(at), jax.tree.map(jnp.asarray, plan.ticks))
+        final, _ = jax.lax.scan(partial(_tick, pipelined), _begin(pipelined), jax.tree.map(jnp.asarray, plan.ticks))
 
-        def where_trained(name: str, direction: Array) -> Array:
+        # A direction is computed outside of the stages; its parameter may be sharded over them.
+        def reshard_direction(name: str, direction: Array) -> Array:
             inner = trained_in.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
             return reshard_to(direction, None if inner is None else jax.typeof(inner).sharding.spec)
 
-        directions = {name: where_trained(name, direction) for name, direction in done.sums.directions.items()}
-        amax = {name: jax.reshard(value, P()) for name, value in done.inside.amax.items()}
+        directions = {name: reshard_direction(name, direction) for name, direction in final.sums.directions.items()}
+        amax = {name: jax.reshard(value, P()) for name, value in final.inside.amax.items()}
         return GradientSums(
-            {**done.outside.gradients, **_with_prefix(prefix, done.inside.gradients)},
-            done.sums._replace(directions=directions),
-            {**done.outside.amax, **_with_prefix(prefix, amax)},
+            {**final.outside.gradients, **_with_prefix(prefix, final.inside.gradients)},
+            final.sums._replace(directions=directions),
+            {**final.outside.amax, **_with_prefix(prefix, amax)},
             factor,
         )
 
@@ -254,24 +255,25 @@ def pipelined_gradients(forward: Forward, objective: Objective, options: StepOpt
 
 
 # ---- the carry before the first tick ----
-def _begin(at: PipelinedStep) -> Carry:
-    stack, plan, part, count = at.pipeline.stack, at.pipeline.plan, at.outside, len(at.batch["tokens"])
-    x, entered = zeros_like(jax.eval_shape(partial(_before, at), part.trained, part.scales, jnp.int32(0)))
-    zero_emitted = by_stage(partial(_zero_emitted, at.pipeline, count), (STAGES, P(), P(), P()), STAGES)
-    emitted = zero_emitted(at.inside, at.seen, at.key, x)
-    of_micro = x, entered, _at(emitted, 0, axis=2)
-    _, sums = jax.eval_shape(partial(_after, at), part.trained, part.scales, *of_micro, jnp.int32(0))
+def _begin(step: PipelinedStep) -> Carry:
+    """Return a carry of zeros. Objectives and layers differ in their sums, whose shapes come from one micro-batch."""
+    stack, plan, part, count = step.pipeline.stack, step.pipeline.plan, step.outside, len(step.batch["tokens"])
+    x, entered = zeros_like(jax.eval_shape(partial(_run_before_stages, step), part.trained, part.scales, jnp.int32(0)))
+    zero_emitted = by_stage(partial(_zero_emitted, step.pipeline, count), (STAGES, P(), P(), P()), STAGES)
+    emitted = zero_emitted(step.inside, step.seen, step.key, x)
+    of_micro = x, entered, _index(emitted, 0, axis=2)
+    _, sums = jax.eval_shape(partial(_run_after_stages, step), part.trained, part.scales, *of_micro, jnp.int32(0))
     entered = zeros_like(jax.tree.map(lambda leaf: _with_leading(jax.typeof(leaf), count), entered))
     of_stages = zeros_like(_with_leading(jax.typeof(x), stack.stages, place="stage"))
     inputs = zeros_like(_with_leading(jax.typeof(x), stack.stages, plan.slots, place="stage"))
-    zeros = partial(_zero_total, at.forward.recipe.gradient_dtype)
+    zeros = partial(_zero_total, step.forward.recipe.gradient_dtype)
     return Carry(
         stages=Stages(inputs, of_stages, of_stages, emitted, emitted),
         waiting=zeros_like(_with_leading(jax.typeof(x), plan.waiting)),
         entered=entered,
-        of_entered=entered,
-        inside=by_stage(partial(zeros, at.pipeline.places), STAGES, STAGES)(at.inside),
-        outside=zeros(at.places, part),
+        d_entered=entered,
+        inside=by_stage(partial(zeros, step.pipeline.places), STAGES, STAGES)(step.inside),
+        outside=zeros(step.places, part),
         sums=zeros_like(sums),
     )
 
@@ -281,7 +283,7 @@ def _zero_emitted(
 ) -> Emitted:
     """Zeros for the sums that a stage emits, in all chunks and micro-batches."""
     first, chunks = jnp.int32(0), pipeline.stack.chunks
-    shapes = jax.eval_shape(pipeline.run, slice_chunk(part, first, chunks), first, _at(seen, 0), key, x)[1]
+    shapes = jax.eval_shape(pipeline.run, slice_chunk(part, first, chunks), first, _index(seen, 0), key, x)[1]
     return zeros_like(jax.tree.map(lambda leaf: _with_leading(leaf, 1, chunks, count), shapes))
 
 
@@ -292,60 +294,65 @@ def _zero_total(dtype: Any, places: Mapping[str, jax.P], part: PipelineWeights) 
 
 
 # ---- a tick: embedding, stages forward, head, stages backward, embedding backward ----
-def _tick(at: PipelinedStep, carry: Carry, row: Any) -> tuple[Carry, None]:
-    forward = by_stage(partial(_forward, at.pipeline), (STAGES, P(), P(), STAGES, P(), P()), (P(), STAGES))
+def _tick(step: PipelinedStep, carry: Carry, row: Any) -> tuple[Carry, None]:
+    """Advance all stages by one tick; row: the work of this tick, a row of `Ticks`."""
+    forward = by_stage(partial(_forward, step.pipeline), (STAGES, P(), P(), STAGES, P(), P()), (P(), STAGES))
     specs = (STAGES, P(), P(), STAGES, STAGES, P(), P()), (P(), STAGES, STAGES)
-    backward = by_stage(partial(_backward, at.pipeline), *specs)
+    backward = by_stage(partial(_backward, step.pipeline), *specs)
 
-    def take() -> tuple[Array, Emitted]:
-        return _before(at, at.outside.trained, at.outside.scales, row.entering)
+    def enter_micro_batch() -> tuple[Array, Emitted]:
+        return _run_before_stages(step, step.outside.trained, step.outside.scales, row.entering)
 
-    x, entered = jax.lax.cond(row.entering >= 0, take, lambda: zeros_like(jax.eval_shape(take)))
+    x, entered = jax.lax.cond(
+        row.entering >= 0, enter_micro_batch, lambda: zeros_like(jax.eval_shape(enter_micro_batch))
+    )
     entered = jax.tree.map(lambda all, one: add_at(all, one, row.entering), carry.entered, entered)
-    leaving, stages = forward(at.inside, row, x, carry.stages, at.seen, at.key)
+    leaving, stages = forward(step.inside, row, x, carry.stages, step.seen, step.key)
     carry = carry._replace(stages=stages, entered=entered)
     # The head's gradient is ready before the stages' backward pass of this tick: in 1F1B the last stage begins the
     # backward pass of a micro-batch in the tick of its forward pass.
-    carry = jax.lax.cond(row.leaving >= 0, partial(_score, at), lambda carry, *_: carry, carry, leaving, row.leaving)
-    dx, total, stages = backward(at.inside, row, carry.waiting, carry.inside, carry.stages, at.seen, at.key)
+    carry = jax.lax.cond(row.leaving >= 0, partial(_score, step), lambda carry, *_: carry, carry, leaving, row.leaving)
+    dx, total, stages = backward(step.inside, row, carry.waiting, carry.inside, carry.stages, step.seen, step.key)
     carry = carry._replace(inside=total, stages=stages)
-    carry = jax.lax.cond(row.returning >= 0, partial(_embed, at), lambda carry, *_: carry, carry, dx, row.returning)
+    carry = jax.lax.cond(row.returning >= 0, partial(_embed, step), lambda carry, *_: carry, carry, dx, row.returning)
     return carry, None
 
 
-def _score(at: PipelinedStep, carry: Carry, x: Array, number: Index) -> Carry:
+def _score(step: PipelinedStep, carry: Carry, x: Array, number: Index) -> Carry:
     """Add the loss of a micro-batch that leaves the last stage, and the gradients from the loss to this output."""
-    emitted, entered = _at(carry.stages.emitted, number, axis=2), _at(carry.entered, number)
-    (_, sums), (*parts, dx, of_entered, of_emitted) = jax.value_and_grad(partial(_after, at), range(5), has_aux=True)(
-        at.outside.trained, at.outside.scales, x, entered, emitted, number
-    )
+    emitted, entered = _index(carry.stages.emitted, number, axis=2), _index(carry.entered, number)
+    (_, sums), (*parts, dx, d_entered, d_emitted) = jax.value_and_grad(
+        partial(_run_after_stages, step), range(5), has_aux=True
+    )(step.outside.trained, step.outside.scales, x, entered, emitted, number)
     put = partial(jax.lax.dynamic_update_index_in_dim, index=number)
-    of_emitted = jax.tree.map(partial(put, axis=2), carry.stages.of_emitted, of_emitted)
-    slot = number % at.pipeline.plan.waiting
+    d_emitted = jax.tree.map(partial(put, axis=2), carry.stages.d_emitted, d_emitted)
+    slot = number % step.pipeline.plan.waiting
     return carry._replace(
-        stages=carry.stages._replace(of_emitted=of_emitted),
+        stages=carry.stages._replace(d_emitted=d_emitted),
         waiting=jax.lax.dynamic_update_index_in_dim(carry.waiting, dx, slot, 0),
-        of_entered=jax.tree.map(partial(put, axis=0), carry.of_entered, of_entered),
-        outside=_accumulate(carry.outside, Total(*parts), at.places),
+        d_entered=jax.tree.map(partial(put, axis=0), carry.d_entered, d_entered),
+        outside=_accumulate(carry.outside, Total(*parts), step.places),
         sums=jax.tree.map(jnp.add, carry.sums, sums),
     )
 
 
-def _embed(at: PipelinedStep, carry: Carry, dx: Array, number: Index) -> Carry:
+def _embed(step: PipelinedStep, carry: Carry, dx: Array, number: Index) -> Carry:
     """Add the gradients from the first stage's input to the embedding."""
-    _, transposed = jax.vjp(partial(_before, at, number=number), at.outside.trained, at.outside.scales)
-    parts = transposed((dx, _at(carry.of_entered, number)))
-    return carry._replace(outside=_accumulate(carry.outside, Total(*parts), at.places))
+    _, transposed = jax.vjp(partial(_run_before_stages, step, number=number), step.outside.trained, step.outside.scales)
+    parts = transposed((dx, _index(carry.d_entered, number)))
+    return carry._replace(outside=_accumulate(carry.outside, Total(*parts), step.places))
 
 
 # ---- a micro-batch before and after the stages ----
-def _before(at: PipelinedStep, trained: Parameters, scales: dict[str, Array], number: Index) -> tuple[Array, Emitted]:
-    micro = _at(at.batch, number)
-    return enter(at.decoder(trained, scales), micro, at.call(micro))
+def _run_before_stages(
+    step: PipelinedStep, trained: Parameters, scales: dict[str, Array], number: Index
+) -> tuple[Array, Emitted]:
+    micro = _index(step.batch, number)
+    return enter(step.decoder(trained, scales), micro, step.call(micro))
 
 
-def _after(
-    at: PipelinedStep,
+def _run_after_stages(
+    step: PipelinedStep,
     trained: Parameters,
     scales: dict[str, Array],
     x: Array,
@@ -353,29 +360,30 @@ def _after(
     emitted: Emitted,
     number: Index,
 ) -> tuple[Array, Sums]:
-    decoder, micro = at.decoder(trained, scales), _at(at.batch, number)
-    hidden = leave(decoder, x, [entered, in_order(emitted)], micro, at.call(micro))
-    sums = sum_micro_batch(decoder, micro, at.objective, at.call(micro), trained, hidden)
-    return sums.loss * at.factor, sums
+    decoder, micro = step.decoder(trained, scales), _index(step.batch, number)
+    hidden = leave(decoder, x, [entered, in_order(emitted)], micro, step.call(micro))
+    sums = sum_micro_batch(decoder, micro, step.objective, step.call(micro), trained, hidden)
+    return sums.loss * step.factor, sums
 
 
 # ---- a tick of one stage ----
 # Inside of `by_stage` an array has one stage's part: its leading axis has size 1, so leaf[0] and leaf[None].
 def _forward(
-    pipeline: Pipeline, part: PipelineWeights, row: Any, x: Array, all: Stages, seen: Batch, key: StepNoise
+    pipeline: Pipeline, part: PipelineWeights, row: Any, x: Array, stages: Stages, seen: Batch, key: StepNoise
 ) -> tuple[Array, Stages]:
+    """Run one forward pass of a chunk, or none. Return what leaves the last chunk, on all stages, and the new state."""
     ((number, chunk, slot), stage), stack = _row_of_stage(row.forward), pipeline.stack
-    state = jax.tree.map(lambda leaf: leaf[0], all)
+    state = jax.tree.map(lambda leaf: leaf[0], stages)
     # The first chunk takes the embedding's output, any other chunk the output of the previous one.
     x = jnp.where((stage == 0) & (chunk == 0), x, state.arriving)
 
     def compute(x: Array) -> tuple[Array, Emitted]:
-        return pipeline.run(slice_chunk(part, chunk, stack.chunks), chunk, _at(seen, number), key, x)
+        return pipeline.run(slice_chunk(part, chunk, stack.chunks), chunk, _index(seen, number), key, x)
 
     # number -1: the stage is idle in this tick (the bubble of the pipeline) and skips the computation.
     y, emitted = jax.lax.cond(number >= 0, compute, lambda x: zeros_like(jax.eval_shape(compute, x)), x)
     # An idle stage (number -1) writes back the input that is in the slot.
-    kept_input = jnp.where(number >= 0, x, _at(state.inputs, slot))
+    kept_input = jnp.where(number >= 0, x, _index(state.inputs, slot))
     state = state._replace(
         inputs=jax.lax.dynamic_update_index_in_dim(state.inputs, kept_input, slot, 0),
         arriving=shift_stages(y, stack.stages),
@@ -391,25 +399,29 @@ def _backward(
     row: Any,
     waiting: Array,
     total: Total,
-    all: Stages,
+    stages: Stages,
     seen: Batch,
     key: StepNoise,
 ) -> tuple[Array, Total, Stages]:
+    """Run one backward pass of a chunk, or none.
+
+    Return the gradient with respect to the first chunk's input, on all stages; the gradient sums; and the new state.
+    """
     ((number, chunk, slot), stage), stack = _row_of_stage(row.backward), pipeline.stack
-    state = jax.tree.map(lambda leaf: leaf[0], all)
+    state = jax.tree.map(lambda leaf: leaf[0], stages)
     is_last = (stage == stack.stages - 1) & (chunk == stack.chunks - 1)
     # The last chunk takes its gradient from the head, any other chunk from the next one.
-    dy = jnp.where(is_last, _at(waiting, number % pipeline.plan.waiting), state.returning)
+    dy = jnp.where(is_last, _index(waiting, number % pipeline.plan.waiting), state.returning)
 
     def compute(total: Total) -> tuple[Total, Array]:
         given = slice_chunk(part, chunk, stack.chunks)
 
         def of(trained: Parameters, scales: dict[str, Array], x: Array) -> tuple[Array, Emitted]:
-            return pipeline.run(given._replace(trained=trained, scales=scales), chunk, _at(seen, number), key, x)
+            return pipeline.run(given._replace(trained=trained, scales=scales), chunk, _index(seen, number), key, x)
 
         # vjp of the saved input: this recomputes the chunk's forward pass.
-        _, transposed = jax.vjp(of, given.trained, given.scales, _at(state.inputs, slot))
-        *parts, dx = transposed((dy, _at(_at(state.of_emitted, chunk), number)))
+        _, transposed = jax.vjp(of, given.trained, given.scales, _index(state.inputs, slot))
+        *parts, dx = transposed((dy, _index(_index(state.d_emitted, chunk), number)))
         so_far = slice_chunk(total, chunk, stack.chunks)
         return _with_chunk(total, _accumulate(so_far, Total(*parts), pipeline.places), chunk, stack.chunks), dx
 
@@ -436,7 +448,8 @@ def _split_linears(linears: Linears | None, prefix: str) -> tuple[Linears | None
     return dataclasses.replace(linears, parameters=inside), dataclasses.replace(linears, parameters=outside)
 
 
-def _at(tree: Any, index: Index | int, axis: int = 0) -> Any:
+def _index(tree: Any, index: Index | int, axis: int = 0) -> Any:
+    """The element at `index` along an axis of every leaf."""
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis, keepdims=False), tree)
 
 
@@ -453,6 +466,7 @@ def _broadcast_leaving(leaving: Index, x: Array, is_own: Array) -> Array:
 
 @jax.named_scope("gradient_accumulation")
 def _with_chunk(total: Total, one_chunk: Total, chunk: Index, chunks: int) -> Total:
+    """Put a chunk's new sums into its stage's."""
     if chunks == 1:
         return one_chunk
     return jax.tree.map(

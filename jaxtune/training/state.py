@@ -59,8 +59,3 @@ def initial_state(optimizer: Optimizer, trained: Parameters, recipe: PrecisionRe
     if recipe is not None and recipe.linears is not None:
         scaling = scaling._replace(amax=recipe.linears.initial_amax())
     return State(jnp.zeros((), jnp.int32), trained, optimizer.init(trained), scaling)
-
-
-def rounded_as(parameters: Parameters, like: Parameters) -> Parameters:
-    """Copy the parameters in `like`, each cast to its dtype there."""
-    return {name: jnp.copy(parameters[name].astype(other.dtype)) for name, other in like.items()}

@@ -29,7 +29,7 @@ from jaxtune.optim import build
 from jaxtune.optim.build import Optimizer
 from jaxtune.parallel.layout import Axes, P, reshard_to, shards
 from jaxtune.parallel.manual_axes import all_gather_rows, sum_over, with_manual_axes
-from jaxtune.parallel.offload import GradientSum, is_on_host, to_device, zeros_of
+from jaxtune.parallel.offload import AccumulatingWeight, is_on_host, to_device, zeros_of
 from jaxtune.parallel.pipeline_schedule import Order
 from jaxtune.parallel.random import make_step_noise, named_key
 from jaxtune.precision import loss_scale
@@ -86,8 +86,8 @@ class StepOptions:
         order: of the micro-batches in a pipeline.
         counts: name of the metric under which the weight of a batch is reported.
         max_grad_norm: gradients are clipped to this global norm; 0: they are not.
-        guard: a step that is a spike (`training.guard`) changes nothing.
-        noise: is added to frozen parameters (`training.noise`).
+        guard: a step that is a spike (`training.guard`) changes nothing; None: no step is judged.
+        noise: (frozen parameters, key, learning rate) -> the same with noise (`training.noise`); None: no noise.
         reference_update_steps: the trained parameters become the reference after this number of steps, each time.
         ema_decay: in each step the average moves by 1 - ema_decay of the way to the trained parameters.
         merge: merges adapters into the base in the state (`weights.relora`), after each `merge_interval` steps.
@@ -147,30 +147,33 @@ def accumulated_gradients(forward: Forward, objective: Objective, options: StepO
     ) -> GradientSums:
         arguments = trained, frozen, batch, step, scaling, dict(reference)
         if not summed_last:
-            return of_rows(*arguments)
+            return of_local_rows(*arguments)
         # With only jit, XLA would all-reduce the gradients in every micro-batch. With these axes manual, a device sums
         # the gradients of its own rows, and they are reduced once: 1 / A of the communication.
         specs = (P(), P(), P(None, summed_last), P(), P(), P())
-        return with_manual_axes(summed_last, of_rows, specs, P())(*arguments)
+        return with_manual_axes(summed_last, of_local_rows, specs, P())(*arguments)
 
-    def of_rows(
+    def of_local_rows(
         trained: Parameters, frozen: Parameters, batch: Batch, step: Array, scaling: Scaling, reference: Parameters
     ) -> GradientSums:
         """Gradients of the local rows along `summed_last`; the objective sees the scores of all rows (all-gathered)."""
         noise = make_step_noise(options.seed, step, options.dropout_warmup_steps)
         weights_of, scales = prepare_weights(recipe.linears, trained, frozen, scaling, step)
-        other = forward.bind(reference, frozen, scaling, step) if reference else None
-        size = batch["tokens"][0].size * shards(summed_last, jax.sharding.get_abstract_mesh())
+        reference_decoder = forward.bind(reference, frozen, scaling, step) if reference else None
+        positions = batch["tokens"][0].size * shards(summed_last, jax.sharding.get_abstract_mesh())
         # The loss is a sum over tokens here. Dividing the loss scale by their number applies it to the mean loss, so
         # that its meaning does not depend on the size of a micro-batch.
-        factor = 1.0 if scaling.loss is None else scaling.loss.scale / size
+        factor = 1.0 if scaling.loss is None else scaling.loss.scale / positions
 
         def loss(given: Parameters, scales: dict[str, Array], micro: Batch) -> tuple[Array, Sums]:
-            # `GradientSum` takes a stack's gradient sum through the backward pass; its cotangent is the new sum.
-            summed = {name: GradientSum(trained[name], given[name]) for name in added_by_layer}
-            decoder = bind(forward.graph, weights_of(given | summed, scales))
+            # `AccumulatingWeight` takes a stack's gradient sum through the backward pass; its cotangent is the new sum.
+            # In `given`, such a stack has its gradient sum in place of its value, because jax differentiates `given`.
+            stacks = {name: AccumulatingWeight(trained[name], given[name]) for name in added_by_layer}
+            decoder = bind(forward.graph, weights_of(given | stacks, scales))
             call = forward.call._replace(noise=noise_of(micro, noise))
-            sums = sum_micro_batch(decoder, micro, objective, call, trained, reference=other, axes=summed_last)
+            sums = sum_micro_batch(
+                decoder, micro, objective, call, trained, reference=reference_decoder, axes=summed_last
+            )
             return sums.loss * factor, sums
 
         def add(total: GradientSums, micro: Batch) -> tuple[GradientSums, None]:
@@ -282,28 +285,29 @@ def make_train_step(
         frozen = {**frozen, **state.base}
         if options.noise is not None:
             frozen = options.noise(frozen, named_key(key, "quantization"), rate)
-        at = optimizer.point(state.trained, state.optimizer)
+        # Schedule-free optimizers take the gradient at another point than the parameters that are evaluated.
+        point = optimizer.point(state.trained, state.optimizer)
         with jax.default_matmul_precision(recipe.matmul_precision):
-            summed = gradients(at, frozen, batch, state.step, state.scaling, state.reference)
+            summed = gradients(point, frozen, batch, state.step, state.scaling, state.reference)
         # Divide once, at the end: micro-batches and devices differ in their number of targets, so that a mean of their
         # means would weight tokens differently. Gradients are divided in `factor`, together with clipping.
         weight = jnp.maximum(summed.sums.weight, 1).astype(jnp.float32)
         loss = summed.sums.loss / weight
-        norm = _norm(summed.gradients) / (weight * summed.loss_factor)
-        taken = finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        level = state.guard
+        norm = _global_norm(summed.gradients) / (weight * summed.loss_factor)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        taken, level = finite, state.guard
         if options.guard is not None:
             assert level is not None, "the state has no level to judge steps by"
-            most = bounds(level, options.guard)
-            taken = finite & (loss <= most[0]) & (norm <= most[1])
+            largest_loss, largest_norm = bounds(level, options.guard)
+            taken = finite & (loss <= largest_loss) & (norm <= largest_norm)
             rate = rate * level.rate
         factor = build.clip_factor(norm, options.max_grad_norm) / (weight * summed.loss_factor)
 
         # A step that is not taken is computed too: the optimizer selects old or new values by `taken` (jnp.where).
         update = build.UpdateInputs(rate, factor, taken, named_key(key, "rounding"))
         with jax.default_matmul_precision(recipe.matmul_precision):
-            directed = {**summed.gradients, **summed.sums.directions}
-            trained, optimizer_state = optimizer.update(directed, state.optimizer, state.trained, update)
+            directions = {**summed.gradients, **summed.sums.directions}
+            trained, optimizer_state = optimizer.update(directions, state.optimizer, state.trained, update)
         metrics = {
             "loss": loss,
             "grad_norm": norm,
@@ -318,23 +322,24 @@ def make_train_step(
             level = level_after(level, loss, norm, finite, options.guard)
         scaling = state.scaling
         if scaling.loss is not None and recipe.growth_steps is not None:
-            after = loss_scale.update_scale(scaling.loss, finite, recipe.growth_steps)
-            metrics |= {"loss_scale": scaling.loss.scale, "skipped_steps": after.skipped_steps}
-            scaling = scaling._replace(loss=after)
+            new_scale = loss_scale.update_scale(scaling.loss, finite, recipe.growth_steps)
+            metrics |= {"loss_scale": scaling.loss.scale, "skipped_steps": new_scale.skipped_steps}
+            scaling = scaling._replace(loss=new_scale)
         if recipe.linears is not None:
             scaling = scaling._replace(amax=recipe.linears.extended(scaling.amax, summed.amax, taken))
         reference = state.reference
         if reference and options.reference_update_steps:
             due = (state.step + 1) % options.reference_update_steps == 0
-            reference = jax.lax.cond(due, partial(cast_like, trained), lambda before: before, reference)
+            reference = jax.lax.cond(due, partial(cast_like, trained), lambda same: same, reference)
         base = state.base
         if options.merge is not None:
             due = (state.step + 1) % options.merge_interval == 0
             merge = partial(options.merge, step=state.step)
             trained, base = jax.lax.cond(due, merge, lambda *same: same, trained, base)
             if options.reset_on_merge:
-                new_state = lambda _: optimizer.init(trained)  # noqa: E731
-                optimizer_state = jax.lax.cond(due, new_state, lambda same_state: same_state, optimizer_state)
+                optimizer_state = jax.lax.cond(
+                    due, lambda _: optimizer.init(trained), lambda same: same, optimizer_state
+                )
         share = 1 - options.ema_decay
         average = {name: mean + share * (trained[name] - mean) for name, mean in state.average.items()}
         return State(state.step + 1, trained, optimizer_state, scaling, reference, average, base, level), metrics
@@ -343,7 +348,7 @@ def make_train_step(
 
 
 @jax.named_scope("optimizer")
-def _norm(gradients: Parameters) -> Float[Array, ""]:
+def _global_norm(gradients: Parameters) -> Float[Array, ""]:
     """The global norm of the gradients, in float32; gradients on the host come to the device one layer at a time."""
 
     def squares(gradient: Array) -> Float[Array, ""]:
@@ -359,8 +364,8 @@ def make_eval_step(
 
     def step(trained: Parameters, frozen: Parameters, batch: Batch, reference: Mapping[str, Any] = {}) -> Sums:
         decoder = forward.bind(trained, frozen)
-        other = forward.bind(dict(reference), frozen) if reference else None
-        return forward.run(partial(_sum_batch, objective, other), decoder, batch)
+        reference_decoder = forward.bind(dict(reference), frozen) if reference else None
+        return forward.run(partial(_sum_batch, objective, reference_decoder), decoder, batch)
 
     return step
 

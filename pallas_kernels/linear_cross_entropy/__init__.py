@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import gpus
 from pallas_kernels.linear_cross_entropy import xla
-from pallas_kernels.linear_cross_entropy.xla import Loss
+from pallas_kernels.linear_cross_entropy.xla import LossOptions
 from pallas_kernels.manual_axes import vary_over, varying_axes
 
 __all__ = ["linear_cross_entropy"]
@@ -59,7 +59,7 @@ def linear_cross_entropy(
     axes = by_token | (varying_axes(head) - vocabulary_axes)
     head, hidden, targets, weight = vary_over(axes, head, hidden, targets, weight)
     platform = gpus.current_device().platform
-    loss = Loss(vocabulary, vocabulary_axis, soft_cap, z_loss, label_smoothing, one_pass=platform == "gpu")
+    loss = LossOptions(vocabulary, vocabulary_axis, soft_cap, z_loss, label_smoothing, one_pass=platform == "gpu")
     tiles = -(-tokens // (tile or xla.tokens_at_once(head, head_gradient, platform)))
     # Tiles have equal size and the last one is padded, because the largest divisor of the token count may be 1.
     size = -(-tokens // (8 * tiles)) * 8

@@ -21,7 +21,7 @@ LOWEST = np.finfo(np.float32).min  # not -inf, because -inf minus -inf is NaN
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossOptions:
     """The static arguments of `linear_cross_entropy`.
 
     Attributes:
@@ -62,7 +62,7 @@ def tiled_loss(
     head: Float[Array, "v d"],
     targets: Int[Array, "tiles size"],
     needed: int | Int[Array, ""],
-    loss: Loss,
+    loss: LossOptions,
     head_gradient: bool,
 ) -> Float[Array, "tiles size"]:
     """Return the losses of the first `needed` tiles in float32, and zeros for other tiles, which are not computed."""
@@ -75,6 +75,7 @@ def tiled_loss(
 
 
 def _over_tiles(needed, tile, start, hidden):
+    """Run tile(i, carry) for the first `needed` tiles. That number is traced, so the cost is of all tiles."""
     with cost.iterations(len(hidden)):
         return jax.lax.fori_loop(0, needed, tile, start)
 
@@ -106,7 +107,7 @@ def _forward(hidden, head, targets, needed, loss, head_gradient):
 
 
 def _backward(loss, head_gradient, residuals, d_losses):
-    if not head_gradient:
+    if not head_gradient:  # the residual is the gradient of `hidden` for losses with a gradient of 1
         return (residuals * d_losses[..., None]).astype(residuals.dtype), None, None, None
     hidden, head, targets, needed, lses = residuals
 
@@ -147,16 +148,16 @@ def _losses(logits, targets, loss):
     capped = jnp.where(present, _cap(logits, loss), LOWEST)
     local_top, total = (_top_and_sum_in_one_pass if loss.one_pass else _top_and_sum)(capped)
     # With a sharded vocabulary, each device's sum is rescaled to the common maximum before the sums are added.
-    top = _over(jax.lax.pmax, local_top, loss)
-    lse = top + jnp.log(_over(jax.lax.psum, total * jnp.exp(local_top - top), loss))
+    top = _reduce_shards(jax.lax.pmax, local_top, loss)
+    lse = top + jnp.log(_reduce_shards(jax.lax.psum, total * jnp.exp(local_top - top), loss))
     column = targets - columns[0]
     on_this_device = (column >= 0) & (column < columns.size)
     # Gather from `logits`, which are in memory, and cap afterwards: XLA would have to store `capped` to gather from it.
     at_target = jnp.take_along_axis(logits, jnp.clip(column, 0, columns.size - 1)[:, None], axis=-1)[:, 0]
-    expected = _over(jax.lax.psum, jnp.where(on_this_device, _cap(at_target, loss), 0), loss)
+    expected = _reduce_shards(jax.lax.psum, jnp.where(on_this_device, _cap(at_target, loss), 0), loss)
     # With a smoothed target, the expected logit mixes the target's logit and the mean over the vocabulary.
     if loss.label_smoothing:
-        mean = _over(jax.lax.psum, jnp.sum(jnp.where(present, capped, 0), axis=-1), loss) / loss.vocabulary
+        mean = _reduce_shards(jax.lax.psum, jnp.sum(jnp.where(present, capped, 0), axis=-1), loss) / loss.vocabulary
         expected += loss.label_smoothing * (mean - expected)
     losses = lse - expected + loss.z_loss * lse**2
     return jnp.where((targets >= 0) & (targets < loss.vocabulary), losses, jnp.nan), lse
@@ -169,9 +170,9 @@ def _top_and_sum(logits):
 
 
 def _top_and_sum_in_one_pass(logits):
-    """Do the same with one read of the logits, for a GPU, where reads are slow (Milakov & Gimelshein 2018).
+    """Return the same as `_top_and_sum` from one read of the logits, for a GPU, where reads take the time.
 
-    See arXiv:1805.02867.
+    See Milakov & Gimelshein 2018, arXiv:1805.02867.
     """
 
     def merge(one, other):
@@ -201,8 +202,10 @@ def _logits_gradient(logits, lse, targets, loss):
 
 
 def _hidden_gradient(d_logits, head, loss, dtype):
-    return _over(jax.lax.psum, jnp.dot(d_logits, head, preferred_element_type=jnp.float32), loss).astype(dtype)
+    """Return the gradient of a tile's hidden states, (t, d), summed over the devices that share the vocabulary."""
+    return _reduce_shards(jax.lax.psum, jnp.dot(d_logits, head, preferred_element_type=jnp.float32), loss).astype(dtype)
 
 
-def _over(reduce, x, loss):
+def _reduce_shards(reduce, x, loss):
+    """Reduce over the devices that share the vocabulary, if it is sharded."""
     return x if loss.axis is None else reduce(x, loss.axis)

@@ -65,12 +65,12 @@ def _kernel(codes_ref, scales_ref, tensor_scale_ref, *refs, layout: WeightLayout
     row, column = span(pl.program_id(0), rows), span(pl.program_id(1), columns)
     in_rows, in_columns = row < codes_ref.shape[0], column < codes_ref.shape[1]
     # Each row of codes has its own scale, unless blocks have several rows of the weight and share it.
-    scale = row
+    scale_index = row
     if layout.block_rows > 1:
         # `row` counts rows of blocks, so it is (row of the weight) * blocks + (block in this row).
         blocks = layout.columns // layout.block_columns  # number of blocks in a row of the weight
-        scale = jax.lax.div(row, blocks * layout.block_rows) * blocks + jax.lax.rem(row, blocks)
-    scale = plgpu.load(scales_ref.at[scale], mask=in_rows, other=0)
+        scale_index = jax.lax.div(row, blocks * layout.block_rows) * blocks + jax.lax.rem(row, blocks)
+    scale = plgpu.load(scales_ref.at[scale_index], mask=in_rows, other=0)
     factor = block_scales(scale, tensor_scale_ref[0])[:, None]
     mask = in_rows[:, None] & in_columns[None, :]
     code = plgpu.load(codes_ref.at[row[:, None], column[None, :]], mask=mask, other=0)

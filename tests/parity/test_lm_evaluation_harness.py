@@ -6,7 +6,7 @@ from benchmark_tasks import TASK_OPTIONS, write_tasks
 from tiny import byte_tokenizer, save_torch_model
 
 from jaxtune.config.schema import Config, DataOptions, ModelOptions, TrainOptions
-from jaxtune.evaluation.validation import open_evaluated
+from jaxtune.evaluation.validation import open_evaluated_model
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.precision.options import PrecisionOptions
@@ -40,7 +40,9 @@ def ours(folder, mesh):
     model = ModelOptions(path=str(folder), dtype="float32")
     how = {"train": TrainOptions(micro_batch_size=4), "precision": PrecisionOptions("fp32")}
     config = Config(model=model, data=DataOptions(seq_len=128), **how)
-    return DecoderLM(open_evaluated(config, mesh, None, None, str(folder), reference=False), folder, mesh, chat=True)
+    return DecoderLM(
+        open_evaluated_model(config, mesh, None, None, str(folder), reference=False), folder, mesh, chat=True
+    )
 
 
 def asked(folder, lm, chat: bool) -> dict[str, list]:

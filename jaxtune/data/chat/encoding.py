@@ -104,7 +104,7 @@ class Encoder:
         if not tokenizer.is_fast:
             raise UserError(f"{type(tokenizer).__name__} is not a fast tokenizer; a tokenizer.json is needed")
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-        # Tried out, because kinds of tokenizers keep this setting in different places.
+        # Found by encoding a text, because tokenizer classes keep this setting in different places.
         starts_with_bos = bos is not None and tokenizer("a").input_ids[0] == bos
         self._bos = np.array(bos, np.int32).tobytes() if starts_with_bos else b""
         self._eos = np.array(eos, np.int32).tobytes() if eos is not None else b""
@@ -123,7 +123,7 @@ class Encoder:
         across = None
         for batch in self._batches(documents):
             texts = [document.text[start:stop] for document, start, stop in batch]
-            # Only spans need offsets, which take a fifth of the time.
+            # Only spans need offsets; computing them takes a fifth of the time.
             encode = self._backend.encode_batch_fast
             if any(document.spans for document, _, _ in batch):
                 encode = self._backend.encode_batch
@@ -132,7 +132,7 @@ class Encoder:
             except BaseException as error:  # a panic of the Rust library is not an Exception
                 if not is_failure(error):
                     raise
-                raise UserError(f"the tokenizer fails on {_failing(encode, texts)}: {error}") from error
+                raise UserError(f"the tokenizer fails on {_describe_failing(encode, texts)}: {error}") from error
             for (document, start, stop), encoding in zip(batch, encodings):
                 tokens += np.array(encoding.ids, np.int32).tobytes()
                 piece_weights, across_in_piece = _weights(document, start, encoding)
@@ -172,7 +172,7 @@ class Encoder:
         return Encoded(np.frombuffer(tokens, np.int32), np.frombuffer(weights, np.float16), across)
 
 
-def _failing(encode: Callable[..., object], texts: list[str]) -> str:
+def _describe_failing(encode: Callable[..., object], texts: list[str]) -> str:
     """Describe the first text that cannot be tokenised, for an error message."""
     for text in texts:
         try:
@@ -202,14 +202,14 @@ def _weights(
     # A token overlaps the spans [first, last). Most tokens overlap one at most; the loop takes the rest.
     first, last = np.searchsorted(ends, offsets[:, 0], "right"), np.searchsorted(begins, offsets[:, 1], "left")
     # A token that overlaps no span, or covers no character, is not trained.
-    one = (last > first) & (offsets[:, 1] > offsets[:, 0])
-    weights[one] = span_weights[first[one]]
-    for token in np.flatnonzero(one & (last > first + 1)):
+    is_trained = (last > first) & (offsets[:, 1] > offsets[:, 0])
+    weights[is_trained] = span_weights[first[is_trained]]
+    for token in np.flatnonzero(is_trained & (last > first + 1)):
         weights[token] = span_weights[first[token] : last[token]].max()
     # If a span begins where another ends, the text before it is trained too: a token across that edge does no harm.
     edges = begins[~np.isin(begins, ends)]
-    inside = np.searchsorted(edges, offsets[:, 0], "right")
-    cut = np.flatnonzero(inside < np.searchsorted(edges, offsets[:, 1], "left"))
-    if not len(cut):
+    next_edge = np.searchsorted(edges, offsets[:, 0], "right")
+    crossing = np.flatnonzero(next_edge < np.searchsorted(edges, offsets[:, 1], "left"))
+    if not len(crossing):
         return weights, None
-    return weights, (*offsets[cut[0]].tolist(), int(edges[inside[cut[0]]]))
+    return weights, (*offsets[crossing[0]].tolist(), int(edges[next_edge[crossing[0]]]))

@@ -23,7 +23,7 @@ def needed_rows(sharding: NamedSharding, shape: tuple[int, int, int]) -> list[tu
     needed = set()
     indices: Any = sharding.addressable_devices_indices_map(shape)
     for index in indices.values():
-        micro_batches, rows = (range(size)[part] for size, part in zip(shape, index[:2]))
+        micro_batches, rows = (range(size)[bounds] for size, bounds in zip(shape, index[:2]))
         needed.update((i, j) for i in micro_batches for j in rows)
     return sorted(needed)
 
@@ -55,7 +55,7 @@ def batches(
         shape: (accum, rows_per_micro, seq_len): micro-batches of a batch, rows of a micro-batch over all devices,
             length of a row.
         sharding: sharding of an array of this shape.
-        start_row: the first row; it is the whole state of the data.
+        start_row: the first row. A run resumes from this number; the data has no other state.
         stop_row: no batch begins at or after this row; None: batches never end.
         data: reads num_workers and prefetch.
 
@@ -72,18 +72,18 @@ def batches(
 
     def read(first: int) -> dict[tuple[int, int], Row]:
         block = {(i, j): rows[first + i * shape[1] + j] for i, j in needed}
-        return block if devices == 1 else {place: deal_row(row, devices) for place, row in block.items()}
+        return block if devices == 1 else {position: deal_row(row, devices) for position, row in block.items()}
 
     # Grain's threads read blocks ahead and keep their order. Its own checkpoints are not used: a row number is enough.
-    firsts = grain.MapDataset.range(start_row, sys.maxsize if stop_row is None else stop_row, size)
+    first_rows = grain.MapDataset.range(start_row, sys.maxsize if stop_row is None else stop_row, size)
     # A thread makes one block at a time, so more threads than blocks ahead would be idle.
     options = grain.ReadOptions(min(data.num_workers, data.prefetch), data.prefetch)
-    for first, block in zip(firsts, firsts.map(read).to_iter_dataset(options)):
+    for first, block in zip(first_rows, first_rows.map(read).to_iter_dataset(options)):
         names = block[needed[0]]  # every row has the same columns, `place` among them if rows are dealt
-        batch = {name: _place(block, name, shape, sharding) for name in names}
+        batch = {name: _make_column(block, name, shape, sharding) for name in names}
         # int32, as jax has no int64 by default. Random bits only need rows of a step to have different numbers.
-        number = ((first + np.arange(size).reshape(shape[:2])) % 2**31).astype(np.int32)
-        batch["row"] = jax.make_array_from_callback(number.shape, row_sharding, number.__getitem__)
+        numbers = ((first + np.arange(size).reshape(shape[:2])) % 2**31).astype(np.int32)
+        batch["row"] = jax.make_array_from_callback(numbers.shape, row_sharding, numbers.__getitem__)
         yield first + size, batch
 
 
@@ -92,13 +92,13 @@ def _devices_of_a_row(sharding: NamedSharding) -> int:
     return shards(RULES.value.context, sharding.mesh)
 
 
-def _place(
+def _make_column(
     block: dict[tuple[int, int], Row], name: str, shape: tuple[int, int, int], sharding: NamedSharding
 ) -> jax.Array:
     """Return a column of the batch as a sharded array, made of the rows that this process has read."""
 
     def part(index: Any) -> np.ndarray:
-        micro_batches, rows = (range(size)[part] for size, part in zip(shape, index[:2]))
+        micro_batches, rows = (range(size)[bounds] for size, bounds in zip(shape, index[:2]))
         # Called for each device: replicas stack the same rows again, but these were read once.
         return np.stack([np.stack([block[i, j][name][index[2]] for j in rows]) for i in micro_batches])
 

@@ -71,12 +71,12 @@ class Scheme:
         return name
 
 
-def read_scheme(folder: Path, described: Mapping[str, Any] | None = None) -> Scheme | None:
+def read_scheme(folder: Path, model_config: Mapping[str, Any] | None = None) -> Scheme | None:
     """Determine how the weights of a Hugging Face folder are quantized, from its config.json and its files' headers.
 
     Args:
         folder: the Hugging Face folder.
-        described: the config.json to use instead of the folder's; None: the folder's.
+        model_config: the config.json to use instead of the folder's; None: the folder's.
 
     Returns:
         None if config.json has no quantization_config, or names MXFP4, which quant.format='mxfp4' keeps unchanged.
@@ -85,7 +85,7 @@ def read_scheme(folder: Path, described: Mapping[str, Any] | None = None) -> Sch
         UserError: the scheme is not supported; a tensor that a quantized weight needs is missing or has the wrong
             dtype; the blocks do not divide a weight.
     """
-    config = (read_config(folder) if described is None else described).get("quantization_config")
+    config = (read_config(folder) if model_config is None else model_config).get("quantization_config")
     if config is None:
         return None
     if isinstance(config, dict) and config.get("quant_method") == "mxfp4":
@@ -145,13 +145,13 @@ def read_quantized(
         if not scheme.modules.issuperset(modules):
             raise ValueError(f"{sorted(set(modules) - scheme.modules)} are not quantized")
         if scheme.options.format in ("nf4", "fp4"):
-            offsets[name] = [_checked_offset(scheme.options, module, array, sources) for module in modules]
+            offsets[name] = [_read_offset(scheme.options, module, array, sources) for module in modules]
         for ending, tensor in _tensors(scheme.options).items():
             if tensor.field is not None:
                 leaf = getattr(array, tensor.field)
                 lead = array.codes.ndim - 2
                 target = Target(leaf.shape, leaf.dtype, leaf.sharding, tuple(map(Place, weights)), lead)
-                parts = [_part(f"{module}.{ending}", tensor, leaf.shape[lead:], sources) for module in modules]
+                parts = [_open_part(f"{module}.{ending}", tensor, leaf.shape[lead:], sources) for module in modules]
                 leaves[name, tensor.field] = target, parts
     log.info(
         "%d weights are %s in the checkpoint and keep that format; activations are not quantized, even if the "
@@ -162,15 +162,17 @@ def read_quantized(
     # After the checks of the headers, because this reads the files from beginning to end.
     check_content(sources.values())
     chunk_bytes = choose_chunk_bytes(target for target, _ in leaves.values())
-    read = {name: {} for name in targets}
+    fields = {name: {} for name in targets}
     for (name, field), (target, parts) in leaves.items():
-        read[name][field] = fill(target, parts, chunk_bytes)
+        fields[name][field] = fill(target, parts, chunk_bytes)
     for name, (array, _) in targets.items():
         # An offset is a number in the JSON, not a tensor that `fill` could read.
         if array.offset is not None:
             values = np.asarray(offsets[name], np.float32).reshape(array.offset.shape)
-            read[name]["offset"] = jax.make_array_from_callback(values.shape, array.offset.sharding, values.__getitem__)
-    return {name: replace(array, **read[name]) for name, (array, _) in targets.items()}
+            fields[name]["offset"] = jax.make_array_from_callback(
+                values.shape, array.offset.sharding, values.__getitem__
+            )
+    return {name: replace(array, **fields[name]) for name, (array, _) in targets.items()}
 
 
 def _check_config(file: Path, config: Any) -> None:
@@ -380,7 +382,7 @@ class _Part:
             raise UserError(f"{self.source.file}: {self.name} holds {error}; {_WAY_OUT}") from error
 
 
-def _part(name: str, tensor: _Tensor, shape: tuple[int, ...], sources: Mapping[str, TensorSource]) -> _Part:
+def _open_part(name: str, tensor: _Tensor, shape: tuple[int, ...], sources: Mapping[str, TensorSource]) -> _Part:
     source, size = sources[name], math.prod(shape)
     if tensor.words:
         # Words are little-endian and the first code is in the lowest bits, so the bytes hold the codes in order, two
@@ -418,7 +420,7 @@ def _read_state(name: str, sources: Mapping[str, TensorSource]) -> tuple[QuantOp
     return QuantOptions(format=kind, block_size=int(block_size), double_quant=offset is not None), shape, offset
 
 
-def _checked_offset(
+def _read_offset(
     options: QuantOptions, module: str, array: QuantizedArray, sources: Mapping[str, TensorSource]
 ) -> float | None:
     """Return the offset of a weight's scales. Raises UserError if its shape is wrong or one of its tables unknown."""

@@ -395,7 +395,7 @@ def test_a_dataset_from_python_is_read_once_and_then_only_where_it_was_given(tmp
     path = config_of("qwen_lora:my/model", data={"datasets": made}).data.datasets[0].path
     tokenizer, cache = byte_tokenizer(tmp_path), tmp_path / "cache"
     first = tokenize((Dataset(path=path),), tokenizer, cache)
-    monkeypatch.setattr(in_memory, "_GIVEN", {})
+    monkeypatch.setattr(in_memory, "_REGISTRY", {})
     assert tokenize((Dataset(path=path),), tokenizer, cache).key == first.key
     with pytest.raises(UserError, match=r"data: python:Dataset-\w+ was given from Python, and this process does not"):
         tokenize((Dataset(path=path, samples=1),), tokenizer, cache)

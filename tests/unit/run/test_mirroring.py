@@ -40,7 +40,7 @@ def fetch_steps(config, name="there") -> list[int]:
     with mirror_sync.mirror_run(moved, folder) as mirror:
         checkpoints = CheckpointManager(folder.checkpoints, 1, mirror)
         mirror_sync.fetch(moved, folder, mirror, checkpoints)
-        mirror_sync.begin(moved, mirror)
+        mirror_sync.remove_overwritten(moved, mirror)
         return checkpoints.steps()
 
 
