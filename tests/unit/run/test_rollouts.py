@@ -67,7 +67,7 @@ def test_steps_without_any_reward_end_the_run(tmp_path, monkeypatch):
     def make(trained, frozen, prompts, numbers):
         return rollouts.Rollout(prompts, FOUND[:2], [""] * 2, {}, np.full(2, next(rewards)))
 
-    program = SimpleNamespace(model=SimpleNamespace(linears=None))
+    program = SimpleNamespace(model=SimpleNamespace(graph=None, linears=None))
     step = rollouts.make_rollout_step(config, program, make, lambda state, *_: (state, {}), tmp_path)  # pyright: ignore
     state, batch = SimpleNamespace(trained={}), PromptBatch([Prompt("", [1], {})], 0)
     for _ in range(3):
