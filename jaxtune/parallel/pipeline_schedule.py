@@ -141,11 +141,14 @@ def from_one(x: Array, is_own: Bool[Array, ""]) -> Array:
 
     The bits are summed as integers, because XLA on CPUs cannot sum bfloat16 over an axis if only that axis is manual.
     """
-    # The bitcast folds the last axis into a 32-bit word. All stages but one add zeros, so the sum of the words has the
-    # bits of x.
-    as_words = jnp.reshape(jnp.where(is_own, x, 0), (*x.shape[:-1], -1, 4 // x.dtype.itemsize))
-    words = jax.lax.psum(jax.lax.bitcast_convert_type(as_words, jnp.uint32), "stage")
-    return jnp.reshape(jax.lax.bitcast_convert_type(words, x.dtype), x.shape)
+    own = jnp.where(is_own, x, 0)
+    if x.dtype.itemsize < 4:  # the bitcast folds the last axis into a 32-bit word
+        own = jnp.reshape(own, (*x.shape[:-1], -1, 4 // x.dtype.itemsize))
+    # All stages but one add zeros, so the sum of the words has the bits of x.
+    words = jax.lax.psum(jax.lax.bitcast_convert_type(own, jnp.uint32), "stage")
+    values = jax.lax.bitcast_convert_type(words, x.dtype)
+    # Without a fold there is no reshape: with one row, it would lose how the axis of rows is sharded.
+    return values if x.dtype.itemsize == 4 else jnp.reshape(values, x.shape)
 
 
 def by_stage(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

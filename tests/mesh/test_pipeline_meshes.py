@@ -19,6 +19,7 @@ from jaxtune.models.parameters import randomize
 from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions, ParallelOptions
+from jaxtune.precision.options import PrecisionOptions
 from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.describe import describe_pipeline
@@ -71,6 +72,14 @@ def test_a_run_goes_on_with_other_stages_and_evaluates_as_one_device(tmp_path):
         losses = [np.array([row[key] for row in rows if key in row]) for rows in (expected, found)]
         assert len(losses[0]) == {"loss": 12, "eval_loss": 3}[key]
         np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+
+
+def test_a_step_of_one_row_in_float32_is_traced():
+    """Its axis of rows has size 1 on every device."""
+    config = config_of(Case(""), MeshOptions(fsdp=1, stage=2), TrainOptions(micro_batch_size=1), False)
+    config = dataclasses.replace(config, precision=PrecisionOptions("fp32"))
+    program = assemble(read_base(config), config, make_mesh(config.mesh, jax.devices()[:2]))
+    assert jax.jit(program.step).trace(*program.arguments)
 
 
 def test_more_stages_than_layers_are_refused():
