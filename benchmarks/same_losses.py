@@ -131,17 +131,18 @@ def run(checkout: Path, home: Path, name: str, recipe: str, options: dict, devic
 
 
 def run_resumed(checkouts: dict[str, Path], work: Path) -> dict[str, list[tuple]]:
-    """Train four steps with the earlier version, then resume with each version for four more."""
+    """Train four steps with the earlier version, then resume with each version for four more, from the same model."""
     options = {"train.max_steps": 4, "lora.dropout": 0.1, "optim.schedule": "constant", "eval.steps": 0}
-    run(checkouts["before"], work / "before", "half", "qwen_lora.py", options, 1, 1)
+    home = work / "before"
+    run(checkouts["before"], home, "half", "qwen_lora.py", options, 1, 1)
     numbers = {}
     for side, checkout in checkouts.items():
-        folder = work / side / "runs" / "resumed"
-        if not folder.exists():
-            shutil.copytree(work / "before" / "runs" / "half", folder)
-            (folder / "done").unlink()
-        numbers[side] = run(checkout, work / side, "resumed", "qwen_lora.py", options | {"train.max_steps": 8}, 1, 1)
-        assert "resumed from step 4" in (work / side / "resumed.log").read_text()
+        name = f"resumed-{side}"
+        if not (home / "runs" / name).exists():
+            shutil.copytree(home / "runs" / "half", home / "runs" / name)
+            (home / "runs" / name / "done").unlink()
+        numbers[side] = run(checkout, home, name, "qwen_lora.py", options | {"train.max_steps": 8}, 1, 1)
+        assert "resumed from step 4" in (home / f"{name}.log").read_text()
     return numbers
 
 
