@@ -5,13 +5,10 @@ The options are made from `LOSSES`, so this file is imported without jax.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from jaxtyping import Array
-
-    from jaxtune.objectives.options import PreferenceOptions
-    from jaxtune.objectives.preference import Pairs
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,11 @@ def losses_with(has: Callable[[PreferenceLoss], bool]) -> tuple[str, ...]:
     return tuple(name for name, loss in LOSSES.items() if has(loss))
 
 
-def loss_of_pairs(pairs: "Pairs", o: "PreferenceOptions") -> "Array":
-    """Return the loss of each pair, (rows, pairs)."""
+def loss_of_pairs(pairs: Any, o: Any) -> "Array":
+    """Return the loss of each pair, (rows, pairs).
+
+    pairs: `preference.Pairs`. o: `options.PreferenceOptions`, which is made from `LOSSES` and so not imported here.
+    """
     import jax
     import jax.numpy as jnp
     from jax.nn import log_sigmoid, relu, sigmoid
