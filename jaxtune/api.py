@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,6 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-import jaxtune
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config import keys
 from jaxtune.config.loading import as_dict, from_text, to_plain
@@ -64,7 +64,7 @@ def train(recipe: str | Path | Config | ConfigDict, *, dialect: str | None = Non
 
 # Importing the module jaxtune.train has given the package an attribute of this name: the module. Callers want the
 # function.
-jaxtune.train = train
+sys.modules["jaxtune"].train = train
 
 
 def config_of(recipe: str | Path | Config | ConfigDict, *, dialect: str | None = None, **sections: Any) -> Config:

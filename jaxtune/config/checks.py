@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from jaxtune.config.option_rules import find_broken_rules
 from jaxtune.config.schema import Config
-from jaxtune.data.options import check_chat, check_data, check_types
+from jaxtune.data_options import check_chat, check_data, check_types
 from jaxtune.lora.options import check_lora
 from jaxtune.models.options import check_attention
 from jaxtune.objectives.options import check_distill, check_preference, check_rollout

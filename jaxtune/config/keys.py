@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union
 
 from jaxtune.config.schema import Config
-from jaxtune.data.options import READ_BY_TYPE, Dataset
+from jaxtune.data_options import READ_BY_TYPE, Dataset
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from jaxtune.data.options import ChatOptions, DataOptions, Dataset
+from jaxtune.data_options import ChatOptions, DataOptions, Dataset
 from jaxtune.errors import hide_secrets, shorten
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models.options import AttentionOptions, ExpertsOptions

@@ -23,7 +23,7 @@ ROOMS = (
 # Other modules are layers above, or need more packages than a bare GPU machine has.
 MAY_USE = {"errors", "option_field", "config.schema", *(room.removesuffix(".py").replace("/", ".") for room in ROOMS)}
 NO_COMMANDS = {"__init__", "__main__", "columns", "command", "command_flags", "errors", "hlo", "json_file"}
-NO_COMMANDS |= {"api", "interrupt", "option_field", "terminal", "tokenizer_type"}
+NO_COMMANDS |= {"api", "data_options", "interrupt", "option_field", "terminal", "tokenizer_type"}
 COMMANDS = {path.stem for path in (ROOT / "jaxtune").glob("*.py")} - NO_COMMANDS
 
 
@@ -31,7 +31,7 @@ COMMANDS = {path.stem for path in (ROOT / "jaxtune").glob("*.py")} - NO_COMMANDS
 FLOORS = (
     *("errors", "interrupt", "json_file", "columns", "hlo", "terminal", "option_field", "tokenizer_type"),
     *("parallel", "quant", "precision", "models", "objectives", "lora", "optim"),
-    *("data.options", "config", "checkpoint", "hf", "monitor"),
+    *("data_options", "config", "checkpoint", "hf", "monitor"),
     *("data.chat", "data.reading", "data.formats", "data.cache", "data.rows", "data"),
     *("host", "weights", "training", "inference", "exports", "scoring", "rollout", "evaluation", "run", "plan"),
 )

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxtune.data.chat.encoding import Span
 from jaxtune.data.chat.messages import ROLES, Message
-from jaxtune.data.options import MESSAGE_SELECTIONS, ChatOptions
+from jaxtune.data_options import MESSAGE_SELECTIONS, ChatOptions
 
 Patterns = tuple[tuple[str, float], ...]
 """(regular expression, factor of the weight of matching text)."""

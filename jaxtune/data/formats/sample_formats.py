@@ -16,7 +16,7 @@ from jaxtune.data.formats import preferences
 from jaxtune.data.formats.dialects import HISTORY, PROMPT_AND_COMPLETION, QUERIES_AND_ANSWERS, messages_in, read_history
 from jaxtune.data.formats.labels import label_number
 from jaxtune.data.formats.templates import columns_in, fill, fill_to, is_template
-from jaxtune.data.options import READ_BY_TYPE, TASK_TYPES, ChatOptions, Dataset
+from jaxtune.data_options import READ_BY_TYPE, TASK_TYPES, ChatOptions, Dataset
 from jaxtune.errors import UserError
 from jaxtune.tokenizer_type import Tokenizer
 

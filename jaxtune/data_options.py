@@ -1,4 +1,4 @@
-"""The options of sections `data` and `chat`, and of an entry of data.datasets."""
+"""The options of sections `data` and `chat`, and of an entry of data.datasets. The room `data` reads whole configs."""
 
 import dataclasses
 import re
