@@ -64,7 +64,7 @@ def train(recipe: str | Path | Config | ConfigDict, *, dialect: str | None = Non
 
 # Importing the module jaxtune.train has given the package an attribute of this name: the module. Callers want the
 # function.
-sys.modules["jaxtune"].train = train
+vars(sys.modules["jaxtune"])["train"] = train
 
 
 def config_of(recipe: str | Path | Config | ConfigDict, *, dialect: str | None = None, **sections: Any) -> Config:
@@ -137,7 +137,7 @@ class Run:
     def model(self) -> Path | None:
         """The Hugging Face folder or adapter that the run exported; None without an export."""
         folder = RunFolder(self.folder)
-        return folder.export if folder.exported else None
+        return folder.export if folder.is_exported else None
 
     def generate(
         self,

@@ -80,7 +80,7 @@ class Instruction:
         trip_count = self.attribute(r'"known_trip_count":\{"n":"(\d+)"')
         return None if trip_count is None else int(trip_count)
 
-    def called(self, key: str = "calls") -> str:
+    def called_name(self, key: str = "calls") -> str:
         """The name of the called computation, by attribute."""
         called = self.attribute(key + r"=%?([\w.\-]+)")
         assert called is not None, f"{self.name} has no {key}"
@@ -160,7 +160,7 @@ class Module:
                     total += user.bytes
                 elif user.opcode == "fusion":
                     for place in (place for place, operand in enumerate(user.operands) if operand == value.name):
-                        total += self.read(user.called(), self.parameters(user.called())[place])
+                        total += self.read(user.called_name(), self.parameters(user.called_name())[place])
                 elif not (first and user.opcode in ("dynamic-update-slice", "scatter")) and user.opcode not in _TUPLES:
                     return parameter.bytes
         return min(total, parameter.bytes)
@@ -179,7 +179,7 @@ class Module:
             if value.opcode == "tuple":
                 return sum(of(body[operand]) for operand in value.operands)
             if value.opcode == "fusion":
-                return self.written(value.called())
+                return self.written(value.called_name())
             return results(value)
 
         return of(root(body))

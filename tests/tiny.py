@@ -86,7 +86,7 @@ def numbered_documents(lengths, weights=None, continuous=True, sizes=None) -> Do
         skipped=0,
         notes=(),
     )
-    return Documents.joined([part])
+    return Documents.concatenate([part])
 
 
 def layer(window: int | None = None, intermediate: int = 32) -> Layer:

@@ -486,7 +486,7 @@ class DecoderLM(TemplateLM):
         )
         # Cut on the right: the last token of a text that fills its row is only a target, not an input.
         plain = DataOptions(seq_len=length, packing=False, shuffle=False, truncation="right", num_workers=0, prefetch=0)
-        rows = data.Rows(Documents.joined([part]), plain, 1, NEXT_TOKEN)
+        rows = data.Rows(Documents.concatenate([part]), plain, 1, NEXT_TOKEN)
         shape = (1, self._rows(len(texts), length), length)
         sharding = jax.NamedSharding(self._mesh, P(None, *by_token()))
         opened, first = self._opened, 0

@@ -78,7 +78,7 @@ class RunFolder:
         return self.path / "merged"
 
     @property
-    def exported(self) -> bool:
+    def is_exported(self) -> bool:
         """Whether `export` is complete and from the last step: its README is written last; a resumed run removes it."""
         return (self.export / "README.md").exists()
 

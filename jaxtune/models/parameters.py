@@ -145,7 +145,7 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
     """Return the decoder's graph, for `bind`, and every parameter by its dotted name."""
     decoder, names = Decoder(spec), names_of(spec)
     # Modules declare one layer and one expert; the leading axes of stacks and experts are added here.
-    declared, adapted = _declarations(decoder), spec.adapted
+    declared, adapted = _declarations(decoder), spec.has_adapters
     inside = [
         (f"stacks.{number}.blocks.{position}.", tuple(stack.layer_numbers(position)), layer, stack.stages > 1)
         for number, stack in enumerate(spec.stacks)

@@ -331,7 +331,7 @@ class ModelSpec:
         return stacks(self.layers, self.stages, self.chunks)
 
     @property
-    def adapted(self) -> bool:
+    def has_adapters(self) -> bool:
         """Whether any parameter has an adapter."""
         return any(treatment.adapter is not None for layer in self.layers for _, treatment in layer.treatments)
 

@@ -103,7 +103,7 @@ def contents(records: Sequence[Record], defaults: Mapping[str, Any], most: int =
         "totals": _table([_totals(record) for record in records]),
         "counts": _table([record.counts for record in records]),
         "step_times": [
-            {"run": run, "rows": record.step_time.rows(), "said": record.step_time.said()}
+            {"run": run, "rows": record.step_time.rows(), "said": record.step_time.caption()}
             for run, record in enumerate(records)
             if record.step_time is not None
         ],

@@ -38,7 +38,7 @@ class StopRequest:
         self._previous: dict[int, Any] = {}  # handlers before this context
         self._agreement: jax.Array | None = None  # from the previous step
 
-    def requested(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether this process got a stop request. Other processes may not have: to act on requests, use `agree`."""
         return self._wished.is_set()
 
@@ -48,7 +48,7 @@ class StopRequest:
         With several processes, the answer is from the requests of the previous call, so that no step waits for
         communication.
         """
-        request = StopReason.STOP if self.requested() else StopReason.END if end else StopReason.NOTHING
+        request = StopReason.STOP if self.is_requested() else StopReason.END if end else StopReason.NOTHING
         if jax.process_count() == 1:
             return request
         before, self._agreement = self._agreement, _largest_request(request)

@@ -114,7 +114,7 @@ class StepTime:
         sums = [sum(times.get(phase, 0.0) for times in self.parts.values()) for phase in phases]
         return [*rows, ["all", *(f"{value:.2f}" for value in sums), f"{total:.2f}", "100%", "-"]]
 
-    def said(self) -> str:
+    def caption(self) -> str:
         """The table's caption: number of steps, device, and busy time."""
         steps = f"{self.steps} step{'s' * (self.steps > 1)}"
         return (
@@ -127,7 +127,7 @@ class StepTime:
         rows = self.rows()
         first, *others = (max(map(len, column)) for column in zip(*rows))
         lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
-        return "\n".join([*lines, self.said()])
+        return "\n".join([*lines, self.caption()])
 
     def write(self, file: Path) -> None:
         """Write JSON."""

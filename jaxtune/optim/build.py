@@ -67,7 +67,7 @@ class Trained(NamedTuple):
     on_host: bool = False
     rate: float = 1.0
 
-    def joined(self, leaf: Array) -> Array:
+    def merge_lead(self, leaf: Array) -> Array:
         """Merge the leading axes (layers, experts), because rules have only one; experts first if they are sharded."""
         if len(self.lead) < 2 or not leaf.ndim:
             return leaf
@@ -76,8 +76,8 @@ class Trained(NamedTuple):
         leaf = leaf if experts is None else jnp.moveaxis(leaf, 1, 0)
         return jnp.reshape(leaf, (-1, *leaf.shape[2:]), out_sharding=jax.P(experts, *rest))
 
-    def parted(self, leaf: Array) -> Array:
-        """Split the leading axis again, the inverse of `joined`."""
+    def split_lead(self, leaf: Array) -> Array:
+        """Split the leading axis again, the inverse of `merge_lead`."""
         if len(self.lead) < 2 or not leaf.ndim:
             return leaf
         experts, *rest = jax.typeof(leaf).sharding.spec
@@ -160,7 +160,7 @@ def build(
 
 
 def _initial_state(rule: Rule, properties: Trained, moment_dtype: DTypeLike, parameter: Array) -> RuleState:
-    parameter = properties.joined(parameter)
+    parameter = properties.merge_lead(parameter)
 
     def as_stored(leaf: Array, parameter: Array) -> Array:
         is_moment = leaf.shape == parameter.shape and leaf.dtype == jnp.float32
@@ -174,14 +174,14 @@ def _initial_state(rule: Rule, properties: Trained, moment_dtype: DTypeLike, par
         return jax.tree.map(lambda leaf: in_its_memory(as_stored(leaf, parameter)), state)
 
     if properties.lead and (properties.on_host or is_on_host(parameter)):
-        return jax.tree.map(properties.parted, jax.lax.map(first, parameter))
+        return jax.tree.map(properties.split_lead, jax.lax.map(first, parameter))
     if rule.by_layer and properties.lead:
         # The initial state of such a rule does not depend on values: one layer of zeros gives it for all.
         of_layer = rule.init(_zeros_of_a_layer(parameter))
         state = jax.tree.map(lambda leaf: as_stored(_repeat(leaf, parameter), parameter), of_layer)
     else:
         state = first(parameter)
-    return jax.tree.map(properties.parted, state)
+    return jax.tree.map(properties.split_lead, state)
 
 
 def is_staged(parameter: Array) -> bool:
@@ -193,7 +193,7 @@ def _advance(
     rule: Rule, properties: Trained, before: Updated, gradient: Array, factors: Any, at: Any, step: UpdateInputs
 ) -> Updated:
     """Return the next parameter and state. at: count and rate. factors: factor on the rate, and weight decay."""
-    before, gradient = jax.tree.map(properties.joined, (before, gradient))
+    before, gradient = jax.tree.map(properties.merge_lead, (before, gradient))
     its_at = Hyperparameters(*at, *(properties.in_order(factor, gradient) for factor in factors))
     offloaded = any(map(is_on_host, jax.tree.leaves((before, gradient))))
     if properties.lead and (offloaded or (rule.by_layer and rule.whole is None)):
@@ -201,7 +201,7 @@ def _advance(
     else:
         arguments = to_device(before), to_device(gradient), its_at, step
         after = apply_rule(rule, *arguments) if rule.whole is None else rule.whole(*arguments, bool(properties.lead))
-    return jax.tree.map(properties.parted, jax.tree.map(put_like, after, before))
+    return jax.tree.map(properties.split_lead, jax.tree.map(put_like, after, before))
 
 
 def _zeros_of_a_layer(stacked: Array) -> Array:

@@ -104,7 +104,7 @@ def _read(module: Module, computation: str, count: int, phase: str, program: Lau
         else:
             place, work = body, instruction
             if instruction.opcode == "async-start":
-                place = module.computations[instruction.called()]
+                place = module.computations[instruction.called_name()]
                 work = next(inner for inner in place.values() if inner.opcode not in FREE)
             launch = _launch(module, work, place, count, own_phase, instruction.opcode.endswith("-start"))
             for other in started.values():
@@ -127,12 +127,12 @@ def _read_loop(module: Module, loop: Instruction, count: int, around: str, progr
     # XLA runs a loop of known trip count without the host. Otherwise the host reads the condition in each iteration.
     if known is None:
         program.syncs += trips * count
-    body = loop.called("body")
+    body = loop.called_name("body")
     if phase == "forward" and around != "forward":
         program.residuals += _residual_bytes(module.computations[body], trips)
     _read(module, body, count * trips, phase, program)
     if known is None:
-        _read(module, loop.called("condition"), count * trips, phase, program)
+        _read(module, loop.called_name("condition"), count * trips, phase, program)
 
 
 def _residual_bytes(body: Computation, trips: int) -> float:
@@ -151,11 +151,11 @@ def _residual_bytes(body: Computation, trips: int) -> float:
 def _longest(module: Module, instruction: Instruction) -> str:
     """The computation that a call runs; for a conditional, the branch with the most instructions."""
     if instruction.opcode == "call":
-        return instruction.called("to_apply")
+        return instruction.called_name("to_apply")
     branches = instruction.attribute(r"branch_computations=\{([^}]*)\}")
     names = re.findall(r"%([\w.\-]+)", branches or "") or [
-        instruction.called("true_computation"),
-        instruction.called("false_computation"),
+        instruction.called_name("true_computation"),
+        instruction.called_name("false_computation"),
     ]
     return max(names, key=lambda name: len(module.computations[name]))
 
@@ -178,7 +178,7 @@ def _launch(
 ) -> Launch:
     work, place, inner = instruction, body, None
     if instruction.opcode in ("fusion", "fusion-start"):
-        inner = instruction.called()
+        inner = instruction.called_name()
         parameters = module.parameters(inner)
         reads = [(name, module.read(inner, p)) for name, p in zip(instruction.operands, parameters)]
         written = module.written(inner)

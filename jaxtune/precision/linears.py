@@ -74,7 +74,7 @@ class Linears:
                 scales[name] = jnp.where(step < self.online_steps, 0.0, scales[name])
         return scales
 
-    def extended(self, amax: Amax, found: dict[str, Array], finite: Array) -> Amax:
+    def extend_history(self, amax: Amax, found: dict[str, Array], finite: Array) -> Amax:
         """Return the history with this step's amax in place of the oldest, or unchanged if the step was not finite."""
         return {
             name: jnp.where(finite, jnp.concatenate([found[name][..., None], history[..., :-1]], axis=-1), history)
@@ -96,7 +96,7 @@ class Linears:
         plain = {name: weights[name] for name in self.parameters if isinstance(weights[name], jax.Array)}
         return {name: one(weight, self.parameters[name].matrix_axes) for name, weight in plain.items()}
 
-    def wrapped(
+    def wrap_weights(
         self, weights: Mapping[str, Any], operands: Mapping[str, Operands], scales: Mapping[str, Array]
     ) -> dict[str, Any]:
         """Return all weights, with a `LowPrecision` in place of each that is multiplied in low precision."""

@@ -335,7 +335,7 @@ def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -
     # The step is compiled for one row per completion: no packing.
     plain = dataclasses.replace(config.data, packing=False, shuffle=False, num_workers=0, prefetch=0)
     columns: tuple[Column, ...] = tuple(c for c in program.objective.columns if c != OLD_LOG_PROB)
-    rows = data.Rows(Documents.joined([part]), plain, 1, columns)
+    rows = data.Rows(Documents.concatenate([part]), plain, 1, columns)
     like = program.batch[TOKENS.name]
     (_, batch), *_ = data.batches(rows, like.shape, like.sharding, 0, len(tokens), plain)
     return batch

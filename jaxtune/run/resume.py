@@ -54,7 +54,7 @@ class Saved:
         """Whether the checkpoint holds the optimizer's state."""
         return self.record["config"]["ckpt"].get("save_optimizer", True)
 
-    def finished(self, total_steps: int) -> bool:
+    def is_finished(self, total_steps: int) -> bool:
         """Whether the run of the checkpoint is complete."""
         return self.record["step"] >= total_steps or (self.step is None and bool(self.record.get("ended")))
 
@@ -263,7 +263,7 @@ def is_complete(
     """
     check_same(saved.record, record, model, feed)
     check_length(saved, feed.total_steps)
-    if not saved.finished(feed.total_steps) or (config.export.at_end and not folder.exported):
+    if not saved.is_finished(feed.total_steps) or (config.export.at_end and not folder.is_exported):
         return False
     why = f"; {saved.record['ended']}" if saved.record.get("ended") else ""
     log.info("this run is finished: %s, in %s%s", saved.progress(config.train, feed.total_steps), folder.path, why)

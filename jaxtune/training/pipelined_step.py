@@ -146,7 +146,7 @@ class Pipeline:
         """On a stage: run x through one of its chunks, whose parameters are `part`."""
         weights = {**part.frozen, **part.trained}
         if self.linears is not None:
-            weights = self.linears.wrapped(weights, part.operands, part.scales)
+            weights = self.linears.wrap_weights(weights, part.operands, part.scales)
         call = self.call._replace(noise=noise_of(micro, key))
         return run_chunk(bind(self.graph, weights), chunk, x, self.spec, micro, call)
 

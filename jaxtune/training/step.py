@@ -267,7 +267,7 @@ def prepare_weights(
         return lambda trained, _: {**frozen, **trained}, {}
     operands = linears.operands({**frozen, **trained})
     scales = linears.scales(scaling.amax, jnp.asarray(step))
-    return lambda trained, scales: linears.wrapped({**frozen, **trained}, operands, scales), scales
+    return lambda trained, scales: linears.wrap_weights({**frozen, **trained}, operands, scales), scales
 
 
 def make_train_step(
@@ -326,7 +326,7 @@ def make_train_step(
             metrics |= {"loss_scale": scaling.loss.scale, "skipped_steps": new_scale.skipped_steps}
             scaling = scaling._replace(loss=new_scale)
         if recipe.linears is not None:
-            scaling = scaling._replace(amax=recipe.linears.extended(scaling.amax, summed.amax, taken))
+            scaling = scaling._replace(amax=recipe.linears.extend_history(scaling.amax, summed.amax, taken))
         reference = state.reference
         if reference and options.reference_update_steps:
             due = (state.step + 1) % options.reference_update_steps == 0

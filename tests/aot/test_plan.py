@@ -81,7 +81,7 @@ def test_a_stack_that_is_not_filled_with_zeros_is_written_whole():
     loops = [(c, i) for c in module.computations.values() for i in c.values() if i.opcode == "while"]
     unfilled = 0
     for computation, loop in loops:
-        start, body = computation[loop.operands[0]], loop.called("body")
+        start, body = computation[loop.operands[0]], loop.called_name("body")
         for before, after in zip(start.operands, root(module.computations[body]).operands):
             if computation[before].target == "AllocateBuffer":
                 unfilled += 1
@@ -97,7 +97,7 @@ def update_of(module, computation, name):
     value, index = body[name], 0
     while value.opcode != "dynamic-update-slice":
         if value.opcode in ("fusion", "fusion-start"):
-            body = module.computations[value.called()]
+            body = module.computations[value.called_name()]
             value = root(body)
         elif value.opcode == "tuple":
             value = body[value.operands[index]]

@@ -48,7 +48,7 @@ with StopRequest() as stop:
     for step in range(6):
         if step == 2 and jax.process_index() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-            while not stop.requested():
+            while not stop.is_requested():
                 time.sleep(0.01)
         answers.append(stop.agree().name)
 multihost.agree({"jax": "0.10.2", "train.seed": "0"})
@@ -63,7 +63,8 @@ try:
     process.on_main(refuse)
 except UserError as error:
     print("REFUSED", error)
-print("RESULT", jax.process_count(), jax.device_count(), multihost.is_main(), float(total), stop.requested(), answers)
+counts = jax.process_count(), jax.device_count()
+print("RESULT", *counts, multihost.is_main(), float(total), stop.is_requested(), answers)
 """
 
 

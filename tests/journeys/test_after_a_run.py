@@ -42,7 +42,7 @@ def test_a_profile_says_where_the_time_of_a_step_went(adapter):
     assert step_time.steps == 1 and {"attention", "feed-forward", "adapters", "optimizer"} <= set(step_time.parts)
     assert step_time.text() in (adapter / "run.log").read_text()
     call("jaxtune.report", adapter)
-    assert step_time.said() in (adapter / "report.html").read_text()
+    assert step_time.caption() in (adapter / "report.html").read_text()
 
 
 def test_the_adapter_that_training_has_just_printed_generates_on_its_base(adapter):

@@ -97,7 +97,7 @@ def tokenize(
     """
     shaping = hash_shaping(tokenizer, on_bad_row, labels, chat)
     if cache_only:
-        return Documents.joined([_last_made(entry, cache_dir, shaping) for entry in entries])
+        return Documents.concatenate([_last_made(entry, cache_dir, shaping) for entry in entries])
     loaded = []
     for source, entry, folder, source_notes in _find_sources(entries, tokenizer, cache_dir, shaping):
         if folder.exists() and not manifest.verify(folder):  # without the lock, so that processes verify concurrently
@@ -119,7 +119,7 @@ def tokenize(
                 tokeniser = Tokeniser(entry, tokenizer, labels, chat)
                 _write(folder, parts, source, tokeniser, on_bad_row, num_proc, _request(entry, shaping), source_notes)
             loaded.append(token_cache.load(folder))
-    return Documents.joined(loaded)
+    return Documents.concatenate(loaded)
 
 
 def prepare_shard(

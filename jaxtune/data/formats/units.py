@@ -82,7 +82,7 @@ class Documents:
     chosen: Int64[np.ndarray, "units"]
 
     @classmethod
-    def joined(cls, parts: Iterable[TokenisedDataset]) -> "Documents":
+    def concatenate(cls, parts: Iterable[TokenisedDataset]) -> "Documents":
         """Return all documents of the parts, one part after the other."""
         parts = tuple(parts)
         return cls(parts, np.arange(sum(len(part.units) - 1 for part in parts)))

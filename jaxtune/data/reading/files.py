@@ -41,11 +41,11 @@ class File:
     @property
     def kind(self) -> str:
         """The suffix that names the format, without a suffix of compression: `.jsonl` for `a.jsonl.gz`."""
-        return (self._path.with_suffix("") if self.compressed else self._path).suffix.lower()
+        return (self._path.with_suffix("") if self.is_compressed else self._path).suffix.lower()
 
     def open(self) -> BinaryIO:
         """Open the file; the content is decompressed if the suffix names a compression."""
-        if not self.compressed:
+        if not self.is_compressed:
             return self.raw()
         import pyarrow  # unlike other readers it reads several frames as one stream, and fails if a frame is cut off
 
@@ -53,7 +53,7 @@ class File:
         return io.BufferedReader(pyarrow.input_stream(self.raw(), compression=codec))
 
     @property
-    def compressed(self) -> bool:
+    def is_compressed(self) -> bool:
         """Whether `open` decompresses the file."""
         return self._path.suffix.lower() in _COMPRESSED
 

@@ -94,8 +94,8 @@ def _too_large(where: str, what: str, entry: Dataset) -> UserError:
 def _whole(file: File, entry: Dataset) -> bytes:
     """Return the content of a file. Raises UserError if it decompresses to more than max_sample_bytes."""
     with file.open() as stream:
-        content = stream.read(entry.max_sample_bytes + 1 if file.compressed else -1)
-    if file.compressed and len(content) > entry.max_sample_bytes:
+        content = stream.read(entry.max_sample_bytes + 1 if file.is_compressed else -1)
+    if file.is_compressed and len(content) > entry.max_sample_bytes:
         raise _too_large(file.name, "the decompressed file", entry)
     return content
 

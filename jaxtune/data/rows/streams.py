@@ -127,7 +127,7 @@ class Stream:
             if self._tokenisers[0].entry.type == "unpaired_preference":
                 units = list(add_mismatched_answers(units, name))
             part = token_cache.gather_units(units, name, self._tokenisers[0].columns)
-            documents = Documents.joined([part])
+            documents = Documents.concatenate([part])
             refuse_unknown_tokens(documents, self._tokenizer, self._vocabulary)
             # Each window has its own order. It is one epoch of `Rows`, so the seed distinguishes windows.
             window_data = dataclasses.replace(data, seed=data.seed + place["window"])

@@ -62,7 +62,7 @@ def test_values_of_several_numbers_stand_where_their_token_is_the_target(lengths
     first, second = (numbered_documents(each).parts[0] for each in lengths)
     count = len(first.values["tokens"])
     second = replace(second, values=second.values | {"tokens": second.values["tokens"] + count})
-    documents = Documents.joined([first, second])
+    documents = Documents.concatenate([first, second])
     documents = documents if held_out is None else hold_out(documents, held_out, seed=1)[0]
     numbers = np.arange(count + len(second.values["tokens"]), dtype=np.int32)
     column = Column("wide", np.int32, width=2, padding=-1)
@@ -188,7 +188,7 @@ def test_a_document_with_a_label_is_cut_and_never_split_and_its_last_token_is_kn
     documents = numbered_documents([3, 2 * SEQ_LEN, 1], weights=[np.zeros(n) for n in (3, 2 * SEQ_LEN, 1)])
     (part,) = documents.parts
     values = {**part.values, "label": np.array([2, 0, 1], np.float32)}
-    documents = Documents.joined([replace(part, columns={**part.columns, "label": label}, values=values)])
+    documents = Documents.concatenate([replace(part, columns={**part.columns, "label": label}, values=values)])
     rows = Rows(documents, DataOptions(seq_len=SEQ_LEN, shuffle=False), 1, LABELLED)
     by_first_token = {rows[i]["tokens"][0]: rows[i] for i in range(rows.stop)}
     assert np.flatnonzero(by_first_token[1]["last"]).tolist() == [2, 3]

@@ -94,7 +94,7 @@ def store(folder):
 
 
 def test_columns_are_stored_and_stand_where_they_belong(tmp_path):
-    two_parts = Documents.joined([store(tmp_path / "a"), store(tmp_path / "b")])
+    two_parts = Documents.concatenate([store(tmp_path / "a"), store(tmp_path / "b")])
     assert two_parts.units.tolist() == [0, 2, 3, 5, 6] and two_parts.lengths.tolist() == [3] * 6
     _, half = hold_out(two_parts, 0.5, seed=0)
     for documents, rows_wanted in ((two_parts, 4), (half, 2)):
@@ -137,8 +137,8 @@ def test_the_key_tells_units_and_columns_apart_and_an_old_one_is_known(tmp_path)
         before.update(document.tokens.tobytes() + document.loss_weights.tobytes())
     before.update(np.array([3, 4, 5] * 2, np.int64).tobytes())
 
-    one, two = Documents.joined([parts["alone"]]), Documents.joined([parts["alone"]] * 2)
-    keys = {one.key, two.key, Documents.joined([parts["pairs"]]).key, before.hexdigest()}
+    one, two = Documents.concatenate([parts["alone"]]), Documents.concatenate([parts["alone"]] * 2)
+    keys = {one.key, two.key, Documents.concatenate([parts["pairs"]]).key, before.hexdigest()}
     assert len(keys) == 4
     assert two.has_key(two.key) and two.has_key(before.hexdigest()) and not two.has_key(one.key)
     assert one.has_key(one.key) and not one.has_key(before.hexdigest())

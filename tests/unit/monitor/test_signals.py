@@ -22,9 +22,9 @@ def wait_until(condition):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_first_signal_is_a_wish(number, capfd):
     with StopRequest() as stop:
-        assert not stop.requested() and not stop.agree()
+        assert not stop.is_requested() and not stop.agree()
         os.kill(os.getpid(), number)
-        wait_until(stop.requested)
+        wait_until(stop.is_requested)
         assert stop.agree()
         os.kill(os.getpid(), signal.SIGTERM)  # a scheduler may repeat it
         time.sleep(0.05)

@@ -49,15 +49,15 @@ def test_a_delayed_scale_fits_the_largest_of_the_last_amax_history_steps(one_dev
     np.testing.assert_array_equal(linears.scales(amax, jnp.int32(0))[name], np.ones((3, 2)))
     seen = []
     for largest in (1.0, 7.0, 3.0, 2.0):
-        amax = linears.extended(amax, {name: jnp.full((3, 2), largest)}, jnp.bool(True))
+        amax = linears.extend_history(amax, {name: jnp.full((3, 2), largest)}, jnp.bool(True))
         seen.append(np.asarray(linears.scales(amax, jnp.int32(9))[name]) * [448.0, 57344.0])
     np.testing.assert_allclose(seen, np.broadcast_to(np.reshape([1.0, 7.0, 7.0, 3.0], (4, 1, 1)), (4, 3, 2)), rtol=1e-6)
 
 
 def test_a_step_that_is_not_finite_leaves_the_history(one_device):
     linears, name = delayed_scales(amax_history=2)
-    amax = linears.extended(linears.initial_amax(), {name: jnp.ones((3, 2))}, jnp.bool(True))
-    after = linears.extended(amax, {name: jnp.full((3, 2), jnp.inf)}, jnp.bool(False))
+    amax = linears.extend_history(linears.initial_amax(), {name: jnp.ones((3, 2))}, jnp.bool(True))
+    after = linears.extend_history(amax, {name: jnp.full((3, 2), jnp.inf)}, jnp.bool(False))
     np.testing.assert_array_equal(after[name], amax[name])
 
 
