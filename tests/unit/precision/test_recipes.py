@@ -198,16 +198,19 @@ def test_backward_products_are_in_the_recipe_s_dtype(one_device, recipe):
 
 def test_gradients_are_summed_in_gradient_dtype(one_device):
     micro = make_batch(tokens(2, 8), one_device)
+    batch = jax.tree.map(lambda array: jnp.stack([array] * 3), micro)
 
-    def gradient(dtype, count):
-        """Sum over equal micro-batches, so that the partial sums of an element have one sign."""
+    def gradients(dtype, *counted):
+        """Return a gradient for each of `counted`, the weights of equal micro-batches, by one program."""
         precision = PrecisionOptions("fp32", gradient_dtype=dtype)
         program = assemble(Base(spec(layers=1)), Config(data=DataOptions(seq_len=8), precision=precision), one_device)
-        batch = jax.tree.map(lambda array: jnp.stack([array] * count), micro)
-        summed = jax.jit(program.gradients)(random_values(program.model.trained), {}, batch, jnp.int32(0))
-        return summed.gradients["embed.weight"]
+        compiled, values = jax.jit(program.gradients), random_values(program.model.trained)
+        weights = [batch["loss_weight"] * jnp.reshape(jnp.float32(which), (3, 1, 1)) for which in counted]
+        summed = [compiled(values, {}, {**batch, "loss_weight": one}, jnp.int32(0)) for one in weights]
+        return [each.gradients["embed.weight"] for each in summed]
 
-    one, exact, rounded = gradient("float32", 1), gradient("float32", 3), gradient("bfloat16", 3)
+    one, exact = gradients("float32", (1, 0, 0), (1, 1, 1))
+    (rounded,) = gradients("bfloat16", (1, 1, 1))
     assert exact.dtype == "float32" and rounded.dtype == "bfloat16"
     assert np.all(np.any(exact, axis=1)[: SPEC.vocabulary])
     np.testing.assert_allclose(exact, 3 * one, rtol=1e-6)
