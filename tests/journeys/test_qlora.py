@@ -49,6 +49,9 @@ def leads_to_an_adapter_and_a_merged_model(home: Path, folder: Path, format: str
         up = "model.layers.0.mlp.up_proj.weight"
         change = np.abs(file.get_tensor(up).astype(np.float32) - base.get_tensor(up)).max()
         assert 0 < change < 0.1  # of values around 0.02: quantization error and adapter
+        four = safe_open(home / f"{format}-four" / "model.safetensors", "numpy")
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            np.testing.assert_array_equal(four.get_tensor(name), file.get_tensor(name), name)
     assert "quantization_config" not in json.loads((merged / "config.json").read_text())
 
     torch = pytest.importorskip("torch", reason="loading the results needs torch (Python 3.11 here)")
