@@ -14,10 +14,6 @@ import lanes
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
-if jax.__version_info__ < (0, 11):
-    # XLA's older code generator for fused loops compiles in half the time. Later versions of XLA do not have it.
-    older = "--xla_cpu_use_fusion_emitters=false"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {older}".strip()
 
 
 # Run the slowest files first, so that the two workers finish together.
