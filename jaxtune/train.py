@@ -87,8 +87,9 @@ def _train(config: Config, folder: RunFolder, mirror: mirror_sync.Mirror | None,
         saved_remat = None if saved is None else saved.record.get("remat")
         program, compiled, record["remat"] = memory.compile_fitting_step(config, program, mesh, saved_remat)
     model = program.model
-    feed = add_scores(inputs, config, model, mesh, goodput)  # of a reference or a teacher: no step runs these
-    train_step, evaluate = step_functions(config, program, compiled, inputs._replace(feed=feed), mesh, folder, goodput)
+    inputs = add_scores(inputs, config, model, mesh, goodput)  # of a reference or a teacher: no step runs these
+    feed = inputs.feed
+    train_step, evaluate = step_functions(config, program, compiled, inputs, mesh, folder, goodput)
 
     # ---- weights and the optimizer's state: from the checkpoint, or initial ones ----
     with goodput.measure("weights" if saved is None else "restore"):

@@ -7,8 +7,8 @@
     python tests/lanes.py nightly --within=5       one file after another; none starts after 5 minutes
 
 The lanes and their minutes are in lanes.toml next to this file. Options that follow are passed to pytest. A test file
-may list the paths it covers in COVERS. Once it has passed, it is on record (passed.json) and runs again only after one
-of these paths has changed.
+may list the paths it covers in COVERS. Once it has passed, it is on record (passed.json) and runs again only after a
+covered path has changed.
 """
 
 import ast
@@ -28,8 +28,8 @@ ROOT = TESTS.parent
 PASSED = TESTS / "passed.json"
 # Folders that `pytest` without arguments leaves out, and how to run them.
 LEFT_OUT = {
-    "mesh": "several devices, 8 minutes: python tests/lanes.py mesh",
-    "hosts": "several processes, 4 minutes: python tests/lanes.py hosts",
+    "mesh": "several devices: python tests/lanes.py mesh",
+    "hosts": "several processes: python tests/lanes.py hosts",
     "aot": "steps and kernels compiled for GPUs that need not be there: pip install -e '.[aot]' && pytest tests/aot",
     "gpu": "on a GPU: pip install -e '.[cuda13]' && pytest -n 0 tests/gpu",
     "nightly": "long tests: python tests/lanes.py nightly",

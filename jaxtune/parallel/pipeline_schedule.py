@@ -147,7 +147,7 @@ def from_one(x: Array, is_own: Bool[Array, ""]) -> Array:
     # All stages but one add zeros, so the sum of the words has the bits of x.
     words = jax.lax.psum(jax.lax.bitcast_convert_type(own, jnp.uint32), "stage")
     values = jax.lax.bitcast_convert_type(words, x.dtype)
-    # Without a fold there is no reshape: with one row, it would lose how the axis of rows is sharded.
+    # Only folded values are reshaped: with one row, a reshape loses how the axis of rows is sharded.
     return values if x.dtype.itemsize == 4 else jnp.reshape(values, x.shape)
 
 

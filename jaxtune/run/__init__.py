@@ -1,1 +1,1 @@
-"""What a run does around its steps: `inputs`, `start`, `loop`, `tasks`, `watch`, `resume`, `mirror_sync`, `results`."""
+"""A run around its steps: `inputs`, `start`, `loop`, `tasks`, `watch`, `resume`, `mirror_sync`, `results`."""

@@ -54,14 +54,12 @@ def open_inputs(config: Config, program: Program, mesh: jax.sharding.Mesh, goodp
     return RunInputs(tokenizer, feed, rewards, teacher)
 
 
-def add_scores(
-    inputs: RunInputs, config: Config, model: Model, mesh: jax.sharding.Mesh, goodput: Goodput
-) -> data.Feed | data.PromptFeed:
-    """Return the feed with columns of scores by the reference of a preference loss, and by a teacher.
+def add_scores(inputs: RunInputs, config: Config, model: Model, mesh: jax.sharding.Mesh, goodput: Goodput) -> RunInputs:
+    """Return the inputs with columns of scores by the reference of a preference loss, and by a teacher.
 
     They are computed here, or read from the cache, so that no step runs these models.
     """
     with goodput.measure("reference"):
         feed = inputs.feed.with_rows(partial(add_reference_scores, config, model, mesh))
     with goodput.measure("teacher"):
-        return add_teacher_columns(inputs.teacher, mesh, feed)
+        return inputs._replace(feed=add_teacher_columns(inputs.teacher, mesh, feed))

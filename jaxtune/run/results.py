@@ -54,7 +54,7 @@ def is_stopped(position: Position, total_steps: int, folder: RunFolder) -> bool:
 def choose_parameters(
     config: Config, model: Model, checkpoints: CheckpointManager, last: Parameters, position: Position
 ) -> tuple[Parameters, int]:
-    """Return the parameters to export and their step: the last ones or, with export.best, those of the best step."""
+    """Return the parameters to export and their step: of the last step or, with export.best, of the best one."""
     step = position.standing.step
     if not config.export.best or step is None:
         return last, position.step

@@ -89,7 +89,7 @@ def link_checkpoints(config: Config, folder: RunFolder) -> None:
 
 
 def open_checkpoints(config: Config, folder: RunFolder, mirror: Mirror | None) -> CheckpointManager:
-    """Open the run's checkpoints, where ckpt.dir puts them; if there are none, those of the mirror are fetched.
+    """Open the run's checkpoints, where ckpt.dir puts them; if there are none, the mirror's are fetched.
 
     Raises UserError as `link_checkpoints` and `mirror_sync.fetch`.
     """

@@ -146,7 +146,7 @@ def _constants(kind: str, tensor: OutputTensor) -> dict[str, Shaped[np.ndarray, 
         return {"weight_shape": np.asarray(shape, np.int64)}
     if kind != "nf4":
         return {}
-    # The fields that bitsandbytes' QuantState.from_dict reads, without those of nested scales.
+    # The fields that bitsandbytes' QuantState.from_dict reads, except for nested scales.
     state = {
         "quant_type": kind,
         "blocksize": SCHEMES[kind].block_size,

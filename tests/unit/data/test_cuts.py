@@ -215,7 +215,7 @@ def test_an_added_token_that_reaches_across_cuts_gets_the_whole_text(token):
 
 
 def test_a_large_document_takes_less_than_ten_times_its_bytes(cut_tokenizers, tmp_path):
-    """In a process of its own: what earlier tests have left in a process decides how much of it is used again."""
+    """In a process of its own, because memory that earlier tests have freed would be used again and not counted."""
     cut_tokenizers["qwen-2"].save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "small.txt").write_text("warm up")
     (tmp_path / "large.txt").write_text("".join(STDLIB * 20)[: 2**22])
