@@ -70,7 +70,7 @@ def _export(values: flags.FlagValues) -> None:
     flags.DEFINE_list("format", None, "hf, peft, or both; default: what the run trained", flag_values=values)
     flags.DEFINE_bool("merge", False, "fold the adapter into the model", flag_values=values)
     flags.DEFINE_enum("quantize", None, list(SCHEMES), "quantize a whole model's layers", flag_values=values)
-    meaning = "your own Python file with the model's family (docs/plugins.md); may be given several times"
+    meaning = "your own Python file with the model's family (docs/guides/plugins.md); may be given several times"
     flags.DEFINE_multi_string("plugin", [], meaning, flag_values=values)
     flags.DEFINE_string("push_to_hub", None, "OWNER/NAME on the hub to upload it to as well", flag_values=values)
     flags.DEFINE_bool("private", False, "make the uploaded repository private", flag_values=values)
@@ -93,7 +93,7 @@ def _generate(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("step", None, "checkpoint of a run; default: the newest good one", flag_values=values)
     formats = get_args(get_args(get_type_hints(QuantOptions)["format"])[0])
     flags.DEFINE_enum("quant", None, formats, "quantize the base's weights while they are read", flag_values=values)
-    meaning = "your own Python file with the model's family (docs/plugins.md); may be given several times"
+    meaning = "your own Python file with the model's family (docs/guides/plugins.md); may be given several times"
     flags.DEFINE_multi_string("plugin", [], meaning, flag_values=values)
     flags.DEFINE_list("mesh", [], "devices of each axis, such as fsdp=4,tensor=2; default: one", flag_values=values)
 

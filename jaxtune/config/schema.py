@@ -116,7 +116,7 @@ class TrainOptions:
         "(not distill.teacher or distill.weight < 1)")
     plugins: tuple[str, ...] = option((),
         "FILE.py, your Python files, which are run: callbacks, an objective, an optimizer rule, a model family "
-        "(docs/plugins.md)")
+        "(docs/guides/plugins.md)")
     recommend: bool = option(False,
         "set learning rate and warm-up, if unset, by a rule of thumb for the training mode and model size; each is "
         "printed with its source", basic=True)

@@ -1,4 +1,4 @@
-"""The files of docs/plugins.md, unchanged, all in one run, which resumes with the state that they saved."""
+"""The files of docs/guides/plugins.md, unchanged, all in one run, which resumes with the state that they saved."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from tiny import write_model_folder
 
 from jaxtune.models import families
 
-PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "plugins.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
 
 

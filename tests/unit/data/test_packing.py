@@ -115,7 +115,7 @@ def realistic_lengths(count):
     ],
 )
 def test_100k_documents_are_planned_in_seconds_and_fill_the_rows(method, shuffle, full):
-    """The rows are as full as docs/data.md says."""
+    """The rows are as full as docs/reference/data.md says."""
     lengths = realistic_lengths(100_000)
     start = time.process_time()
     packing = plan(lengths, 2048, 0, 0, method, shuffle)

@@ -1,4 +1,4 @@
-"""Every sample in docs/data.md becomes what the page shows."""
+"""Every sample in docs/reference/data.md becomes what the page shows."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from jaxtune.config import dataset, new_config, resolve
 from jaxtune.data.cache.documents import tokenize
 from jaxtune.prepare import describe
 
-PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "data.md").read_text(encoding="utf-8")
 LAYOUTS = re.findall(r"```json\n(.*?)```\n```python\n(.*?)```\n```text\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -32,7 +32,7 @@ def test_a_layout_is_rendered_and_masked_as_the_page_says(tokenizer, tmp_path, m
         labels = ("bad", "good") if "bad" in sample else ("LABEL_0",)
     if "preference" in entry:
         config.preference.loss = "kto" if "unpaired" in entry else "sigmoid"
-    documents = tokenize(resolve(config, "docs/data.md").data.datasets, tokenizer, tmp_path / "cache", labels=labels)
+    documents = tokenize(resolve(config, "docs/reference/data.md").data.datasets, tokenizer, tmp_path / "cache", labels=labels)
     of_unit = [describe(documents, i, tokenizer, 10_000, ids=False, labels=labels) for i in range(documents.units[1])]
     lines = "".join(map(str, of_unit)).strip().splitlines()
     assert [line.strip() for line in lines] == [line.rstrip() for line in shown.splitlines()]

@@ -1,11 +1,11 @@
-"""docs/errors.md quotes messages that jaxtune really prints."""
+"""docs/reference/errors.md quotes messages that jaxtune really prints."""
 
 import ast
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-QUOTED = re.findall(r"\*\*`(.*?)`\*\*", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"))
+QUOTED = re.findall(r"\*\*`(.*?)`\*\*", (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8"))
 
 
 def messages() -> str:

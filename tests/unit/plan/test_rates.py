@@ -52,7 +52,7 @@ def test_scenarios_are_in_order(gpu):
 
 
 def test_every_gpu_has_rates_of_kernels_and_is_on_the_page_of_gpus():
-    page = (Path(__file__).parents[3] / "docs" / "gpus.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "which_gpu.md").read_text()
     for name, gpu in GPUS.items():
         assert re.search(rf"\b{name}\b", page)
         for kind, rates in KERNELS.items():  # Mosaic and FlashAttention 3 run on Hopper only

@@ -1,4 +1,4 @@
-"""The commands of docs/gpus.md run unchanged, on tiny models under the names that the page uses."""
+"""The commands of docs/guides/which_gpu.md run unchanged, on tiny models under the names that the page uses."""
 
 import json
 import re
@@ -9,8 +9,8 @@ import pytest
 from runs import call, metrics, write_model_folder
 
 # Its rows of 2048 tokens are long for a CPU.
-COVERS = ("docs/gpus.md", "jaxtune/recipes")
-PAGE = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text(encoding="utf-8")
+COVERS = ("docs/guides/which_gpu.md", "jaxtune/recipes")
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "which_gpu.md").read_text(encoding="utf-8")
 COMMANDS = [block.replace("\\\n", "") for block in re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)]
 
 
