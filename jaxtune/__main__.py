@@ -22,6 +22,7 @@ COMMANDS = (
     "cache",
     "launch",
     "doctor",
+    "docs",
 )
 
 
@@ -35,7 +36,7 @@ def _dispatch(name: str, arguments: list[str]) -> int | None:
     if name in ("-h", "--help", "help"):
         print(f"{__doc__}\n")
         for each in COMMANDS:
-            print(f"  {each:<10}{command.docstring(_module(each)).splitlines()[0]}")
+            print(f"  {each:<10}{command.docstring(module_of(each)).splitlines()[0]}")
         print("\njaxtune COMMAND --help tells more.")
         return None
     if name == "--version":
@@ -46,10 +47,11 @@ def _dispatch(name: str, arguments: list[str]) -> int | None:
         raise UserError(f"no command {name!r}; " + (f"nearest: {nearest[0]}" if nearest else f"one of {COMMANDS}"))
     if name in command_flags.COMMANDS:
         return command.main(name, arguments)
-    return importlib.import_module(_module(name)).main(arguments)
+    return importlib.importmodule_of(module_of(name)).main(arguments)
 
 
-def _module(name: str) -> str:
+def module_of(name: str) -> str:
+    """Return the module of a command."""
     return f"jaxtune.{name}.__main__" if pathlib.Path(__file__).with_name(name).is_dir() else f"jaxtune.{name}"
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -12,11 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pages import ROOT, blocks
 from runs import run, write_answers, write_conversations, write_model_folder
 
-ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-SHORT_ROWS = ("--config.data.seq_len=256",)
+# Attention over the recipes' 2048 or 4096 positions takes minutes on a CPU, and so do 512 tokens of each completion.
+SHORTER = {
+    "qwen_": ("--config.data.seq_len=256",),
+    "qwen_grpo": ("--config.rollout.max_new_tokens=32",),
+    "_pretrain_": ("--config.train.max_steps=2", "--config.optim.warmup_steps=1", "--config.optim.cooldown_steps=1"),
+}
 TOGETHER = """
 import json
 from pathlib import Path
@@ -30,7 +34,7 @@ TRAININGS = ("jaxtune.train --config=quickstart", "jaxtune.train --config=quicks
 
 @contextlib.contextmanager
 def empty_folder(made: pytest.TempPathFactory) -> Iterator[Path]:
-    """Change to a folder that has only the model and data that the README assumes, with the wheel on PYTHONPATH."""
+    """Change to a folder that has only the models and data that the README assumes, with the wheel on PYTHONPATH."""
     source, wheel, folder = (made.mktemp(name) for name in ("source", "wheel", "home"))
     for name in ("jaxtune", "pallas_kernels"):
         shutil.copytree(ROOT / name, source / name)
@@ -38,15 +42,18 @@ def empty_folder(made: pytest.TempPathFactory) -> Iterator[Path]:
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(wheel), str(source)]
     subprocess.run(pip, check=True, timeout=300)
-    for name in ("model", "teacher"):
-        write_model_folder(folder / "my" / name, max_position_embeddings=4096)
+    for name in ("Qwen3-0.6B", "Qwen3-8B"):
+        write_model_folder(folder / "Qwen" / name, max_position_embeddings=4096)
     write_conversations(folder / "chats.jsonl", 200)
-    write_conversations(folder / "held_out.jsonl", 8)
     write_answers(folder / "pairs.jsonl")
     prompts = ({"prompt": f"say {i}", "answer": str(i)} for i in range(8))
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    (code,) = re.findall(r"^```python\n(def right.*?)^```", README.read_text("utf-8"), re.DOTALL | re.MULTILINE)
-    (folder / "my_rewards.py").write_text(code)
+    (folder / "texts").mkdir()
+    for i in range(200):
+        (folder / "texts" / f"{i}.txt").write_text("the quick brown fox jumps over the lazy dog. " * (i % 9 + 1))
+    for block in blocks(README.read_text("utf-8")):
+        if block.kind == "file":
+            (folder / block.about).write_text(block.code)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(wheel))
@@ -58,38 +65,38 @@ def empty_folder(made: pytest.TempPathFactory) -> Iterator[Path]:
 
 def run_python() -> str:
     """Return the output of the Python code in the README."""
-    (code,) = re.findall(r"^```python\n(import jaxtune\n.*?)^```", README.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    (code,) = written("python")
     Path("from_readme.py").write_text(code)
     return run("from_readme")
+
+
+def written(language: str) -> list[str]:
+    """Return the README's blocks of a language that are to be run."""
+    found = blocks(README.read_text("utf-8"))
+    return [block.code for block in found if (block.kind, block.language) == ("run", language)]
 
 
 def run_commands(*trained_with: str) -> dict[str, str]:
     """Return the output of each command in the README, by its arguments; quickstart trainings get `trained_with` too.
 
-    Other trainings then have short rows: attention over the recipes' 2048 or 4096 positions takes minutes on a CPU. And
-    between the first command and the last, which starts processes itself, one process calls them all.
-    Without `trained_with`, each has a process, and the trainings are compiled with LLVM's optimisations, as for a user.
+    The other trainings are shortened (SHORTER), and one process calls all commands but the first. Without
+    `trained_with`, each has a process, and the quickstart is compiled with LLVM's optimisations, as for a user.
     """
-    text = README.read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    commands = [block for language, block in blocks if not language]  # pip's and SLURM's too, left out below
-    lines = [line for block in commands for line in block.replace("\\\n", "").splitlines()]
-    written = [line.partition("python -m ")[2] for line in lines if "python -m jaxtune" in line]
-    written = [command for command in written if "jaxtune.plan" not in command]  # needs the extra `aot`: tests/aot
-    assert set(TRAININGS) < set(written)
+    lines = [line for code in written("bash") for line in code.replace("\\\n", "").splitlines()]
+    names = [line.removeprefix("pip install -e . && ").removeprefix("python -m ") for line in lines]
+    assert set(TRAININGS) < set(names) and all(name.startswith("jaxtune.") for name in names)
+    commands = [[*shlex.split(name), *shorter(name, trained_with)] for name in names]
     if not trained_with:
-        levels = ({"JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(command not in TRAININGS))} for command in written)
-        return {command: run(*shlex.split(command), environment=level) for command, level in zip(written, levels)}
-    first, *between, last = ([*shlex.split(command), *shorter(command, trained_with)] for command in written)
-    assert last[0] == "jaxtune.launch"
-    return dict(zip(written, [run(*first), *call_together(between), run(*last)], strict=True))
+        levels = ({"JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(name not in TRAININGS))} for name in names)
+        return {name: run(*command, environment=level) for name, command, level in zip(names, commands, levels)}
+    return dict(zip(names, [run(*commands[0]), *call_together(commands[1:])], strict=True))
 
 
 def shorter(command: str, trained_with: tuple[str, ...]) -> tuple[str, ...]:
     """Return the options that make a command of the README shorter."""
     if any(training in command for training in TRAININGS):
         return trained_with
-    return SHORT_ROWS if "my/model" in command and "data.seq_len" not in command else ()
+    return tuple(option for name, options in SHORTER.items() if name in command for option in options)
 
 
 def call_together(commands: list[list[str]]) -> list[str]:

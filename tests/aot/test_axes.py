@@ -1,4 +1,4 @@
-"""The mesh axes, compiled for eight H100s: memory, and data exchanged between devices, as stated in the README."""
+"""The mesh axes, compiled for eight H100s: memory, and data exchanged between devices, as documented."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from compiled_steps import README, SIZES, compile_recipe_step
+from compiled_steps import PAGE, SIZES, compile_recipe_step
 
 from jaxtune.parallel.pipeline_schedule import schedule
 from jaxtune.plan.launches import COLLECTIVES, Launch, read_program
@@ -55,7 +55,7 @@ def test_memory_and_exchanges_are_in_the_readme(recipe, size, mesh):
     own = [memory.arguments / 1e9, memory.peak / 1e9, exchanged]
     cells = f"| `{recipe}` | {size} | {mesh} |"
     print(cells, " | ".join(f"{value:.1f}" for value in own), "|")
-    found = re.search(re.escape(cells) + r" ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", README.read_text())
+    found = re.search(re.escape(cells) + r" ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", PAGE.read_text())
     assert found, own
     assert own == pytest.approx([float(value) for value in found.groups()], rel=0.05, abs=0.06)
 
@@ -74,7 +74,7 @@ def test_memory_and_waits_of_a_pipeline_are_in_the_readme(order, micro_batches):
     assert all(kernel.spill_bytes == 0 for kernel in compiled.kernels)
     waits = schedule(4, 1, micro_batches, order).bubble
     cells = f"| `{order}` | {micro_batches} | {waits:.0%} |"
-    found = re.search(re.escape(cells) + r" ([\d.]+) \|", README.read_text())
+    found = re.search(re.escape(cells) + r" ([\d.]+) \|", PAGE.read_text())
     assert found, f"{cells} {compiled.memory.peak / 1e9:.1f} |"
     assert compiled.memory.peak / 1e9 == pytest.approx(float(found[1]), rel=0.05)
 
@@ -100,7 +100,7 @@ def test_a_row_of_millions_of_tokens_fits_and_is_in_the_readme(recipe, tokens, o
     memory = compile_recipe_step(recipe, "8B", "offload", GPUS, 1, **options).memory
     assert memory.peak <= at_most
     cells = f"| `{recipe}` | {tokens:,} | {', '.join(f'`{part}`' for part in offloaded.split())} |"
-    row = re.search(re.escape(cells) + r" ([\d.]+) \| ([\d.]+) \|", README.read_text())
+    row = re.search(re.escape(cells) + r" ([\d.]+) \| ([\d.]+) \|", PAGE.read_text())
     assert row, f"{cells} {memory.peak / 1e9:.1f} | {memory.host / 1e9:.1f} |"
     assert [memory.peak / 1e9, memory.host / 1e9] == pytest.approx([float(row[1]), float(row[2])], rel=0.05)
 
@@ -190,6 +190,6 @@ def test_tokens_are_gathered_or_sent_to_their_experts_alone(dispatch):
     own = [compiled.memory.peak / 1e9, sum(launch.written * launch.count for launch in launches) / 1e9]
     cells = f"| `{dispatch}` |"
     print(cells, " | ".join(f"{value:.1f}" for value in own), "|")
-    found = re.search(re.escape(cells) + r" ([\d.]+) \| ([\d.]+) \|", README.read_text())
+    found = re.search(re.escape(cells) + r" ([\d.]+) \| ([\d.]+) \|", PAGE.read_text())
     assert found, own
     assert own == pytest.approx([float(value) for value in found.groups()], rel=0.05)

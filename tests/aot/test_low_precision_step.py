@@ -1,4 +1,4 @@
-"""Whole steps of an 8B model in FP8 and with 8-bit AdamW, compiled for an H100; and their table in the README."""
+"""Whole steps of an 8B model in FP8 and with 8-bit AdamW, compiled for an H100; and their documented table."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from compiled_steps import SIZES, check_readme, compile_recipe_step
+from compiled_steps import SIZES, check_row, compile_recipe_step
 
 # recipe, memory.remat, rows of 2048 tokens, maximum gigabytes
 STEPS = [
@@ -22,7 +22,7 @@ STEPS = [
 def test_memory_is_within_the_bound_and_in_the_readme(recipe, remat, rows, most):
     memory = compile_recipe_step(recipe, "8B", remat, rows=rows).memory
     assert memory.peak <= most * 1e9
-    check_readme(f"| `{recipe}` | {rows} x 2048 | {remat} |", memory)
+    check_row(f"| `{recipe}` | {rows} x 2048 | {remat} |", memory)
 
 
 # On every version of jax: they differ in the operation that copies a layer's slice.

@@ -1,4 +1,4 @@
-"""Models that fit a GPU if the host holds arrays that are not in use, as stated in the README."""
+"""Models that fit a GPU if the host holds arrays that are not in use, as stated in the documentation."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from compiled_steps import README, compile_recipe_step
+from compiled_steps import PAGE, compile_recipe_step
 
 from pallas_kernels.gpus import GPUS
 
@@ -30,7 +30,7 @@ def test_a_step_fits_and_is_in_the_readme(gpu, recipe, size, tokens, remat, part
     assert memory.peak <= USABLE * GPUS[gpu].memory
     cells = f"| {GPUS[gpu].kind} | `{recipe}` | {size} | {tokens:,} | {remat} | {', '.join(parts)} |"
     print(cells, f"{memory.peak / 1e9:.1f} | {memory.host / 1e9:.1f} |")
-    found = re.search(re.escape(cells) + r" ([\d.]+) \| ([\d.]+) \|", README.read_text())
+    found = re.search(re.escape(cells) + r" ([\d.]+) \| ([\d.]+) \|", PAGE.read_text())
     assert found, (cells, memory.peak / 1e9, memory.host / 1e9)
     assert [memory.peak / 1e9, memory.host / 1e9] == pytest.approx([float(one) for one in found.groups()], rel=0.05)
 

@@ -1,4 +1,4 @@
-"""QLoRA steps of real models compiled for an H100: their memory, and the table in the README.
+"""QLoRA steps of real models compiled for an H100: their memory, and the table in the documentation.
 
 test_train_step.py checks the rows for LoRA.
 """
@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from compiled_steps import CONFIGS, SIZES, check_readme, compile_recipe_step
+from compiled_steps import CONFIGS, SIZES, check_row, compile_recipe_step
 
 # recipe, model, remat, rows of 2048 tokens, maximum gigabytes
 STEPS = [
@@ -30,7 +30,7 @@ def test_memory_is_within_the_bound_and_in_the_readme(recipe, size, remat, rows,
     memory = compile_recipe_step(recipe, size, remat, rows=rows).memory
     assert memory.peak <= most * 1e9
     base = recipe.removeprefix("qwen_qlora_").upper()
-    check_readme(f"| {base} | {size} | {rows} x 2048 | {remat} |", memory)
+    check_row(f"| {base} | {size} | {rows} x 2048 | {remat} |", memory)
 
 
 @pytest.mark.every_jax
@@ -45,7 +45,7 @@ def test_of_experts_only_the_products_that_tokens_need_are_compiled(recipe, base
     """Within the given memory, and without an array of tokens, experts and features."""
     compiled = compile_recipe_step(recipe, size, "block", rows=1)
     assert compiled.memory.peak <= most * 1e9
-    check_readme(f"| {base} | {size} | 1 x 2048 | block |", compiled.memory)
+    check_row(f"| {base} | {size} | 1 x 2048 | block |", compiled.memory)
     said = float(re.search(r"A row of 2048 tokens: ([\d.]+) GB", (CONFIGS / f"{recipe}.py").read_text())[1])
     assert said == pytest.approx(compiled.memory.peak / 1e9, rel=0.05)
     kernels = {kernel.name.partition("__")[0] for kernel in compiled.kernels}
@@ -73,7 +73,7 @@ def test_a_large_mixture_fits_as_the_readme_says(base, size, cards, most):
     compiled = compile_recipe_step("qwen3_30b_a3b_qlora", size, "block", cards, rows=1, quant__format=format)
     assert compiled.memory.peak <= most * 1e9
     assert all(kernel.spill_bytes == 0 for kernel in compiled.kernels)
-    check_readme(f"| {base} | {size} | {cards} | 1 x 2048 | block |", compiled.memory)
+    check_row(f"| {base} | {size} | {cards} | 1 x 2048 | block |", compiled.memory)
 
 
 @pytest.mark.parametrize("remat", ["none", pytest.param("block", marks=pytest.mark.every_jax)])

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
 import compiled_steps
-from compiled_steps import LENGTH, SIZES, check_readme
+from compiled_steps import LENGTH, SIZES, check_row
 
 from jaxtune.plan.launches import read_program
 
@@ -46,7 +46,7 @@ def test_xla_recomputes_nothing_by_itself():
 
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.every_jax), "block"])
 def test_memory_is_in_the_readme(remat):
-    check_readme(f"| BF16 | 8B | 2 x 2048 | {remat} |", compiled_step("8B", remat).memory)
+    check_row(f"| BF16 | 8B | 2 x 2048 | {remat} |", compiled_step("8B", remat).memory)
 
 
 def test_without_remat_nothing_runs_twice():

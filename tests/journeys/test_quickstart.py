@@ -44,17 +44,16 @@ def test_adapters_evaluate_as_they_did(home, printed):
 
 
 def test_every_other_command_of_the_readme_ran(home, printed):
-    assert len(printed) >= 6
-    assert metrics(home / "runs/two_hosts")[-1]["step"] == 5
-    assert "conversation from messages" in next(text for name, text in printed.items() if "my/model" in name)
+    assert len(printed) == 11
+    assert "conversation from messages" in next(text for name, text in printed.items() if "qwen_lora:" in name)
+    (prompted,) = (home / "runs").glob("qwen_grpo*/completions.jsonl")
+    assert all(set(json.loads(line)) >= {"prompt", "completion", "reward"} for line in prompted.open())
 
 
 def test_the_python_of_the_readme_runs(home, printed):
     shown = run_python()
-    assert "optim.learning_rate = 0.001\n" in shown and "train.max_steps = 20\n" in shown
-    assert f"True {home}/runs/mine {home}/runs/mine/export " in shown
+    assert f"True {home}/runs/mine " in shown
     assert metrics(home / "runs/mine")[-1]["step"] == 20
-    assert "{'eval_loss': " in shown.splitlines()[-1]
 
 
 def test_the_results_load_in_transformers_and_peft(home, printed):

@@ -32,7 +32,9 @@ def test_a_layout_is_rendered_and_masked_as_the_page_says(tokenizer, tmp_path, m
         labels = ("bad", "good") if "bad" in sample else ("LABEL_0",)
     if "preference" in entry:
         config.preference.loss = "kto" if "unpaired" in entry else "sigmoid"
-    documents = tokenize(resolve(config, "docs/reference/data.md").data.datasets, tokenizer, tmp_path / "cache", labels=labels)
+    documents = tokenize(
+        resolve(config, "docs/reference/data.md").data.datasets, tokenizer, tmp_path / "cache", labels=labels
+    )
     of_unit = [describe(documents, i, tokenizer, 10_000, ids=False, labels=labels) for i in range(documents.units[1])]
     lines = "".join(map(str, of_unit)).strip().splitlines()
     assert [line.strip() for line in lines] == [line.rstrip() for line in shown.splitlines()]

@@ -1,0 +1,158 @@
+"""Write the tables of measured and predicted figures into the documentation, from benchmarks/results/*.json.
+
+    python benchmarks/tables.py            writes them
+    python benchmarks/tables.py --check    exit code 1 if a page has another table
+
+A page has `<!-- table: NAME -->` above a table and `<!-- end of table -->` below it. NAME is a function of this file.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+SIZES = ("0.6B", "1.7B", "4B", "8B")
+
+
+def read(name: str) -> dict[str, Any]:
+    """Return a file of results."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [list(head), ["---"] * len(list(head)), *map(list, rows)]
+    return "\n".join("| " + " | ".join(cells).replace("|  |", "| |") + " |" for cells in lines)
+
+
+def predicted() -> str:
+    """Predicted speed of Qwen3 on one H100: thousands of tokens a second, their range, MFU."""
+    rows = read("predicted_speeds")
+
+    def cell(recipe: str, size: str) -> str:
+        three = rows.get(f"{recipe}, 3 rows {size}")  # the rows for which nothing needs to be recomputed
+        return _speed(three or rows[f"{recipe} {size}"])
+
+    recipes = ("LoRA, bf16", "LoRA on NF4", "LoRA, FP8", "full, 8-bit AdamW")
+    return table(
+        ["Qwen3 on one H100", *SIZES], ([recipe, *(cell(recipe, size) for size in SIZES)] for recipe in recipes)
+    )
+
+
+def predicted_variants() -> str:
+    """Predicted speed of the other rows of the file."""
+    rows = read("predicted_speeds")
+    names = {
+        "LoRA, bf16, unrolled 0.6B": ("Qwen3-0.6B, LoRA, `memory.unroll`", "one H100"),
+        "full, 8-bit AdamW 8B": ("Qwen3-8B, `qwen_full_8bit`, 8 rows", "one H100"),
+        "full, 8-bit AdamW, 8 GPUs 8B": ("Qwen3-8B, `qwen_full_8bit`", "8 H100, for each"),
+        "LoRA on NF4 Llama-3 70B": ("Llama 3 70B, LoRA on NF4", "one H200"),
+    }
+    return table(
+        ["model and recipe", "GPU", "`memory.remat`", "thousands of tokens a second", "peak GB"],
+        (
+            [*cells, f"`{rows[name]['remat']}`", _speed(rows[name]), f"{rows[name]['memory_gb']:.1f}"]
+            for name, cells in names.items()
+        ),
+    )
+
+
+def _speed(row: dict[str, Any]) -> str:
+    speed = {name: value / 1e3 for name, value in row["tokens_per_second"].items()}
+    spread = f"{speed['pessimistic']:.1f} - {speed['optimistic']:.1f}"
+    return f"{speed['central']:.1f} ({spread}), {row['mfu']['central']:.0%}"
+
+
+def measured() -> str:
+    """Measured on one H200: thousands of tokens a second, the prediction for the same program, transformers + PEFT."""
+    results = read("nvidia_h200")
+    choices, peft = results["step_choices"]["rows"], results["train_step"]["rows"]
+    rows = {
+        "Qwen3-0.6B, LoRA, bf16": (choices["0.6B/mosaic"], peft["hf+peft/0.6B"]),
+        "the same with `memory.unroll`": (choices["0.6B/mosaic-unroll"], None),
+        "Qwen3-8B, LoRA, bf16": (choices["8B/mosaic"], peft["hf+peft/8B"]),
+        "Qwen3-8B, LoRA, FP8 products": (choices["8B/mosaic-fp8"], None),
+        "Qwen3-8B, LoRA on NF4": (choices["8B/nf4 (fourth call, attention by Mosaic)"], None),
+        "Qwen2.5-7B, all weights, 8-bit AdamW, 16 x 1024, `block`, attention by Triton": (
+            results["precision_step"]["rows"]["whole-bf16/Qwen2.5-7B"],
+            None,
+        ),
+    }
+
+    def cells(row: dict[str, Any], other: dict[str, Any] | None) -> list[str]:
+        # error_percent is the prediction of the time over its measurement.
+        expected = row["tokens_per_second"] / (1 + row["error_percent"] / 100)
+        theirs = f"{other['tokens_per_second'] / 1e3:.1f}" if other else ""
+        return [f"{row['tokens_per_second'] / 1e3:.1f}", f"{expected / 1e3:.1f}", f"{row['peak_gb']:.1f}", theirs]
+
+    head = ["one H200, thousands of tokens a second", "measured", "predicted", "peak GB", "transformers + PEFT"]
+    return table(head, ([name, *cells(*row)] for name, row in rows.items()))
+
+
+def cpu() -> str:
+    """The same steps by jaxtune and by transformers + PEFT on two CPU cores."""
+    rows = sorted(read("cpu_vs_hf")["results"], key=lambda row: (row["step"], not row["remat"]))
+    head = ["step", "remat", "jaxtune", "transformers + PEFT", "time ratio", "peak RSS ratio"]
+    return table(
+        head,
+        (
+            [
+                row["step"],
+                "block" if row["remat"] else "none",
+                *(f"{row['seconds'][who]:.1f} s" for who in ("jaxtune", "hf")),
+                f"{row['time_ratio']:.2f}",
+                f"{row['rss_ratio']:.2f}",
+            ]
+            for row in rows
+        ),
+    )
+
+
+def tokenising() -> str:
+    """One large text tokenised on two cores."""
+    head = ["text, MB", "seconds", "thousands of tokens a second", "peak RSS, MB"]
+    rows = read("tokenising")["rows"]
+    return table(
+        head,
+        (
+            [f"{row['megabytes']}", f"{row['seconds']}", f"{row['tokens_per_second'] / 1e3:.0f}", f"{row['rss_mb']}"]
+            for row in rows
+        ),
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "predicted": predicted,
+    "predicted variants": predicted_variants,
+    "measured": measured,
+    "cpu": cpu,
+    "tokenising": tokenising,
+}
+_PLACE = re.compile(r"(<!-- table: (?P<name>.+?) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
+
+
+def filled(text: str) -> str:
+    """Return a page with its tables made anew."""
+    return _PLACE.sub(lambda found: f"{found[1]}\n{TABLES[found['name']]()}\n\n{found[4]}", text)
+
+
+def main() -> int:
+    """Write or check the tables of all pages; return the exit code."""
+    changed = {
+        page: new
+        for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+        if (new := filled(old := page.read_text("utf-8"))) != old
+    }
+    for page, new in changed.items():
+        print(page.relative_to(ROOT))
+        if "--check" not in sys.argv:
+            page.write_text(new, "utf-8")
+    return int("--check" in sys.argv and bool(changed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Pages of the reference that are made from the code: options, commands, recipes and model families, as Markdown."""
+
+import contextlib
+import importlib
+import io
+import itertools
+from collections.abc import Callable
+
+from jaxtune import command, command_flags
+from jaxtune.__main__ import COMMANDS, module_of
+from jaxtune.config import keys
+from jaxtune.config.option_rules import describe_interval
+from jaxtune.config.recipe import first_line, own_recipes
+from jaxtune.config.schema import Config
+from jaxtune.models import families
+
+_COPIED = "data.eval_datasets[i]."
+
+
+def options_page() -> str:
+    """Return every option by section: key, type, default, limits, when it has an effect, meaning."""
+    lines = [
+        "# Options",
+        "",
+        "`--config.SECTION.OPTION=VALUE` sets an option on the command line, and `config.SECTION.OPTION = VALUE` in a",
+        "recipe. `jaxtune options PATTERN` searches this list. Basic options are in bold.",
+        "`data.eval_datasets[i]` has the options of `data.datasets[i]`.",
+    ]
+    listed = (option for option in keys.options().values() if not option.key.startswith(_COPIED))
+    for section, options in itertools.groupby(listed, lambda option: option.key.split(".")[0]):
+        lines += ["", f"## {section}", "", _first_line_of(section), ""]
+        lines += ["| option | type | default | meaning |", "|---|---|---|---|"]
+        lines += map(_option_row, options)
+    return "\n".join(lines) + "\n"
+
+
+def _first_line_of(section: str) -> str:
+    return (getattr(Config(), section).__doc__ or "").strip().partition("\n")[0]
+
+
+def _option_row(option: keys.Option) -> str:
+    name = f"`{option.key}`"
+    meaning = option.doc[:1].upper() + option.doc[1:] + "."
+    limits = ", ".join(filter(None, (option.unit, describe_interval(option.within))))
+    meaning += f" Limits: {limits}." if limits else ""
+    meaning += f" Only when {' and '.join(f'`{condition}`' for condition in option.when)}." if option.when else ""
+    cells = (f"**{name}**" if option.basic else name, f"`{keys.describe(option.annotation)}`", f"`{option.default!r}`")
+    return "| " + " | ".join(_cell(cell) for cell in (*cells, meaning)) + " |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+
+
+def commands_page() -> str:
+    """Return what `--help` of each command prints."""
+    lines = ["# Commands", "", "`jaxtune COMMAND` and `python -m jaxtune.COMMAND` are the same."]
+    for name in COMMANDS:
+        lines += ["", f"## {name}", "", "<!-- text -->", "```text", _help_of(name), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _help_of(name: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        if name in command_flags.COMMANDS:
+            command.main(name, ["--help"])
+        else:
+            importlib.import_module(module_of(name)).main(["--help"])
+    return printed.getvalue().strip()
+
+
+def recipes_page() -> str:
+    """Return the recipes that come with jaxtune."""
+    lines = [
+        "# Recipes",
+        "",
+        "`--config=NAME` trains with a recipe, `--config=NAME:MODEL` with another model: a Hugging Face folder or hub id.",
+        "`jaxtune recipes --copy=NAME` copies one for you to change.",
+        "",
+        "| recipe | trains |",
+        "|---|---|",
+        *(f"| `{name}` | {_cell(first_line(file).rstrip('.'))} |" for name, file in own_recipes().items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def families_page() -> str:
+    """Return the model families, by the `model_type` of their config.json."""
+    lines = [
+        "# Model families",
+        "",
+        "A family is a file of `jaxtune/models/families` with the name of a `model_type` in config.json. Tests compare",
+        "logits, gradients and exported files of each with transformers' (`tests/parity/test_families.py`). A",
+        "*classifier* can also be trained with `model.head=classification` and is exported for",
+        "`AutoModelForSequenceClassification`.",
+        "",
+        "| `model_type` | models | classifier |",
+        "|---|---|---|",
+    ]
+    for name, family in families.FAMILIES.items():
+        meaning = (family.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+        lines.append(f"| `{name}` | {_cell(meaning)} | {'✓' if name in families.classifiers() else ''} |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/options": options_page,
+    "reference/commands": commands_page,
+    "reference/recipes": recipes_page,
+    "reference/families": families_page,
+}
+"""Functions that make a page, by its name without `.md`."""
