@@ -75,7 +75,7 @@ def recipes_page() -> str:
     lines = [
         "# Recipes",
         "",
-        "`--config=NAME` trains with a recipe, `--config=NAME:MODEL` with another model: a Hugging Face folder or hub id.",
+        "`--config=NAME` trains with a recipe, `--config=NAME:MODEL` with another model (a folder or hub id).",
         "`jaxtune recipes --copy=NAME` copies one for you to change.",
         "",
         "| recipe | trains |",
