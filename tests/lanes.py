@@ -8,7 +8,7 @@
 
 The lanes and their minutes are in lanes.toml next to this file. Options that follow are passed to pytest. A test file
 may list the paths it covers in COVERS. Once it has passed, it is on record (passed.json) and runs again only after a
-covered path has changed.
+covered path has changed. So is a lane that has `covers` in lanes.toml; --all runs it anyway.
 """
 
 import ast
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
 from itertools import takewhile
@@ -57,6 +58,10 @@ def main(arguments: list[str]) -> int:
         options.remove(limit)
         return run_within(float(limit.partition("=")[2]), name, chosen, options)
     left_out = [f"--ignore={file}" for file in known if file not in chosen]
+    whole = {WHOLE: digest(lane["covers"])} if "covers" in lane and not options else {}
+    if whole and not parts and whole.items() <= read_passed().get(record, {}).items():
+        print(f"{name}: nothing it covers has changed since it last passed")
+        return 0
     start = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-q", "--durations=10", *lane["arguments"], *left_out, *options]
     code = subprocess.call(command, cwd=ROOT)
@@ -68,9 +73,10 @@ def main(arguments: list[str]) -> int:
     if code == 0 and minutes > lane["minutes"]:
         print(f"lane {name} is over its budget; the ten slowest are above. Make them quicker, or move them to nightly")
         return 1
-    if code == 0 and chosen and not options:
+    if code == 0 and (chosen or whole) and not options:
         records = read_passed()
-        records[record] = records.get(record, {}) | {file.name: digest(file) for file in chosen}
+        passed = {file.name: digest([*covers(file), str(file)]) for file in chosen}
+        records[record] = records.get(record, {}) | passed | whole
         PASSED.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
     return code
 
@@ -87,6 +93,7 @@ def run_within(minutes: float, lane: str, files: list[Path], options: list[str])
 
 
 NO_TESTS = 5  # pytest's exit code if it collected no tests
+WHOLE = "all files"  # the record of a lane that has `covers`
 
 
 def recorded_files(arguments: list[str]) -> list[Path]:
@@ -105,7 +112,8 @@ def files_to_run(known: list[Path], record: str, parts: list[str]) -> list[Path]
     """Return all files with COVERS, or those with one of `parts` in their names, or those that have changed."""
     if parts:
         return known if parts == ["--all"] else [file for file in known if any(part in file.name for part in parts)]
-    return [file for file in known if read_passed().get(record, {}).get(file.name) != digest(file)]
+    passed = read_passed().get(record, {})
+    return [file for file in known if passed.get(file.name) != digest([*covers(file), str(file)])]
 
 
 def read_passed() -> dict[str, dict[str, str]]:
@@ -119,9 +127,9 @@ def covers(test: Path) -> tuple[str, ...]:
     return next((ast.literal_eval(node.value) for node in assigned if ast.unparse(node.targets[0]) == "COVERS"), ())
 
 
-def digest(test: Path) -> str:
-    """Hash a test file and the files it covers: those that git tracks, with their current content."""
-    listed = subprocess.check_output(["git", "ls-files", "--", *covers(test), str(test)], cwd=ROOT, text=True)
+def digest(paths: Sequence[str]) -> str:
+    """Hash the files at some paths: those that git tracks, with their current content."""
+    listed = subprocess.check_output(["git", "ls-files", "--", *paths], cwd=ROOT, text=True)
     sha256 = hashlib.sha256()
     for name in sorted(listed.splitlines()):
         sha256.update(name.encode() + b"\0" + content(ROOT / name))
@@ -131,6 +139,8 @@ def digest(test: Path) -> str:
 @cache
 def content(file: Path) -> bytes:
     """Return the content that counts as changed: Python without comments and docstrings, other files as they are."""
+    if file.is_symlink():
+        return str(file.readlink()).encode()
     if file.suffix != ".py":
         return file.read_bytes()
     tree = ast.parse(file.read_bytes())
