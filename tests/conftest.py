@@ -10,10 +10,17 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax
+import jax._src.compiler
 import lanes
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+# XLA would compile the parts of a program on all cores, which two tests share here, and splitting it takes time.
+WHOLE_PROGRAMS = "--xla_cpu_parallel_codegen_split_count=1"
+# XLA's older code generator for CPUs compiles in a third of the time. Later versions of jax do not have it.
+OLDER_GENERATOR = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
+XLA_FLAGS = os.environ.get("XLA_FLAGS", "").replace(WHOLE_PROGRAMS, "").replace(OLDER_GENERATOR, "")
+os.environ["XLA_FLAGS"] = f"{XLA_FLAGS} {WHOLE_PROGRAMS} {OLDER_GENERATOR}"
 
 
 # Run the slowest files first, so that the two workers finish together.
@@ -46,6 +53,27 @@ def compile_quickly(request):
     and tests/gpu keep the optimisations.
     """
     jax.config.update("jax_disable_most_optimizations", request.path.parent.name not in ("aot", "gpu"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_as_for_users(request):
+    """Compile with XLA's own choice of code generator in files that have AS_FOR_USERS.
+
+    They compare the bits of different programs, or nearly. The older generator rounds them differently.
+    """
+    if not getattr(request.module, "AS_FOR_USERS", False) or not OLDER_GENERATOR:
+        yield
+        return
+    original = jax._src.compiler.get_compile_options  # flags are read once a process, so an option of each program
+
+    def get_compile_options(*arguments, env_options_overrides=None, **named):
+        overrides = {**(env_options_overrides or {}), "xla_cpu_use_fusion_emitters": True}
+        return original(*arguments, env_options_overrides=overrides, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax._src.compiler, "get_compile_options", get_compile_options)
+        patch.setenv("XLA_FLAGS", f"{XLA_FLAGS} {WHOLE_PROGRAMS}")  # of processes that the tests start
+        yield
 
 
 MAX_BYTES = 2.3e9  # of a process, before its next test; it then stays below 3 GB

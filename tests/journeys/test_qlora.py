@@ -17,6 +17,7 @@ from jaxtune.quant.options import QuantOptions
 # Dimensions that are whole blocks in every format.
 SIZES = dict(hidden_size=128, intermediate_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
 RANK = {"lora.rank": 4}
+AS_FOR_USERS = True  # tests/conftest.py: compiled by XLA's own choice of code generator
 
 
 @pytest.mark.parametrize("format", ["nf4", "fp8", "nvfp4", "int8"])

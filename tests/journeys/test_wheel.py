@@ -46,7 +46,7 @@ import json; print(json.dumps(found))""",
 
 def execute(*command: str, code: int = 0) -> str:
     """Run a command in a user's environment, without variables of this project, and return its output."""
-    ours = ("PYTHONPATH", "VIRTUAL_ENV", "JUPYTER_PATH", "JUPYTER_CONFIG_DIR")
+    ours = ("PYTHONPATH", "VIRTUAL_ENV", "JUPYTER_PATH", "JUPYTER_CONFIG_DIR", "XLA_FLAGS")
     variables = {name: value for name, value in os.environ.items() if name not in ours}
     variables |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     done = subprocess.run(

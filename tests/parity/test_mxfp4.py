@@ -72,6 +72,7 @@ def test_a_shard_has_its_part(folder, one_device, mesh):
 
 
 ADAPTERS = LoraOptions(enabled=True, rank=4, alpha=8.0, target_modules="q_proj|k_proj|v_proj|o_proj")
+AS_FOR_USERS = True  # tests/conftest.py: compiled by XLA's own choice of code generator
 KEPT = QuantOptions(format="mxfp4", exclude="self_attn")
 
 

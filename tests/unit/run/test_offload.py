@@ -23,6 +23,7 @@ from jaxtune.training.assembly import Program, assemble
 from jaxtune.training.memory import need_of
 from jaxtune.weights.model import Base
 
+AS_FOR_USERS = True  # tests/conftest.py: compiled by XLA's own choice of code generator
 STEPS = 3
 SECTIONS: dict[str, Any] = {
     "optim": OptimOptions(max_grad_norm=0.0, no_decay="norm"),

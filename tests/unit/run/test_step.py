@@ -24,6 +24,8 @@ from jaxtune.training.state import State, initial_state
 from jaxtune.training.step import GradientSums, StepOptions, make_train_step
 from jaxtune.weights.model import Base
 
+AS_FOR_USERS = True  # tests/conftest.py: compiled by XLA's own choice of code generator
+
 
 def program_of(
     mesh, layers=4, remat="block", precision="fp32", lora=None, unroll=False, exclude=None, **sections
