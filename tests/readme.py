@@ -21,6 +21,7 @@ SHORTER = {
     "qwen_grpo": ("--config.rollout.max_new_tokens=32",),
     "_pretrain_": ("--config.train.max_steps=2", "--config.optim.warmup_steps=1", "--config.optim.cooldown_steps=1"),
 }
+SIZES = dict(hidden_size=64, intermediate_size=128, head_dim=32, max_position_embeddings=4096)  # whole blocks of 64
 TOGETHER = """
 import json
 from pathlib import Path
@@ -43,7 +44,7 @@ def empty_folder(made: pytest.TempPathFactory) -> Iterator[Path]:
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(wheel), str(source)]
     subprocess.run(pip, check=True, timeout=300)
     for name in ("Qwen3-0.6B", "Qwen3-8B"):
-        write_model_folder(folder / "Qwen" / name, max_position_embeddings=4096)
+        write_model_folder(folder / "Qwen" / name, **SIZES)
     write_conversations(folder / "chats.jsonl", 200)
     write_answers(folder / "pairs.jsonl")
     prompts = ({"prompt": f"say {i}", "answer": str(i)} for i in range(8))
