@@ -1,17 +1,18 @@
 """Every sample in docs/reference/data.md becomes what the page shows."""
 
-import re
 from pathlib import Path
 
 import pytest
+from pages import DOCS, blocks
 from tiny import byte_tokenizer
 
 from jaxtune.config import dataset, new_config, resolve
 from jaxtune.data.cache.documents import tokenize
 from jaxtune.prepare import describe
 
-PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "data.md").read_text(encoding="utf-8")
-LAYOUTS = re.findall(r"```json\n(.*?)```\n```python\n(.*?)```\n```text\n(.*?)```", PAGE, re.DOTALL)
+BLOCKS = list(blocks((DOCS / "reference" / "data.md").read_text(encoding="utf-8")))
+# A sample, the entry for it, and what `prepare` shows.
+LAYOUTS = [tuple(block.code for block in BLOCKS[i : i + 3]) for i in range(0, len(BLOCKS), 3)]
 
 
 @pytest.fixture(scope="module")
@@ -41,4 +42,5 @@ def test_a_layout_is_rendered_and_masked_as_the_page_says(tokenizer, tmp_path, m
 
 
 def test_every_block_of_the_page_is_one_of_these():
-    assert PAGE.count("```") == 6 * len(LAYOUTS) >= 60
+    assert [block.language for block in BLOCKS] == ["json", "python", "text"] * len(LAYOUTS)
+    assert len(LAYOUTS) >= 20
