@@ -72,7 +72,7 @@ def _export(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("quantize", None, list(SCHEMES), "format of a whole model's linear layers", flag_values=values)
     meaning = "your own Python file with the model's family (docs/guides/plugins.md); may be given several times"
     flags.DEFINE_multi_string("plugin", [], meaning, flag_values=values)
-    flags.DEFINE_string("push_to_hub", None, "also upload the export to this hub repository, OWNER/NAME", flag_values=values)
+    flags.DEFINE_string("push_to_hub", None, "hub repository to upload to as well: OWNER/NAME", flag_values=values)
     flags.DEFINE_bool("private", False, "make the uploaded repository private", flag_values=values)
 
 
