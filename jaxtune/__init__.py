@@ -27,6 +27,9 @@ __all__ = ["Config", "Run", "UserError", "config_of", "train"]
 
 def __getattr__(name: str) -> Any:
     """Import public names on first use, because their modules take seconds to import."""
+    if name == "__version__":
+        installed = importlib.import_module("importlib.metadata").distributions(name="jaxtune")
+        return next((package.version for package in installed), "unknown")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("jaxtune.config.schema" if name == "Config" else "jaxtune.api"), name)

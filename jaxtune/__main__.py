@@ -1,10 +1,11 @@
 """jaxtune COMMAND [FLAGS], the same as python -m jaxtune.COMMAND [FLAGS]."""
 
 import difflib
-import importlib.metadata
+import importlib
 import pathlib
 import sys
 
+import jaxtune
 from jaxtune import command, command_flags
 from jaxtune.errors import UserError
 
@@ -40,7 +41,7 @@ def _dispatch(name: str, arguments: list[str]) -> int | None:
         print("\njaxtune COMMAND --help tells more.")
         return None
     if name == "--version":
-        print(f"jaxtune {importlib.metadata.version('jaxtune')}")
+        print(f"jaxtune {jaxtune.__version__}")
         return None
     if name not in COMMANDS:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)

@@ -22,7 +22,7 @@ from jaxtune import command
 from jaxtune.data.cache.token_cache import FORMAT, SUMMARY, read_summary
 from jaxtune.errors import UserError
 
-KEPT = {"reference": "scores of answers by a reference", "teacher": "likeliest tokens of a teacher"}
+KEPT = {"reference": "scores of answers by a reference", "teacher": "most likely tokens of a teacher"}
 """Files of preference.precompute_reference and distill.teacher, by the prefix of their names."""
 
 
@@ -66,7 +66,7 @@ def remove_remains(folder: Path, limit: float) -> None:
 
 def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
-        "folder", "runs/cache", "the cache: data.cache_dir, or cache in train.output_dir", flag_values=values
+        "folder", "runs/cache", "cache folder: data.cache_dir, or cache in train.output_dir", flag_values=values
     )
     flags.DEFINE_float(
         "unused_days",

@@ -65,11 +65,11 @@ def run(
     values = flags.FlagValues()  # not absl's global flags, so that two commands can run in one process
     define_flags(values)
     if with_config:
-        meaning = "recipe, NAME or FILE or either with :ARGUMENT; --config.SECTION.OPTION=VALUE changes an option"
+        meaning = "recipe: NAME or FILE, optionally with :ARGUMENT; --config.SECTION.OPTION=VALUE changes an option"
         flags.DEFINE_string("config", None, meaning, flag_values=values)
         meaning = "your own Python file, run as a plugin (train.plugins); may be given several times"
         flags.DEFINE_multi_string("plugin", [], meaning, flag_values=values)
-        meaning = "the system that a YAML file of another system was written for; default: recognised by its keys"
+        meaning = "system that the YAML file was written for; default: recognised by its keys"
         flags.DEFINE_enum("dialect", None, list(DIALECTS), meaning, flag_values=values)
     if {"-h", "--help", "-help"} & set(arguments):
         head = docstring(module) if module else inspect.getdoc(sys.modules[define_flags.__module__])
@@ -210,6 +210,6 @@ def _flags_help(values: flags.FlagValues) -> str:
     lines = []
     for name in values:
         flag = values[name]
-        default = "" if flag.default is None else f" (default: {flag.default_as_str})"
-        lines.append(f"  --{name}: {flag.help}{default}")
+        default = "" if flag.default in (None, "", []) or flag.boolean else f" (default: {flag.default})"
+        lines.append(f"  --{name}: {flag.help.splitlines()[0].rstrip(';')}{default}")
     return "\n".join(["Flags:", *lines])

@@ -17,13 +17,13 @@ from jaxtune.quant.options import SCHEMES, QuantOptions
 
 _NUMBERS = {
     "max_new_tokens": "maximum number of tokens to generate",
-    "temperature": "sampling temperature; 0 takes the likeliest token",
-    "top_p": "sample only from the likeliest tokens with this total probability",
-    "top_k": "sample only from this number of likeliest tokens",
-    "min_p": "sample only from tokens with at least this fraction of the likeliest token's probability",
-    "repetition_penalty": "above 1, tokens that have occurred become less likely",
+    "temperature": "sampling temperature; 0 takes the most likely token",
+    "top_p": "sample only from the most likely tokens with this total probability",
+    "top_k": "sample only from this many most likely tokens",
+    "min_p": "sample only tokens with at least this share of the top token's probability",
+    "repetition_penalty": "above 1, tokens that already occurred become less likely",
     "seed": "seed of the sampling",
-    "batch_size": "prompts of --input that are continued together",
+    "batch_size": "prompts of --input in a batch",
 }
 
 
@@ -38,13 +38,13 @@ class Flags:
 
 def _evaluate(values: flags.FlagValues) -> None:
     flags.DEFINE_string("run", None, "folder of the run", flag_values=values)
-    flags.DEFINE_integer("step", None, "checkpoint of the run; default: the newest good one", flag_values=values)
+    flags.DEFINE_integer("step", None, "checkpoint of the run; default: the newest valid one", flag_values=values)
     flags.DEFINE_string("model", None, "Hugging Face folder, hub id or adapter, instead of a run", flag_values=values)
-    meaning = "tasks, groups or tags of lm-eval, or patterns, to evaluate instead of validation data"
+    meaning = "tasks, groups, tags or patterns of lm-eval, to evaluate instead of validation data"
     flags.DEFINE_list("tasks", [], meaning, flag_values=values)
     meaning = "examples before each question of --tasks; default: the task's own number"
     flags.DEFINE_integer("num_fewshot", None, meaning, flag_values=values)
-    meaning = "maximum number of questions per task or, below 1, a share: for a quick test"
+    meaning = "most questions per task, or their share if below 1, for a quick test"
     flags.DEFINE_float("limit", None, meaning, flag_values=values)
     flags.DEFINE_string("include_path", None, "folder with YAML files of your own tasks", flag_values=values)
     meaning = "format the requests of --tasks with the tokenizer's chat template, few-shot examples as turns"
@@ -66,46 +66,46 @@ def _export(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "output", None, "folder to write, or its URL (s3://, gs://, ...)", flag_values=values, required=True
     )
-    flags.DEFINE_integer("step", None, "checkpoint; default: the newest good one", flag_values=values)
+    flags.DEFINE_integer("step", None, "checkpoint; default: the newest valid one", flag_values=values)
     flags.DEFINE_list("format", None, "hf, peft, or both; default: what the run trained", flag_values=values)
-    flags.DEFINE_bool("merge", False, "fold the adapter into the model", flag_values=values)
-    flags.DEFINE_enum("quantize", None, list(SCHEMES), "quantize a whole model's layers", flag_values=values)
+    flags.DEFINE_bool("merge", False, "merge the adapter into the model's weights", flag_values=values)
+    flags.DEFINE_enum("quantize", None, list(SCHEMES), "format of a whole model's linear layers", flag_values=values)
     meaning = "your own Python file with the model's family (docs/guides/plugins.md); may be given several times"
     flags.DEFINE_multi_string("plugin", [], meaning, flag_values=values)
-    flags.DEFINE_string("push_to_hub", None, "OWNER/NAME on the hub to upload it to as well", flag_values=values)
+    flags.DEFINE_string("push_to_hub", None, "hub repository to upload to as well: OWNER/NAME", flag_values=values)
     flags.DEFINE_bool("private", False, "make the uploaded repository private", flag_values=values)
 
 
 def _generate(values: flags.FlagValues) -> None:
     text = partial(flags.DEFINE_string, flag_values=values)
     text("model", None, "Hugging Face folder, hub id, adapter, or run folder", required=True)
-    text("adapter", None, "folder of a PEFT adapter on --model, which is its base")
+    text("adapter", None, "folder of a PEFT adapter whose base is --model")
     text("prompt", None, "text to continue, or to answer with --chat")
     text("input", None, "file of prompts: jsonl, json, csv, parquet, or a dataset on the hub")
     text("output", None, "JSON lines file for the answers to --input; default: the terminal")
-    flags.DEFINE_bool("chat", False, "put text prompts into the tokenizer's chat template", flag_values=values)
+    flags.DEFINE_bool("chat", False, "format text prompts with the chat template", flag_values=values)
     for name, meaning in _NUMBERS.items():
         low, high = BOUNDS[name]
         define = flags.DEFINE_integer if isinstance(low, int) else flags.DEFINE_float
         bounds = {"lower_bound": low, "upper_bound": None if math.isinf(high) else high}
         define(name, getattr(SamplingOptions(), name), meaning, flag_values=values, **bounds)  # type: ignore[arg-type]
     flags.DEFINE_multi_string("stop", [], "text that ends an answer; may be given several times", flag_values=values)
-    flags.DEFINE_integer("step", None, "checkpoint of a run; default: the newest good one", flag_values=values)
+    flags.DEFINE_integer("step", None, "checkpoint of a run; default: the newest valid one", flag_values=values)
     formats = get_args(get_args(get_type_hints(QuantOptions)["format"])[0])
-    flags.DEFINE_enum("quant", None, formats, "quantize the base's weights while they are read", flag_values=values)
+    flags.DEFINE_enum("quant", None, formats, "format to quantize the base's weights to", flag_values=values)
     meaning = "your own Python file with the model's family (docs/guides/plugins.md); may be given several times"
     flags.DEFINE_multi_string("plugin", [], meaning, flag_values=values)
-    flags.DEFINE_list("mesh", [], "devices of each axis, such as fsdp=4,tensor=2; default: one", flag_values=values)
+    flags.DEFINE_list("mesh", [], "devices per axis, such as fsdp=4,tensor=2; default: one device", flag_values=values)
 
 
 def _prepare(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("show", 3, "samples to show", flag_values=values, lower_bound=0)
-    flags.DEFINE_string("shard", None, "I/N: only tokenise, shard I of N, from 0", flag_values=values)
+    flags.DEFINE_string("shard", None, "I/N: only tokenise shard I of N, counted from 0", flag_values=values)
     flags.DEFINE_bool("ids", False, "show each token with its id, label and weight", flag_values=values)
 
 
 def _doctor(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("output_dir", "runs", "where runs are written: train.output_dir", flag_values=values)
+    flags.DEFINE_string("output_dir", "runs", "folder of all runs: train.output_dir", flag_values=values)
 
 
 COMMANDS = {

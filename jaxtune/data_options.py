@@ -45,13 +45,13 @@ class Dataset:
     """One entry of data.datasets or data.eval_datasets."""
 
     path: str | tuple[str, ...] | None = option(None,
-        "file, glob pattern, folder, URL (s3://, gs://, abfs://, https://), or a list of these; hub id; or dummy: "
-        "random tokens, to measure speed", basic=True)
+        "file, glob pattern, folder, URL (s3://, gs://, abfs://, https://), or a list of these; a hub id; or dummy, "
+        "random tokens to measure speed", basic=True)
     dummy_length: int = option(2048, "tokens in each dummy sample", "tokens [2, inf)", when="path == 'dummy'")
     type: Literal["auto", "text", "instruction", "conversation", "tokenized", "classification", "preference",
                   "unpaired_preference"] = option("auto",
-        "how a sample becomes tokens; auto chooses by the columns and prints its choice, never classification; with "
-        "preference.loss it means preference, or unpaired_preference for kto", basic=True)
+        "kind of samples; auto: chosen by the columns and printed, but never classification; with preference.loss, "
+        "auto means preference, or unpaired_preference for kto", basic=True)
     split: str = option("train", "split of a hub dataset, or of a folder whose file names contain the split",
         basic=True)
     subset: str | None = option(None, "subset (configuration name) of a hub dataset",
@@ -79,15 +79,15 @@ class Dataset:
         "dataset or for none", "(0, inf)", basic=True, of_prompts=False,
         also="interleave_probs probabilities sampling_prob train_dataset_prob eval_dataset_prob")
     select_columns: tuple[str, ...] | None = option(None,
-        "read only these columns and ignore the others, for example an attention_mask")
+        "columns to read; others, such as an attention_mask, are ignored")
     function: str | None = option(None,
-        "your function, FILE.py:NAME (the file is run): gets each sample as a dict; returns the dict to use, a text "
+        "your function, FILE.py:NAME (the file is run): takes a sample as a dict and returns the dict to use, a text "
         "(new column 'returned'), or None to leave the sample out", also="prompt_func completion_func")
     max_sample_bytes: int = option(2**28,
-        "a larger sample is a bad row (data.on_bad_row): a line, a CSV field, a Parquet or Arrow row, or the "
-        "decompressed part of a compressed text or JSON list", "bytes [1, inf)")
+        "largest sample; a larger one is a bad row (data.on_bad_row): a line, a CSV field, a Parquet or Arrow row, or "
+        "the decompressed part of a compressed text or JSON list", "bytes [1, inf)")
     encoding: str = option("utf-8",
-        "encoding of text, CSV and JSON files, in which a newline must be one byte, as in cp1252")
+        "encoding of text, CSV and JSON files, such as cp1252; a newline must be one byte in it")
     text_field: str = option("text",
         "column of the text, for types text and classification; like every *_field, also a template of columns: "
         "'{title}: {body}'", basic=True, of_prompts=False, also="input_columns")
@@ -97,7 +97,7 @@ class Dataset:
         when="type == 'classification'", of_prompts=False, also="label_column label_field target_field")
     instruction_field: str = option("instruction", "column of the instruction", of_prompts=False)
     input_field: str | None = option("input", "column of the optional input")
-    output_field: str = option("output", "column of the answer, which is the trained part", of_prompts=False,
+    output_field: str = option("output", "column of the answer, which is trained", of_prompts=False,
         also="completion_template")
     system_field: str | None = option(None, "column of the system prompt")
     system_prompt: str | None = option(None, "system prompt for every sample without one",
@@ -178,8 +178,8 @@ class DataOptions:
         "do not read the sources: use the documents last tokenised with these options, from the cache",
         when="not data.streaming", of_prompts=False, also="skip_prepare_dataset")
     num_proc: int = option(1,
-        "processes that tokenise; 1: only this one, whose tokenizer uses all cores, but the Python code that renders "
-        "conversations uses one", "processes [1, inf)",
+        "processes that tokenise; 1: only this one, whose tokenizer uses all cores, but which renders conversations "
+        "on one core", "processes [1, inf)",
         when="not data.cache_only and (not data.streaming or data.eval_datasets)", of_prompts=False,
         also="dataset_num_proc preprocessing_num_workers dataset_num_processes")
     num_workers: int = option(4, "threads that read batches; 0: no threads, each batch is read when it is needed",
@@ -218,13 +218,13 @@ class ChatOptions:
         also="roles_to_train train_on_inputs train_on_prompt assistant_only_loss completion_only_loss")
     loss_scale: str = option("default",
         "trained text (ms-swift): default: messages of chat.roles; last_round: those after the last user message; all; "
-        "with weights, each after a +: ignore_empty_think, ignore_think_prefix, react, hermes, qwen", of_prompts=False,
+        "a + adds weights: ignore_empty_think, ignore_think_prefix, react, hermes, qwen", of_prompts=False,
         also="mask_history")
     pattern_weights: tuple[str, ...] = option((), "loss-weight factors for matching text in trained messages",
         "REGEX=FACTOR", of_prompts=False)
     train_on_eos: Literal["turn", "last", "all", "none"] = option("turn",
         "stop tokens that are trained (Axolotl): turn: after each trained message; last: after the last one; all: "
-        "every equal token; none", when="'all' not in chat.loss_scale", of_prompts=False, also="train_on_eot")
+        "wherever they occur; none", when="'all' not in chat.loss_scale", of_prompts=False, also="train_on_eot")
     agent_template: Literal["hermes", "react", "toolbench"] | None = option(None,
         "format of tools, tool calls and tool results, for a chat template without them; unset: the chat template's "
         "own format")

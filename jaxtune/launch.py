@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         for left in reversed(range(arguments.restarts)):
             if code in (0, STOPPED, REFUSED) or received:
                 break
-            print(f"\nrestarting all processes, at most {left} more times", file=sys.stderr, flush=True)
+            print(f"\nrestarting all processes; restarts left: {left}", file=sys.stderr, flush=True)
             arguments.command += [RESUME]  # overrides ckpt.resume=overwrite in the command
             code = run(arguments, logs, shown, received)
     return code
@@ -86,14 +86,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, required=True, help="number of processes to start")
     parser.add_argument("--devices-per-process", type=int, help="simulated CPU devices of each process; runs on CPU")
     parser.add_argument(
-        "--gpus-per-process", type=int, help="GPUs of each process, by CUDA_VISIBLE_DEVICES; unset: each sees all"
+        "--gpus-per-process", type=int, help="GPUs of each process (sets CUDA_VISIBLE_DEVICES); unset: all GPUs"
     )
     parser.add_argument("--log-dir", help="folder of the log files; unset: a new temporary one")
     parser.add_argument(
         "--restarts", type=int, default=0, help="maximum number of restarts of all processes after a failure"
     )
     parser.add_argument(
-        "--grace", type=float, default=10, help="seconds that other processes have to end after a failure"
+        "--grace", type=float, default=10, help="seconds that the other processes get to end after a failure"
     )
     parser.add_argument("command", nargs="+", metavar="-- command", help="the command that each process runs")
     arguments = parser.parse_args(argv)

@@ -1,8 +1,8 @@
-"""Train by a recipe: config, mesh, model, data, step, weights, loop, export. A run goes through this file in order.
+"""Train by a recipe, or resume its run: pretraining, fine-tuning, adapters, preferences, rewards, distillation.
 
-python -m jaxtune.train --config=quickstart
+    python -m jaxtune.train --config=quickstart --config.optim.learning_rate=1e-3
 
-In Python: `run = jaxtune.train("quickstart")` (`jaxtune/api.py`). CONTRIBUTING.md says where everything is.
+`jaxtune options` lists the options. A run goes through this file in order; CONTRIBUTING.md says where the rest is.
 """
 
 import sys

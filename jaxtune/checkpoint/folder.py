@@ -49,7 +49,7 @@ def find_newest_good(folder: Path, step: int | None, only: Iterable[str] | None)
         damage = f"checkpoint {candidate} in {folder} is damaged: {problems[0]}{more}"
         if step is not None:
             raise UserError(f"{damage}; ckpt.resume='auto' takes the newest good one")
-        logger.warning("%s; trying the one before it", damage)
+        logger.warning("%s; trying an older one", damage)
     if available:
         raise UserError(f"all checkpoints in {folder} are damaged; to start afresh, remove them")
     return None

@@ -271,7 +271,7 @@ class CheckpointManager:
         copying = None if self._mirror is None else self._mirror.copying
         for step in set(self.steps()) - self._verified - {self._best, copying} if self._verified else ():
             if step > max(self._verified):
-                logger.warning("checkpoint %d is removed: the run was taken back to before it", step)
+                logger.warning("removing checkpoint %d: the run resumed from an earlier step", step)
             if step > min(self._verified) or len(self._verified) == self._keep_last:
                 checkpoint_folder.remove(self._folder, step)
 

@@ -134,7 +134,7 @@ class Mirror:
             # copy may then be the only one.
             for step in remote.keys() - local if local and not failures else ():
                 if remote[step] and step > local[-1]:
-                    logger.warning("checkpoint %d is removed from %s: the run is before it", step, self.remote.url)
+                    logger.warning("removing checkpoint %d from %s: the run is before it", step, self.remote.url)
                 self._remove(step)
         except Exception as error:  # file systems raise their own types; a failure here must not end the training
             failures.append(f"{self.remote.url} is not up to date: {error_text(error)}")

@@ -76,7 +76,7 @@ class GuardOptions:
         when="guard.action")
     norm_factor: float = option(10.0, "gradient-norm spike threshold, as a multiple of the running mean", "(1, inf)",
         when="guard.action")
-    window: int = option(50, "steps in the running means; no step counts as a spike before then", "steps [2, inf)",
+    window: int = option(50, "steps in the running means; spikes are detected only after that many", "steps [2, inf)",
         when="guard.action")
 
 
@@ -100,7 +100,7 @@ class TrainOptions:
         "after the first step, if no step, evaluation batch or checkpoint finishes for this long, write all threads' "
         "stacks to the run's folder and end; unset: no limit, because durations differ", "seconds [1, inf)",
         also="ddp_timeout nccl_timeout")
-    deterministic: bool = option(False, "bit-identical repeats on a GPU too, at some cost in speed")
+    deterministic: bool = option(False, "make repeated runs bit-identical on GPUs too, at some cost in speed")
     freeze: str | None = option(None, "parameters that are not trained, by Hugging Face name", "regex",
         when="not lora.enabled")
     neftune_alpha: float = option(0.0,
@@ -115,7 +115,7 @@ class TrainOptions:
         when="model.head == 'lm' and preference.loss is None and not rollout.rewards and "
         "(not distill.teacher or distill.weight < 1)")
     plugins: tuple[str, ...] = option((),
-        "FILE.py, your Python files, which are run: callbacks, an objective, an optimizer rule, a model family "
+        "your Python files (FILE.py), which are run: callbacks, an objective, an optimizer rule, a model family "
         "(docs/guides/plugins.md)")
     recommend: bool = option(False,
         "set learning rate and warm-up, if unset, by a rule of thumb for the training mode and model size; each is "
@@ -166,7 +166,7 @@ class CkptOptions:
         "write a checkpoint after the last step; a run that is stopped on request always leaves one")
     keep_last: int = option(2, "verified checkpoints to keep", "checkpoints [1, inf)", basic=True,
         also="save_total_limit")
-    keep_best: bool = option(False, "save the checkpoint of the best evaluation, and keep it in addition to these",
+    keep_best: bool = option(False, "save a checkpoint at the best evaluation, and keep it in addition to keep_last",
         when="data.validation_split or data.eval_datasets")
     save_optimizer: bool = option(True,
         "save the optimizer state in checkpoints; without it they are smaller, and a resumed run starts with new "
@@ -246,12 +246,12 @@ class LogOptions:
 
     every: int = option(1, "steps between progress lines; 0: none", "steps [0, inf)", basic=True, also="logging_steps")
     format: Literal["auto", "lines", "key_value"] = option("auto",
-        "progress as auto: a bar on a terminal, one line in a notebook, else lines; lines: always lines; key_value: "
-        "lines of key=value, for programs")
+        "form of progress; auto: a bar on a terminal, one line in a notebook, else lines; lines: always lines; "
+        "key_value: lines of key=value, for programs")
     level: Literal["debug", "info", "warning", "error"] = option("info",
         "lowest level of messages to show; progress is not affected")
     every_process: bool = option(False,
-        "show all messages of the other processes too, with the process number, and not only their warnings")
+        "show all messages of the other processes, not only their warnings, with the process number")
     file: str | None = option("run.log",
         "file to which progress and messages are appended, relative to the run's folder; unset: none")
     gpu_every: int = option(0,

@@ -28,9 +28,8 @@ def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dic
     data, optim, lora = config.data, config.optim, config.lora
     rows = {"data": _data_in_words(data.datasets)}
     if counts := folder.read_counts():
-        counted = f"{counts.target_tokens:,} of {counts.tokens:,} tokens trained"
-        counted = counted if config.model.head == "lm" else f"{counts.tokens:,} tokens"
-        rows["documents"] = f"{counts.documents:,}, {counted}"
+        trained = f", {counts.target_tokens:,} of them trained" if config.model.head == "lm" else ""
+        rows["documents"] = f"{counts.documents:,}, {counts.tokens:,} tokens{trained}"
     rows |= {
         "steps": f"{steps:,}",
         "tokens": f"{tokens:,}, in rows of {data.seq_len:,}",
@@ -81,7 +80,7 @@ def card_evaluation(config: Config, folder: RunFolder, steps: int) -> Evaluation
         return None
     values = {name.removeprefix("eval_"): value for name, value in rows[-1].items() if name.startswith("eval_")}
     entries = config.data.eval_datasets or config.data.datasets
-    words = _data_in_words(entries) + ("" if config.data.eval_datasets else ", a part held out")
+    words = _data_in_words(entries) + ("" if config.data.eval_datasets else ", held-out part")
     return Evaluation(
         {name: value for name, value in values.items() if math.isfinite(value)},
         words,

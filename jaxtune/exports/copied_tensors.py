@@ -26,7 +26,7 @@ def warn_lost_layers(model: Model, config: Config) -> None:
         # Replace layer numbers by *, so that the warning names each kind of tensor once.
         kinds = dict.fromkeys(re.sub(r"\.\d+\b", ".*", name) for name in names)
         log.warning(
-            "%d tensors of the base predict more than the next token, and a whole model of this run will lack them, "
+            "an export of the whole model will lack %d tensors of the base that predict more than the next token, "
             "because %s: %s",
             *(len(names), why, ", ".join(kinds)),
         )

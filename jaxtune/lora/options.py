@@ -32,13 +32,13 @@ class LoraOptions:
     use_rslora: bool = option(False, "rank-stabilised scale (Kalajdzievski 2023)", when="lora.kind == 'lora'")
     path: str | None = option(None, "PEFT adapter folder to start from", also="adapter_name_or_path lora_model_dir")
     merge_interval: int = option(0,
-        "steps between merges of the adapters into their weights, which are requantized if quantized, and restarts of "
-        "the adapters (ReLoRA, 2023); the whole model is exported then; 0: never", "steps [0, inf)")
+        "steps between merges (ReLoRA, 2023): adapters are merged into the weights, requantized if quantized, and "
+        "restart; such a run exports the whole model; 0: never", "steps [0, inf)")
     reset_on_merge: bool = option(False, "reset the optimizer state of everything trained when adapters are merged",
         when="lora.merge_interval")
     lr_ratio: float = option(1.0,
-        "learning rate of B, biases and other vectors, relative to A, such as 16 (LoRA+, Hayou et al. 2024); A has "
-        "optim.learning_rate", "(0, inf)", when="lora.kind == 'lora'")
+        "learning rate of B, biases and other vectors as a multiple of A's, optim.learning_rate, such as 16 (LoRA+, "
+        "Hayou et al. 2024)", "(0, inf)", when="lora.kind == 'lora'")
     bias: Literal["none", "all", "lora_only"] = option("none",
         "biases of the model trained with the adapters: none, all, or only in layers with an adapter (lora_only)",
         when="lora.kind == 'lora'")
@@ -50,7 +50,7 @@ class LoraOptions:
         "2024)", when="lora.kind == 'lora'")
     init: Literal["uniform", "gaussian", "pissa", "olora"] = option("uniform",
         "uniform, gaussian: random A, zero B; pissa: the weight's top singular vectors; olora: its first columns, "
-        "orthonormalised; these are subtracted from the weight, and exported as plain adapters of twice the rank",
+        "orthonormalised; both subtract them from the weight, and are exported as plain adapters of twice the rank",
         when="lora.kind == 'lora' and lora.path is None")
     freeze_a: bool = option(False, "train only B (LoRA-FA, Zhang et al. 2023)", when="lora.kind == 'lora'")
     rank_pattern: tuple[str, ...] = option((), "rank by Hugging Face name; the last match counts: ('q_proj=8',)",

@@ -22,8 +22,8 @@ class AttentionOptions:
         "if that kernel cannot run: refuse and explain why (error), or warn and use auto",
         when="attention.backend != 'auto'")
     documents_per_row: int = option(32,
-        "most documents in a row with fa3; data with more is refused, naming the number needed; unused slots cost "
-        "time and memory in the backward pass", "[1, inf)", when="attention.backend == 'fa3'")
+        "most documents in a row with fa3; data with more is refused, and the error names the number needed; unused "
+        "slots cost time and memory in the backward pass", "[1, inf)", when="attention.backend == 'fa3'")
 
     @property
     def max_documents_per_row(self) -> int | None:
@@ -37,7 +37,7 @@ class ExpertsOptions:
 
     backend: Literal["auto", "dense", "loop", "kernel"] = option("auto",
         "kernel: GPU kernels run only the routed experts of each token; loop: the same in XLA; dense: every expert on "
-        "every token, as low precision needs; auto: the first that can run",
+        "every token, which low precision needs; auto: the first that can run",
         also="expert_backend moe_implementation experts_implementation moe_grouped_gemm")
     dispatch: Literal["all_gather", "all_to_all"] = option("all_gather",
         "how tokens reach experts on other devices: all_gather: each device gets all tokens; all_to_all: only those "
@@ -58,8 +58,8 @@ class ExpertsOptions:
         "coefficient of the mean of log(sum(exp(router logits)))^2, added to the training loss (router z-loss of "
         "ST-MoE, 2022)", "[0, inf)", also="router_z_loss_coef moe_z_loss_coeff")
     bias_update_rate: float = option(0.0,
-        "update rate of the router's expert bias (auxiliary-loss-free balancing, DeepSeek-V3, 2024): added for "
-        "experts with less than their layer's mean load, else subtracted; 0: biases stay fixed", "[0, inf)",
+        "update rate of the router's expert biases (auxiliary-loss-free balancing, DeepSeek-V3, 2024): added below a "
+        "layer's mean load, subtracted above it; 0: biases stay fixed", "[0, inf)",
         when="not lora.enabled", also="moe_router_bias_update_rate bias_update_speed")
 # fmt: on
 

@@ -196,7 +196,7 @@ def _totals(record: Record) -> dict[str, Any]:
         totals["tokens"] = tokens[-1]
     if (seconds := sum(row.get("step_seconds", 0.0) for row in record.rows)) > 1e-9:
         totals["time in steps"] = str(datetime.timedelta(seconds=round(seconds)))
-        totals["tokens a second, on average"] = round(totals.get("tokens", 0) / seconds)
+        totals["tokens per second, on average"] = round(totals.get("tokens", 0) / seconds)
     return totals
 
 

@@ -106,7 +106,7 @@ class StepTime:
         """A table: header, one row per part, and sums; one column per phase."""
         phases = [phase for phase in PHASES if any(phase in times for times in self.parts.values())]
         total = sum(sum(times.values()) for times in self.parts.values())
-        rows = [["ms a step", *phases, "all", "share", "alone"]]
+        rows = [["ms per step", *phases, "all", "share", "not overlapped"]]
         for part, times in self.parts.items():
             cells = [f"{times[phase]:.2f}" if phase in times else "-" for phase in phases]
             part_sum = sum(times.values())
@@ -118,7 +118,7 @@ class StepTime:
         """The table's caption: number of steps, device, and busy time."""
         steps = f"{self.steps} step{'s' * (self.steps > 1)}"
         return (
-            f"mean of {steps} on {self.device}: operations ran in {self.busy:.2f} of {self.wall:.2f} ms a step "
+            f"mean of {steps} on {self.device}: operations ran in {self.busy:.2f} of {self.wall:.2f} ms per step "
             f"({self.busy / self.wall:.0%})"
         )
 

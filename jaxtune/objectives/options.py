@@ -46,7 +46,7 @@ class PreferenceOptions:
         when=_when_read("label_smoothing"), also="dpo_label_smoothing")
     simpo_gamma: float = option(0.5, "reward margin of SimPO", "[0, inf)", when=_when_read("simpo_gamma"), also="gamma")
     offset_alpha: float = option(0.0,
-        "the margin grows by this times the log of the difference of the answers' scores (ODPO)", "[0, inf)",
+        "factor of the log of the difference of the answers' scores, which is added to the margin (ODPO)", "[0, inf)",
         when=_OF_PAIRS)
     loss_weight: float = option(1.0, "weight of the pairwise loss", "(0, inf)", when=_OF_PAIRS, also="pref_loss_ratio")
     sft_weight: float | None = option(None,
@@ -65,8 +65,8 @@ class PreferenceOptions:
         "then needs no second forward pass and no copy of the weights",
         when=f"{_WITH_REFERENCE} and preference.reference is not None and preference.reference_update_steps is None")
     reference_update_steps: int | None = option(None,
-        "steps after which the current model becomes the reference, each time; an evaluation at that point compares "
-        "the model with itself", "steps [1, inf)", when=_WITH_REFERENCE,
+        "steps between updates of the reference to the current model; an evaluation right after one compares the "
+        "model with itself", "steps [1, inf)", when=_WITH_REFERENCE,
         also="ref_model_update_steps ref_model_sync_steps")
 
     @property
@@ -84,19 +84,19 @@ class DistillOptions:
         "before the first step, into data.cache_dir: 8 * top_k + 4 bytes a token",
         when="model.head == 'lm' and preference.loss is None and not rollout.rewards", basic=True)
     divergence: Literal["forward_kl", "reverse_kl", "js"] = option("forward_kl",
-        "divergence of teacher p and student q: KL(p||q), KL(q||p), or between them the generalised Jensen-Shannon "
-        "divergence (js) of GKD (Agarwal et al. 2024)")
+        "divergence of teacher p and student q: forward_kl: KL(p||q); reverse_kl: KL(q||p); js: generalised "
+        "Jensen-Shannon, between the two (GKD, Agarwal et al. 2024)")
     js_beta: float = option(0.5,
         "teacher's share in the mixture m = js_beta p + (1 - js_beta) q, and weight of KL(p||m) relative to KL(q||m)",
         "(0, 1)", when="distill.divergence == 'js'")
     temperature: float = option(1.0,
-        "divides the logits of both models; the divergence is not multiplied by its square (nor in TRL's GKD)",
+        "temperature of both models; as in TRL's GKD, the divergence is not multiplied by its square",
         "(0, inf)")
     top_k: int = option(64, "most likely teacher tokens that are kept; all others count as a single token",
         "tokens [1, inf)")
     weight: float = option(1.0,
-        "share of the divergence in the loss; the rest is the cross-entropy of the targets; 1 leaves it out, because "
-        "the teacher has seen the targets too", "fraction (0, 1]")
+        "share of the divergence in the loss; the rest is the cross-entropy of the targets; 1: only the divergence, "
+        "because the teacher has seen the targets too", "fraction (0, 1]")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class RolloutOptions:
     rewards: tuple[str, ...] = option((),
         "reward functions, FILE.py:NAME or MODULE:NAME (the files are run), called as in TRL: f(prompts, completions, "
         "**columns) -> a number each; unset: train on the answers in the data", basic=True)
-    reward_weights: tuple[str, ...] = option((), "weights of the reward functions; 1 if not named", "NAME=NUMBER")
+    reward_weights: tuple[str, ...] = option((), "weights of reward functions; 1 if not named", "NAME=NUMBER")
     group_size: int = option(8, "completions per prompt, which are compared with each other", "completions [2, inf)",
         basic=True)
     max_new_tokens: int = option(256, "most tokens in a completion", "tokens [1, inf)", basic=True)
@@ -137,11 +137,11 @@ class GrpoOptions:
     importance: Literal["token", "sequence"] = option("token",
         "importance ratio that is clipped: token: of each token; sequence: of each completion (GSPO, 2025)")
     advantage_scale: Literal["group", "batch", "none"] = option("group",
-        "divide rewards, less their group mean, by the standard deviation of the group, of all completions of the "
-        "step (batch), or by nothing (none, Dr. GRPO)")
+        "divisor of advantages (rewards minus their group's mean): the standard deviation of the group, or of all "
+        "completions of the step (batch); none: no divisor (Dr. GRPO)")
     clip_low: float = option(0.2,
         "lower clipping range: ratios below 1 - clip_low get no gradient that lowers them further", "fraction [0, 1]")
-    clip_high: float | None = option(None, "upper clipping range, above 1; unset: clip_low", "[0, inf)")
+    clip_high: float | None = option(None, "upper clipping range, above 1 + clip_high; unset: clip_low", "[0, inf)")
     beta: float = option(0.0, "coefficient of the KL divergence from the model before its first step", "[0, inf)")
     iterations: int = option(1, "optimizer updates with the completions of a step", "updates [1, inf)")
     mask_truncated: bool = option(False, "mask truncated completions out of the loss (DAPO)")

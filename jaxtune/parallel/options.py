@@ -42,7 +42,7 @@ class ParallelOptions:
         "memory for all gathered weights", when="parallel.zero == 3 and precision.recipe in ('bf16', 'fp16', 'fp32')")
     shard_residual: bool = option(True,
         "shard positions over mesh.tensor between attention and feed-forward (Megatron-LM sequence parallelism, "
-        "2022): less activation memory, but half as much again is sent for quantized or low-precision weights",
+        "2022): less activation memory, but 1.5 times the communication for quantized or low-precision weights",
         also="sequence_parallel")
     pipeline: Literal["1f1b", "gpipe"] = option("1f1b",
         "pipeline schedule: 1f1b runs each backward pass as early as possible and keeps activations of few "
@@ -58,8 +58,8 @@ class MemoryOptions:
     """Rematerialisation, offloading to the host, and the check that the run fits into memory."""
 
     remat: Literal["auto", "none", "experts", "ffn", "qkv", "dots", "attention+qkv", "block", "offload"] = option(
-        "auto", "what the backward pass computes again, with norms and activations; dots: attention; block: all; "
-        "offload: all, its inputs in host memory (not with delayed FP8 scales); auto: the first that fits", basic=True,
+        "auto", "what the backward pass recomputes, with norms and activations; dots: attention; block: all; "
+        "offload: all, its input in host memory (not with delayed FP8 scales); auto: the first that fits", basic=True,
         also="gradient_checkpointing activation_checkpointing use_gradient_checkpointing recompute "
         "recompute_ffn recompute_qkv recompute_att recompute_block recompute_modules "
         "recompute_granularity activation_offloading enable_activation_offload offload_residual tiled_mlp")
@@ -76,8 +76,8 @@ class MemoryOptions:
         "keep the trained weights of layers in pinned host memory; each layer is copied to the device for its forward "
         "pass, backward pass and update", when="not lora.enabled")
     offload_gradients: bool = option(False,
-        "accumulate the gradients of layers in pinned host memory; each layer's are added as soon as its backward "
-        "pass is done", when="not lora.enabled", also="offload_grads")
+        "accumulate the gradients of layers in pinned host memory, each layer's as soon as its backward pass is done",
+        when="not lora.enabled", also="offload_grads")
     offload_quants: bool = option(False,
         "keep the quantized weights of layers in pinned host memory; each layer is copied to the device for its "
         "forward and backward pass")

@@ -55,10 +55,10 @@ def _compare(parsed: dict[str, tuple[flags.FlagValues, Config]]) -> int:
 
 def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("gpu", "h100", list(GPUS), "kind of GPU", flag_values=values)
-    meaning = "GPUs of a host; default: device.gpus of the recipe, or 1"
+    meaning = "GPUs per host; default: device.gpus of the recipe, or 1"
     flags.DEFINE_integer("gpus", None, meaning, lower_bound=1, flag_values=values)
-    flags.DEFINE_integer("hosts", 1, "hosts", lower_bound=1, flag_values=values)
-    flags.DEFINE_string("model", None, "model in place of the recipe's: a hub id or a folder", flag_values=values)
+    flags.DEFINE_integer("hosts", 1, "number of hosts", lower_bound=1, flag_values=values)
+    flags.DEFINE_string("model", None, "model instead of the recipe's: hub id or folder", flag_values=values)
     meaning = "result file of benchmarks/gpu_suite.py on such a GPU: its measured rates replace the assumed ones"
     flags.DEFINE_string("calibration", None, meaning, flag_values=values)
     flags.DEFINE_bool("fit", False, "find the fastest options that fit, and print them", flag_values=values)

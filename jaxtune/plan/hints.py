@@ -25,7 +25,7 @@ def plan_one(values: flags.FlagValues, config: Config) -> int:
     plan = _fastest(config, *where) if values.fit else predict(config, *where)
     print(json.dumps(as_json(plan), indent=2) if values.json else table(plan))
     if values.fit and not values.json:
-        print(f"\nthe fastest that fits: {' '.join(overrides(config, plan.config)) or 'the options as they are'}")
+        print(f"\nfastest options that fit: {' '.join(overrides(config, plan.config)) or 'those of the recipe'}")
     return 0 if plan.fits else 2
 
 

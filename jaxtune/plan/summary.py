@@ -27,7 +27,7 @@ def line(plan: Plan) -> str:
 
 def comparison(plans: Mapping[str, Plan]) -> str:
     """A table with one row per plan, and the time model's assumptions; all plans must be for the same GPUs."""
-    rows = [f"{'GB a GPU':>9} {'':12} {'step, ms':>9} {'tokens/s':>9} {'of all scenarios':>18} {'MFU':>6}  recipe"]
+    rows = [f"{'GB/GPU':>9} {'':12} {'step, ms':>9} {'tokens/s':>9} {'range':>18} {'MFU':>6}  recipe"]
     for name, plan in plans.items():
         central, fast, slow = (plan.speeds[scenario] for scenario in ("central", "optimistic", "pessimistic"))
         spread = f"{slow.tokens_per_second:,.0f} - {fast.tokens_per_second:,.0f}"
@@ -48,8 +48,8 @@ def _head(plan: Plan) -> list[str]:
     count = f"{where.hosts} hosts x {where.gpus}" if where.hosts > 1 else f"{where.gpus}"
     return [
         f"{plan.config.model.path} on {count} x {GPUS[where.gpu].kind}, "
-        f"{train.micro_batch_size} x {plan.config.data.seq_len} tokens a micro-batch, {train.grad_accum_steps} "
-        f"micro-batches, {plan.tokens:,} tokens a step; memory.remat={plan.config.memory.remat}"
+        f"{train.micro_batch_size} x {plan.config.data.seq_len} tokens per micro-batch, {train.grad_accum_steps} "
+        f"micro-batches, {plan.tokens:,} tokens per step; memory.remat={plan.config.memory.remat}"
     ]
 
 
@@ -57,9 +57,9 @@ def _memory(plan: Plan) -> list[str]:
     on_gpu = {name: size for name, size in plan.memory.items() if not name.startswith("host")}
     lines = [f"  {name:<20}{_gb(size):>9}" for name, size in on_gpu.items()]
     verdict = "fits" if plan.fits else "DOES NOT FIT"
-    lines += [f"  {'together':<20}{_gb(plan.needed):>9} of {_gb(plan.limit)}: {verdict}"]
+    lines += [f"  {'total':<20}{_gb(plan.needed):>9} of {_gb(plan.limit)}: {verdict}"]
     lines += [f"  {name:<20}{_gb(size):>9}" for name, size in plan.memory.items() if name not in on_gpu]
-    return ["memory of a GPU, according to the compiler", *lines]
+    return ["memory per GPU, according to the compiler", *lines]
 
 
 def _speed(plan: Plan) -> list[str]:
@@ -70,8 +70,8 @@ def _speed(plan: Plan) -> list[str]:
         f"  step     {1e3 * central.seconds:,.1f} ms ({1e3 * fast.seconds:,.1f} - {1e3 * slow.seconds:,.1f})",
         f"  tokens/s {central.tokens_per_second:,.0f} ({slow.tokens_per_second:,.0f} - {fast.tokens_per_second:,.0f})",
         f"  MFU      {central.mfu:.1%} ({slow.mfu:.1%} - {fast.mfu:.1%})",
-        f"  launches {launches['graphs']:,} CUDA graphs of {launches['in graphs']:,} kernels and copies, "
-        f"{launches['outside']:,} outside of them; {launches['host syncs']} waits of the host",
+        f"  launches {launches['graphs']:,} CUDA graphs with {launches['in graphs']:,} kernels and copies, "
+        f"{launches['outside']:,} other launches; {launches['host syncs']} host synchronisations",
     ]
 
 
@@ -80,7 +80,7 @@ def _assumptions(plan: Plan) -> list[str]:
     by_source: dict[str, list[str]] = {}
     for name, assumption in sorted(plan.assumptions.items(), key=lambda item: item[1].source == "assumed"):
         by_source.setdefault(assumption.source, []).append(f"{name} {assumption.value:.3g}")
-    lines = ["time model (jaxtune/plan/rates.py): fractions of the data sheet's figure, ratios, and microseconds"]
+    lines = ["rates of the time model (jaxtune/plan/rates.py): fractions of the data sheet, ratios, microseconds"]
     for source, values in by_source.items():
         text = f"{source}: {', '.join(values)}"
         lines += textwrap.wrap(text, 120, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
@@ -89,7 +89,7 @@ def _assumptions(plan: Plan) -> list[str]:
 
 def _most_expensive(plan: Plan, count: int) -> list[str]:
     total = sum(group.ms for group in plan.groups)
-    rows = [f"{'ms':>9} {'%':>5} {'launches':>9} {'GB':>8} {'TFLOP':>7}  launches, and their source"]
+    rows = [f"{'ms':>9} {'%':>5} {'launches':>9} {'GB':>8} {'TFLOP':>7}  launches and their source"]
     for group in plan.groups[:count]:
         rows.append(
             f"{group.ms:9.2f} {100 * group.ms / total:5.1f} {group.launches:9,} {group.bytes / 1e9:8.1f} "
@@ -114,7 +114,7 @@ def _rest(plan: Plan) -> list[str]:
         ]
         exposed = sum(one.exposed_ms for one in plan.collectives)
         share = exposed / (1e3 * plan.speeds["central"].seconds)
-        lines += [f"{exposed:.2f} ms of the step, {share:.1%}, are exposed communication", ""]
+        lines += [f"exposed communication: {exposed:.2f} ms, {share:.1%} of the step", ""]
     if plan.said:
         lines += [*plan.said, ""]
     return [*lines, f"compiled and read in {plan.seconds:.0f} s"]

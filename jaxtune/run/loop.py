@@ -283,7 +283,7 @@ def _report(
     position.spikes = position.spikes + 1 if values.get("spike") else 0
     if position.spikes:
         measured = f"loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}"
-        watch.progress.message(f"step {at.step} is a spike, and changed nothing: {measured}")
+        watch.progress.message(f"step {at.step} was a spike and changed nothing: {measured}")
     counts = {"tokens": position.tokens, "bad_steps": position.bad_steps}
     watch.step(at.step, at.feed, values | counts, tokens, seconds)
     place = ", ".join(f"{name} {value}" for name, value in at.feed.items())

@@ -38,7 +38,7 @@ def is_stopped(position: Position, total_steps: int, folder: RunFolder) -> bool:
     Raises UserError if the run ended with steps that changed nothing.
     """
     if position.step < total_steps and not position.ended:
-        log.info("stopped at step %d of %d; go on with: %s", position.step, total_steps, resume_command(folder))
+        log.info("stopped at step %d of %d; resume with: %s", position.step, total_steps, resume_command(folder))
         multihost_utils.sync_global_devices("saved")  # a launcher ends all once one process ends with a code of its own
         return True
     if position.bad_steps:
@@ -87,7 +87,7 @@ def finish(config: Config, folder: RunFolder, sample: Callable[[], None], chat: 
         with goodput.measure("sample"):
             sample()
     elif config.eval.sample_prompt:
-        log.info("no sample: decoding has no stages; see generate below")
+        log.info("no sample: a pipeline (mesh.stage) cannot decode; generate it with the command below")
     log.info(goodput.report())
     log.info(final_summary(config, folder, chat))
     hub, private = config.export.push_to_hub, config.export.private

@@ -159,7 +159,7 @@ def restore_run(saved: Saved, program: Program, load_optimizer: bool) -> tuple[S
     assert checkpoint is not None
     state, starts = _split_starts(program, checkpoint.state)
     if not whole:
-        log.warning("the optimizer's state is new%s", "" if saved.has_optimizer else ": the checkpoint has none")
+        log.warning("starting with new optimizer state%s", "" if saved.has_optimizer else ": the checkpoint has none")
         state = state._replace(optimizer=jax.jit(program.optimizer.init)(state.trained))
     position = Position.from_json(checkpoint.host)
     if not saved.own:
@@ -182,7 +182,7 @@ def roll_back(checkpoints: CheckpointManager, program: Program, state: State) ->
         leaf.delete()  # before restoring: the device may not have room for both
     checkpoint = checkpoints.restore(with_starts(program), grouping=program.model.grouping)
     assert checkpoint is not None
-    log.info("rolled back to the weights of step %d; the data continues", checkpoint.step)
+    log.info("rolled back to the weights of step %d, and continuing with the next data", checkpoint.step)
     return _split_starts(program, checkpoint.state)[0]._replace(**kept)
 
 

@@ -154,12 +154,12 @@ def check_step(config: Config, program: Program, step: jax.stages.Compiled, mesh
         return need_of(smaller, len(mesh.local_devices), memory_of(compiled))
 
     measured = need_of(program, len(mesh.local_devices), memory_of(step))
-    log.info("memory a device: %s state and batch, %s temporaries", _gb(measured.state), _gb(measured.temporaries))
+    log.info("memory per device: %s state and batch, %s temporaries", _gb(measured.state), _gb(measured.temporaries))
     log.info(
         "  state and batch: %s", ", ".join(f"{_gb(size)} {part}" for part, size in parts_of(program).items() if size)
     )
     if measured.offloaded:
-        log.info("offloaded to the host from all its devices: %s", _gb(measured.offloaded))
+        log.info("host memory for offloading: %s", _gb(measured.offloaded))
     _judge(config, measured, need)
 
 

@@ -20,7 +20,7 @@ def _describe_sharding(layout: Layout, axes: Collection[str]) -> str:
         if over := [axis for axis in axes_of(field.name, layout) if axis in axes]:
             dimensions.setdefault(" and ".join(over), []).append(field.name)
     divided = "; ".join(f"{', '.join(names)} over {over}" for over, names in dimensions.items())
-    return divided or "whole on every device"
+    return divided or "replicated on every device"
 
 
 def describe_pipeline(model: Model, config: Config) -> str:

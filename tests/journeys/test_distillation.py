@@ -42,7 +42,7 @@ def test_a_student_nears_its_teacher_and_resumes_exactly(home, teacher):
     rows = [row for row in metrics(home / "runs" / "distilled-js") if "loss" in row]
     for row_ in rows:
         assert abs(row_["loss"] / (row_["divergence"] / 2 + row_["cross_entropy"] / 2) - 1) <= 1e-5
-    assert "likeliest tokens of a teacher" in call("jaxtune.cache", f"--folder={home / 'runs' / 'cache'}")
+    assert "most likely tokens of a teacher" in call("jaxtune.cache", f"--folder={home / 'runs' / 'cache'}")
 
 
 def test_adapters_of_a_student_learn_from_a_teacher_with_adapters(home):

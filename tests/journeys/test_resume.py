@@ -29,7 +29,7 @@ def run_interrupted(folder, path, name, steps: list[int], how: int, *more: str):
         output, _ = process.communicate(timeout=300)
         assert process.returncode in (0, -how, STOPPED), output
         if how == signal.SIGTERM:
-            assert process.returncode == STOPPED and "go on with" in output, output
+            assert process.returncode == STOPPED and "resume with" in output, output
     return run("jaxtune.train", f"--config={path}", f"--config.train.run_name={name}", *more)
 
 
@@ -175,7 +175,7 @@ def test_a_spike_takes_the_run_back_and_a_resumed_run_does_the_same(uninterrupte
     flags = [f"--config.guard.{name}={value}" for name, value in options.items()]
     command = (f"--config={path}", "--config.train.run_name=spikes", "--config.train.max_bad_steps=24", *flags)
     output = call("jaxtune.train", *command)
-    assert "is a spike, and changed nothing" in output and "rolled back to the weights of step" in output
+    assert "was a spike and changed nothing" in output and "rolled back to the weights of step" in output
     spiky = losses(folder / "runs" / "spikes")
     spikes = [row["step"] for row in metrics(folder / "runs" / "spikes") if row.get("spike")]
     assert 0 < len(spikes) < 20 and spiky != plain

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,8 @@ def test_the_wheel_is_what_is_imported(bin):
         path = Path(place).resolve()
         assert not path.is_relative_to(ROOT)
         assert not place.endswith("__init__.py") or path.is_relative_to(bin.parent.resolve() / "lib")
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert execute(str(bin / "jaxtune"), "--version") == f"jaxtune {version}\n"
     assert "torch\n" not in execute(str(bin / "python"), "-m", "pip", "list", "--format=freeze").replace("==", "\n==")
 
 

@@ -358,7 +358,7 @@ def _make_parts(
             _remove_damaged(path, source.name)
     finished = {int(path.name) for path in parts.glob("*") if path.name.isdigit()}
     if left_by_a_kill := finished & set(range(number, max(finished, default=0) + 1, shards)):
-        log.info("data: %s: continues with %d parts that are in the cache", source.name, len(left_by_a_kill))
+        log.info("data: %s: continuing with %d parts from the cache", source.name, len(left_by_a_kill))
     parts.mkdir(exist_ok=True)
     problems, count = _Problems(on_bad_row), 0
 

@@ -148,7 +148,7 @@ function draw(view) {
   if (values.length) {
     let low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
     const logarithmic = state.logarithmic && low > 0;
-    if (state.logarithmic && !logarithmic) notes.push("Linear, as not all values are positive.");
+    if (state.logarithmic && !logarithmic) notes.push("Linear scale, because not all values are positive.");
     const flat = Math.abs(high - low) <= 1e-12 * Math.abs(high);
     const room = flat ? Math.abs(high) * 0.1 || 1 : (high - low) * 0.05;
     if (logarithmic) [low, high] = flat ? [low / 2, high * 2] : [low / (high / low) ** 0.05, high * (high / low) ** 0.05];
@@ -181,7 +181,7 @@ function draw(view) {
   const missing = counts.reduce((sum, each) => sum + each.not_finite, 0), all = counts.reduce((sum, each) => sum + each.count, 0);
   if (missing) notes.push(`${missing} of ${all} values are not finite (×).`);
   if (view.lines.some(line => view.chart.lines[line.run].smooth)) {
-    notes.push(`Of ${all.toLocaleString("en")} values the lowest and the highest of each stretch are drawn; smooth lines are of means.`);
+    notes.push(`There are ${all.toLocaleString("en")} values: the lowest and highest of each stretch are drawn, and smooth lines use means.`);
   }
   view.note.textContent = notes.join(" ");
   read(view, null);
@@ -206,7 +206,7 @@ function read(view, at) {
     const x = view.scale.x(place);
     view.svg.append(drawn("line", { class: "cursor", x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM }));
   }
-  const where = view.lines.length ? `${AXES[state.axis]} ${whole(place ?? end)}` : "no run of this metric is shown";
+  const where = view.lines.length ? `${AXES[state.axis]} ${whole(place ?? end)}` : "no run with this metric is shown";
   view.readout.replaceChildren(element("p", {}, where), ...parts.map(([run, text]) => element("p", {}, swatch(run), ` ${text}`)));
   view.plot.setAttribute("aria-valuemin", view.places[0] ?? 0);
   view.plot.setAttribute("aria-valuemax", view.places.at(-1) ?? 0);

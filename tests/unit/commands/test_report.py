@@ -180,7 +180,7 @@ def test_the_page_in_a_browser(tmp_path):
     assert seen["flat"] == "0", "an axis of values from 0 does not begin below"
     assert seen["tokens"].startswith("tokens 64; one: 3")
     assert re.search(r"loss\s+12.50\s+1.00\s+20.00\s+0.50\s+34.00\s+100%\s+34.00\s+all", seen["step"])
-    assert "one: mean of 3 steps on /host:CPU: operations ran in 34.00 of 40.00 ms a step (85%)" in seen["step"]
+    assert "one: mean of 3 steps on /host:CPU: operations ran in 34.00 of 40.00 ms per step (85%)" in seen["step"]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -396,10 +396,13 @@ def test_body_errors_and_exit_codes(capsys):
 def test_help_shows_the_flags(capsys):
     def define(values):
         flags.DEFINE_integer("step", None, "which step to read", flag_values=values, required=True)
+        flags.DEFINE_integer("show", 0, "samples to show", flag_values=values)
+        flags.DEFINE_multi_string("stop", [], "text that ends an answer", flag_values=values)
 
     assert run(define, lambda values, config: pytest.fail("the body ran"), ["--help"]) == 0
     printed = capsys.readouterr().out
     assert "Recipes and command lines" in printed and "--step: which step to read" in printed and "--config" in printed
+    assert "--show: samples to show (default: 0)\n" in printed and "--stop: text that ends an answer\n" in printed
 
 
 def test_saved_config_that_is_damaged():

@@ -124,7 +124,7 @@ def test_generation_config_is_optional(model):
 def test_the_card_tells_origin_and_numbers_but_no_local_path(tmp_path):
     curve = tmp_path / "run" / "loss.png"
     fields = {"title": "t", "name": "ada/t", "rows": {"steps": "1,200", "LoRA": "q|k"}, "curve": curve}
-    evaluation = Evaluation({"loss": 1.25, "accuracy": 0.5}, "chats, a part held out")
+    evaluation = Evaluation({"loss": 1.25, "accuracy": 0.5}, "chats, held-out part")
     more = {"recipe": "chat:\n  template: '```'\n", "datasets": ["ada/chats"], "evaluation": evaluation}
     write_card(tmp_path, base_model="owner/name", adapter=True, **fields, **more)
     card = (tmp_path / "README.md").read_text()

@@ -111,11 +111,11 @@ def test_the_time_within_a_step_is_of_the_runs_that_have_a_profile():
         {
             "run": 1,
             "rows": [
-                ["ms a step", "forward", "backward", "all", "share", "alone"],
+                ["ms per step", "forward", "backward", "all", "share", "not overlapped"],
                 ["attention", "4.00", "6.00", "10.00", "100%", "8.50"],
                 ["all", "4.00", "6.00", "10.00", "100%", "-"],
             ],
-            "said": "mean of 3 steps on /device:GPU:0: operations ran in 9.00 of 12.00 ms a step (75%)",
+            "said": "mean of 3 steps on /device:GPU:0: operations ran in 9.00 of 12.00 ms per step (75%)",
         }
     ]
 

@@ -12,7 +12,7 @@ def test_communication_that_no_work_hides_is_said_as_a_part_of_the_step():
     scatters = Collective("reduce-scatter", "step.py:5", launches=36, bytes=1e9, hidden_ms=0.0, exposed_ms=5.0)
     speeds = {"central": Speed(seconds=0.1, tokens_per_second=1e5, mfu=0.4)}
     planned = SimpleNamespace(collectives=(gathers, scatters), speeds=speeds, said=(), seconds=9.0)
-    assert "8.00 ms of the step, 8.0%, are exposed communication" in summary._rest(planned)
+    assert "exposed communication: 8.00 ms, 8.0% of the step" in summary._rest(planned)
 
 
 def test_the_gpus_of_a_plan_are_those_of_the_run(capsys):

@@ -63,5 +63,5 @@ def test_hub_ids_and_the_last_evaluation_are_told_apart_from_the_rest(tmp_path, 
     alone = Config(data=DataOptions(datasets=(Dataset(path="ada/chats"),)))
     evaluation = card_evaluation(alone, folder, 4)
     assert evaluation is not None and evaluation.metrics == {"loss": 2.0}
-    assert (evaluation.data, evaluation.hub_id) == ("chats, a part held out", "ada/chats")
+    assert (evaluation.data, evaluation.hub_id) == ("chats, held-out part", "ada/chats")
     assert card_evaluation(config, folder, 4).hub_id is None

@@ -52,4 +52,4 @@ def test_a_mesh_is_described_in_words():
     )
     mesh = make_mesh(MeshOptions(fsdp=1, data=2), jax.devices()[:2])
     layout = describe_layout(assemble(Base(spec(2)), Config(**PLAIN), mesh).model, mesh).partition("; ")[2]
-    assert layout == "2 devices, data=2; weights, gradients, optimizer state: whole on every device"
+    assert layout == "2 devices, data=2; weights, gradients, optimizer state: replicated on every device"

@@ -60,7 +60,7 @@ def test_a_step_that_does_not_fit_is_refused_with_what_would_help_in_order(train
     rows = "train.micro_batch_size=64"
     size, *_ = figures(train(1, "step", rows, code=2))
     output = train((size + 1) * 1e6, "step", rows, code=2)
-    assert "memory a device" in output and "data.seq_len=32" in output and "memory.remat='block'" in output
+    assert "memory per device" in output and "data.seq_len=32" in output and "memory.remat='block'" in output
     assert "train.micro_batch_size=32 and train.grad_accum_steps=2, the same steps" in output
     need, *with_options = figures(output)
     assert with_options == sorted(with_options) and len(with_options) >= 3 and with_options[-1] < need
