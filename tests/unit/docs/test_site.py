@@ -39,7 +39,7 @@ def test_the_readme_is_one_screen_and_guides_are_short():
 
 def test_the_site_builds_without_a_warning(tmp_path):
     """Links and anchors between pages, the navigation, and the docstrings of the Python API among it."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     listed = (tmp_path / "site" / "llms.txt").read_text()
