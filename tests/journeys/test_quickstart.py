@@ -4,10 +4,13 @@ The trainings are cut to a few steps here; tests/nightly/test_whole_quickstart.p
 """
 
 import json
+import re
 
 import pytest
 from readme import TRAININGS, empty_folder, run_commands, run_python
 from runs import call, metrics
+
+from jaxtune import docs
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,18 @@ def test_every_other_command_of_the_readme_ran(home, printed):
     assert "conversation from messages" in next(text for name, text in printed.items() if "qwen_lora:" in name)
     (prompted,) = (home / "runs").glob("qwen_grpo*/completions.jsonl")
     assert all(set(json.loads(line)) >= {"prompt", "completion", "reward"} for line in prompted.open())
+
+
+def test_every_metric_is_in_the_reference(home, printed):
+    page = docs.read("reference/metrics")
+    rows = [
+        row for folder in (home / "runs").iterdir() if (folder / "metrics.jsonl").exists() for row in metrics(folder)
+    ]
+    names = {
+        name.removeprefix("eval_").replace("rewards/right/mean", "rewards/NAME/mean") for row in rows for name in row
+    }
+    assert len(names) > 30
+    assert sorted(name for name in names if not re.search(rf"`(eval_)?{name}`", page)) == []
 
 
 def test_the_python_of_the_readme_runs(home, printed):
