@@ -9,15 +9,17 @@ from pages import DOCS, blocks, run_blocks
 from runs import write_conversations, write_model_folder
 
 COVERS = ("docs", "jaxtune", "pallas_kernels")
-# Models of the pages, each a tiny one of the same kind here.
+# Models of the pages, each a tiny one of the same kind here. Those that pages quantize have whole blocks.
 MODELS = {
     "Qwen/Qwen3-0.6B": {},
     "Qwen/Qwen3-0.6B-Base": {},
     "Qwen/Qwen3-1.7B": {"hidden_size": 64},
-    "Qwen/Qwen3-8B": {},
+    "Qwen/Qwen3-8B": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
     "Qwen/Qwen3-30B-A3B": {
         "kind": "Qwen3Moe",
-        "moe_intermediate_size": 16,
+        "hidden_size": 64,
+        "head_dim": 32,
+        "moe_intermediate_size": 64,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "tie_word_embeddings": False,

@@ -6,12 +6,13 @@ import shlex
 from pathlib import Path
 
 import pytest
+from pages import blocks
 from runs import call, metrics, write_model_folder
 
 # Its rows of 2048 tokens are long for a CPU.
 COVERS = ("docs/guides/which_gpu.md", "jaxtune/recipes")
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "which_gpu.md").read_text(encoding="utf-8")
-COMMANDS = [block.replace("\\\n", "") for block in re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)]
+COMMANDS = [block.code.replace("\\\n", "") for block in blocks(PAGE) if block.code.startswith("jaxtune train ")]
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +29,11 @@ def home(tmp_path_factory):
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: re.search(r"config=(\w+)", command)[1])
 def test_a_command_trains_as_it_stands(home, monkeypatch, command):
     monkeypatch.chdir(home)
-    python, flag, module, *arguments = shlex.split(command)
-    assert (python, flag) == ("python", "-m")
-    call(module, *arguments, devices=8 if "--config.mesh.fsdp=8" in arguments else 1)
-    name = re.search(r"config=(\w+)", command)[1]
-    assert metrics(home / "runs" / name)[-1]["eval_loss"] < 6
+    _, name, *arguments = shlex.split(command)
+    call(f"jaxtune.{name}", *arguments, devices=8 if "--config.mesh.fsdp=8" in arguments else 1)
+    run = re.search(r"config=(\w+)", command)[1]
+    assert metrics(home / "runs" / run)[-1]["eval_loss"] < 6
 
 
 def test_the_page_has_commands():
-    assert len(COMMANDS) == PAGE.count("```") // 2 >= 3
+    assert len(COMMANDS) == 3
