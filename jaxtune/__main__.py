@@ -48,7 +48,7 @@ def _dispatch(name: str, arguments: list[str]) -> int | None:
         raise UserError(f"no command {name!r}; " + (f"nearest: {nearest[0]}" if nearest else f"one of {COMMANDS}"))
     if name in command_flags.COMMANDS:
         return command.main(name, arguments)
-    return importlib.importmodule_of(module_of(name)).main(arguments)
+    return importlib.import_module(module_of(name)).main(arguments)
 
 
 def module_of(name: str) -> str:

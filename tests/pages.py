@@ -64,6 +64,16 @@ def run_blocks(page: Path, folder: Path, environment: dict[str, str]) -> None:
             printed = done.stdout + done.stderr
             assert done.returncode == 0, f"{where}\n{block.code}\n{printed}"
         elif block.kind == "output":
-            expected = re.escape(block.code.strip()).replace(r"\.\.\.", ".*?")
-            expected = re.sub(r"(\\ |\\\n|\s)+", r"\\s+", expected)  # white space counts as one space
-            assert re.search(expected, printed, re.DOTALL), f"{where}: not printed\n{block.code}\n{printed}"
+            missing = missing_part(block.code, printed)
+            assert missing is None, f"{where}: not printed: {missing}\n{printed}"
+
+
+def missing_part(expected: str, printed: str) -> str | None:
+    """Return the first part between `...` that does not follow the part before it; white space counts as one space."""
+    text, at = " ".join(printed.split()), 0
+    for part in re.split(r"\.{3,}", " ".join(expected.split())):
+        at = text.find(part.strip(), at)
+        if at < 0:
+            return part
+        at += len(part.strip())
+    return None

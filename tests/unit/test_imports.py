@@ -23,7 +23,7 @@ ROOMS = (
 # Other modules are layers above, or need more packages than a bare GPU machine has.
 MAY_USE = {"errors", "option_field", "config.schema", *(room.removesuffix(".py").replace("/", ".") for room in ROOMS)}
 NO_COMMANDS = {"__init__", "__main__", "columns", "command", "command_flags", "errors", "hlo", "json_file"}
-NO_COMMANDS |= {"api", "data_options", "interrupt", "option_field", "terminal", "tokenizer_type"}
+NO_COMMANDS |= {"api", "data_options", "interrupt", "option_field", "reference_pages", "terminal", "tokenizer_type"}
 COMMANDS = {path.stem for path in (ROOT / "jaxtune").glob("*.py")} - NO_COMMANDS
 
 
