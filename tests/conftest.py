@@ -25,10 +25,11 @@ os.environ["XLA_FLAGS"] = f"{XLA_FLAGS} {WHOLE_PROGRAMS} {OLDER_GENERATOR}"
 
 # Run the slowest files first, so that the two workers finish together.
 LONGEST = (
-    *("test_low_precision_accuracy.py", "test_gpu_suite_smoke.py", "test_mesh_product.py"),
-    *("test_whole_quickstart.py", "test_resume.py", "test_quickstart.py", "test_recipes.py", "test_qlora.py"),
-    *("test_lora.py", "test_moe_lora.py", "test_meshes.py", "test_train.py"),
-    *("test_low_precision_step.py", "test_qlora_step.py"),
+    *("test_low_precision_accuracy.py", "test_gpu_suite_smoke.py", "test_mesh_product.py", "test_whole_quickstart.py"),
+    *("test_families.py", "test_qlora.py", "test_recipes.py", "test_quickstart.py", "test_resume.py"),
+    *("test_flash_attention.py", "test_lora_peft.py", "test_moe_lora.py", "test_foreign.py", "test_preferences.py"),
+    *("test_step.py", "test_decode.py", "test_experts.py", "test_wheel.py", "test_lora.py"),
+    *("test_meshes.py", "test_train.py", "test_low_precision_step.py", "test_qlora_step.py"),
 )
 
 
