@@ -40,11 +40,12 @@ def _first_line_of(section: str) -> str:
 
 def _option_row(option: keys.Option) -> str:
     name = f"`{option.key}`"
-    meaning = option.doc[:1].upper() + option.doc[1:] + "."
+    kind = keys.describe(option.annotation).replace(" | ", " or ")  # a | would end the table's cell
+    meaning = f"{option.doc}."
     limits = ", ".join(filter(None, (option.unit, describe_interval(option.within))))
     meaning += f" Limits: {limits}." if limits else ""
     meaning += f" Only when {' and '.join(f'`{condition}`' for condition in option.when)}." if option.when else ""
-    cells = (f"**{name}**" if option.basic else name, f"`{keys.describe(option.annotation)}`", f"`{option.default!r}`")
+    cells = (f"**{name}**" if option.basic else name, f"`{kind}`", f"`{option.default!r}`")
     return "| " + " | ".join(_cell(cell) for cell in (*cells, meaning)) + " |"
 
 
