@@ -1,10 +1,13 @@
 """Pages of the reference that are made from the code: options, commands, recipes and model families, as Markdown."""
 
+import ast
 import contextlib
 import importlib
 import io
 import itertools
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 from jaxtune import command, command_flags
 from jaxtune.__main__ import COMMANDS, module_of
@@ -40,11 +43,12 @@ def _first_line_of(section: str) -> str:
 
 def _option_row(option: keys.Option) -> str:
     name = f"`{option.key}`"
-    meaning = option.doc[:1].upper() + option.doc[1:] + "."
+    kind = keys.describe(option.annotation).replace(" | ", " or ")  # a | would end the table's cell
+    meaning = f"{option.doc}."
     limits = ", ".join(filter(None, (option.unit, describe_interval(option.within))))
     meaning += f" Limits: {limits}." if limits else ""
     meaning += f" Only when {' and '.join(f'`{condition}`' for condition in option.when)}." if option.when else ""
-    cells = (f"**{name}**" if option.basic else name, f"`{keys.describe(option.annotation)}`", f"`{option.default!r}`")
+    cells = (f"**{name}**" if option.basic else name, f"`{kind}`", f"`{option.default!r}`")
     return "| " + " | ".join(_cell(cell) for cell in (*cells, meaning)) + " |"
 
 
@@ -104,10 +108,47 @@ def families_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def messages_page() -> str:
+    """Return the message of every UserError and of every problem of an option, by file."""
+    lines = [
+        "# All messages",
+        "",
+        "Every error of jaxtune that you can mend, by the file that raises it; `...` stands for names and numbers. The",
+        "common ones are explained in [errors](errors.md).",
+    ]
+    package = Path(__file__).parent
+    for file in sorted(package.rglob("*.py")):
+        calls = (node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+        found = {text: None for call in calls if (text := _message(call)).strip(". ")}  # without repetitions, in order
+        if found:
+            lines += ["", f"## {file.relative_to(package.parent)}", "", *(f"- `` {text} ``" for text in found)]
+    return "\n".join(lines) + "\n"
+
+
+def _message(call: ast.Call) -> str:
+    """Return the message of a call that makes an error; "" for other calls, and for messages made elsewhere."""
+    place = {"UserError": 0, "Problem": 1, "problem": 2}.get(call.func.id if isinstance(call.func, ast.Name) else "")
+    if place is None or len(call.args) <= place:
+        return ""
+    return re.sub(r"(\.{3})+", "...", " ".join(_text(call.args[place]).split()))
+
+
+def _text(node: ast.expr) -> str:
+    """Return the text of an expression, with `...` for what is not written in it."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_text, node.values))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left) + _text(node.right)
+    return "..."
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "reference/options": options_page,
     "reference/commands": commands_page,
     "reference/recipes": recipes_page,
     "reference/families": families_page,
+    "reference/messages": messages_page,
 }
 """Functions that make a page, by its name without `.md`."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from jaxtune.monitor import metrics
 
@@ -19,6 +18,8 @@ def draw(metrics_file: pathlib.Path, picture: pathlib.Path, title: str) -> None:
     Non-finite values are left out, and a run without rows gives empty axes. Raises UserError for a damaged
     metrics.jsonl.
     """
+    from matplotlib.figure import Figure  # takes a second to import, which no start of a run should wait for
+
     rows = metrics.read(metrics_file)
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()

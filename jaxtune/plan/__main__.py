@@ -2,6 +2,7 @@
 
     python -m jaxtune.plan --config=qwen_lora:Qwen/Qwen3-8B --gpu=h100
     python -m jaxtune.plan --config=qwen_full --model=Qwen/Qwen3-8B --gpu=h100 --gpus=8 --hosts=2
+    python -m jaxtune.plan --config=qwen_full --model=Qwen/Qwen3-8B --gpus=8 --price=2.50
     python -m jaxtune.plan --config=qwen_lora:Qwen/Qwen3-8B --gpu=rtx4090 --fit
     python -m jaxtune.plan qwen_lora:Qwen/Qwen3-8B qwen_qlora_nf4:Qwen/Qwen3-8B --gpu=l40s
     python -m jaxtune.plan --config=qwen_lora:Qwen/Qwen3-8B --gpu=h200 --calibration=benchmarks/results/nvidia_h200.json
@@ -61,6 +62,8 @@ def _define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string("model", None, "model instead of the recipe's: hub id or folder", flag_values=values)
     meaning = "result file of benchmarks/gpu_suite.py on such a GPU: its measured rates replace the assumed ones"
     flags.DEFINE_string("calibration", None, meaning, flag_values=values)
+    meaning = "price of a GPU for an hour, in any currency: adds what tokens and the run cost"
+    flags.DEFINE_float("price", None, meaning, lower_bound=0.0, flag_values=values)
     flags.DEFINE_bool("fit", False, "find the fastest options that fit, and print them", flag_values=values)
     flags.DEFINE_bool("json", False, "print the plan as JSON", flag_values=values)
 

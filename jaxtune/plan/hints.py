@@ -23,7 +23,7 @@ def plan_one(values: flags.FlagValues, config: Config) -> int:
     config = _with_model(config, values.model)
     where = _where(values, config)
     plan = _fastest(config, *where) if values.fit else predict(config, *where)
-    print(json.dumps(as_json(plan), indent=2) if values.json else table(plan))
+    print(json.dumps(as_json(plan), indent=2) if values.json else table(plan, values.price))
     if values.fit and not values.json:
         print(f"\nfastest options that fit: {' '.join(overrides(config, plan.config)) or 'those of the recipe'}")
     return 0 if plan.fits else 2
@@ -36,7 +36,7 @@ def compare(parsed: Mapping[str, tuple[flags.FlagValues, Config]]) -> int:
         recipe: predict(_with_model(config, values.model), *_where(values, config))
         for recipe, (values, config) in parsed.items()
     }
-    print(comparison(plans))
+    print(comparison(plans, next(iter(parsed.values()))[0].price))
     return 0 if all(plan.fits for plan in plans.values()) else 2
 
 

@@ -16,12 +16,12 @@ Rates that `benchmarks/gpu_suite.py --only assumptions` measures on a GPU replac
 - Copies from and to the host: their bytes over PCIe, at `link` of the data sheet's; launches between their start and
   end hide them.
 - Collectives: their bytes over the slowest link, at `link` of the data sheet's, and `latency` us; launches between
-  their start and end hide them.
+  their start and end hide them. Over several hosts, all network adapters of the group's GPUs in a host count.
 - CUDA graphs, launches outside of graphs, and waits of the host: `graph`, `stream` and `sync` us each.
 """
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -214,11 +214,21 @@ def _h100_flops(m: float, n: float, k: float) -> float:
 def _collective_us(launch: Launch, gpu: str, per_host: int, rates: Rates) -> float:
     """The time of a ring: each device sends all bytes except its own part; in an all-reduce, twice."""
     size = max(1, len(launch.group))
-    one_host = len({device // per_host for device in launch.group}) <= 1
-    inside, between = GPUS[gpu].links
-    rounds = {"all-reduce": 2.0, "all-to-all": 1 / size, "collective-permute": size / max(1, size - 1)}
+    rounds = {"all-reduce": 2.0, "collective-permute": size / max(1, size - 1)}
     sent = launch.written * (size - 1) / size * rounds.get(launch.kind, 1.0)
-    return sent / ((inside if one_host else between) * rates.link) * 1e6 + rates.latency
+    return sent / (_link(launch.group, gpu, per_host) * rates.link) * 1e6 + rates.latency
+
+
+def _link(group: tuple[int, ...], gpu: str, per_host: int) -> float:
+    """Return the bytes per second at which a device sends to the next one of its ring."""
+    hosts = Counter(device // per_host for device in group)
+    inside, between = GPUS[gpu].links
+    if len(hosts) <= 1:
+        return inside
+    # NCCL makes as many rings as the group has network adapters in a host. Each ring enters a host by one and leaves it
+    # by another, so together they carry what all adapters can. A machine with GeForce GPUs has one.
+    adapters = 1 if "GeForce" in GPUS[gpu].kind else min(hosts.values())
+    return min(inside, between * adapters)
 
 
 def _peak(spec: Gpu) -> float:

@@ -10,9 +10,10 @@ from jaxtune.plan.prediction import Plan
 from pallas_kernels.gpus import GPUS
 
 
-def table(plan: Plan, groups: int = 10) -> str:
-    """The plan as text, with the `groups` most expensive groups of launches."""
-    parts = (_head(plan), _memory(plan), _speed(plan), _assumptions(plan), _most_expensive(plan, groups), _rest(plan))
+def table(plan: Plan, price: float | None = None, groups: int = 10) -> str:
+    """The plan as text, with the `groups` most expensive groups of launches; price: of a GPU for an hour."""
+    parts = (_head(plan), _memory(plan), _speed(plan), [] if price is None else _cost(plan, price))
+    parts = (*parts, _assumptions(plan), _most_expensive(plan, groups), _rest(plan))
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -25,15 +26,20 @@ def line(plan: Plan) -> str:
     )
 
 
-def comparison(plans: Mapping[str, Plan]) -> str:
-    """A table with one row per plan, and the time model's assumptions; all plans must be for the same GPUs."""
-    rows = [f"{'GB/GPU':>9} {'':12} {'step, ms':>9} {'tokens/s':>9} {'range':>18} {'MFU':>6}  recipe"]
+def comparison(plans: Mapping[str, Plan], price: float | None = None) -> str:
+    """A table with one row per plan, and the time model's assumptions; all plans must be for the same GPUs.
+
+    price: of a GPU for an hour, which adds a column.
+    """
+    head = "" if price is None else f" {'1M tokens':>10}"
+    rows = [f"{'GB/GPU':>9} {'':12} {'step, ms':>9} {'tokens/s':>9} {'range':>18} {'MFU':>6}{head}  recipe"]
     for name, plan in plans.items():
         central, fast, slow = (plan.speeds[scenario] for scenario in ("central", "optimistic", "pessimistic"))
         spread = f"{slow.tokens_per_second:,.0f} - {fast.tokens_per_second:,.0f}"
+        cost = "" if price is None else f" {_million_tokens(plan, price, 'central'):10,.3f}"
         rows.append(
             f"{plan.needed / 1e9:9.2f} {'fits' if plan.fits else 'does not fit':12} {1e3 * central.seconds:9,.1f} "
-            f"{central.tokens_per_second:9,.0f} {spread:>18} {central.mfu:6.1%}  {name}"
+            f"{central.tokens_per_second:9,.0f} {spread:>18} {central.mfu:6.1%}{cost}  {name}"
         )
     return "\n".join([*rows, "", *_assumptions(next(iter(plans.values())))])
 
@@ -73,6 +79,24 @@ def _speed(plan: Plan) -> list[str]:
         f"  launches {launches['graphs']:,} CUDA graphs with {launches['in graphs']:,} kernels and copies, "
         f"{launches['outside']:,} other launches; {launches['host syncs']} host synchronisations",
     ]
+
+
+def _cost(plan: Plan, price: float) -> list[str]:
+    hour = price * plan.where.gpus * plan.where.hosts
+    million, low, high = (_million_tokens(plan, price, name) for name in ("central", "optimistic", "pessimistic"))
+    lines = [f"  hour       {hour:,.2f}", f"  1M tokens  {million:,.3f} ({low:,.3f} - {high:,.3f})"]
+    if steps := plan.config.train.max_steps:
+        run, low, high = (steps * plan.tokens / 1e6 * cost for cost in (million, low, high))
+        lines += [
+            f"  {steps:,} steps  {run:,.2f} ({low:,.2f} - {high:,.2f}), without start, evaluations and checkpoints"
+        ]
+    return [f"cost at {price:g} per GPU and hour, by the predicted speed", *lines]
+
+
+def _million_tokens(plan: Plan, price: float, scenario: str) -> float:
+    """Return the price of a million tokens of full rows, on all GPUs of the plan."""
+    per_second = price * plan.where.gpus * plan.where.hosts / 3600
+    return 1e6 * per_second / plan.speeds[scenario].tokens_per_second
 
 
 def _assumptions(plan: Plan) -> list[str]:

@@ -135,7 +135,7 @@ def test_a_layer_that_predicts_more_tokens_is_exported_as_it_is(one_device, tmp_
     assert all(torch.equal(again[name], value) for name, value in reference.state_dict().items())
     grown = dataclasses.replace(model, base=dataclasses.replace(model.base, saved_vocabulary=100))
     warn_lost_layers(grown, config)
-    assert "1 tensors of the base predict more" in caplog.text and "data.special_tokens" in caplog.text
+    assert "will lack 1 tensors of the base that predict more" in caplog.text and "data.special_tokens" in caplog.text
     assert copied_layers(grown, config) == [] and copied_layers(model, config) == [f"{layer}.weight"]
 
 

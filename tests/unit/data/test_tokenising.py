@@ -115,7 +115,7 @@ def test_a_run_that_was_killed_goes_on_after_its_last_part(
     with caplog.at_level("INFO", "jaxtune"):
         tokenize((entry,), tokenizer, tmp_path / "cache", "skip")
     assert files(tmp_path / "cache") == expected
-    assert 0 < len(small) < BLOCKS and "continues with 3 parts" in caplog.text
+    assert 0 < len(small) < BLOCKS and "continuing with 3 parts" in caplog.text
 
 
 def test_machines_make_a_shard_each_and_the_run_joins_them(entry, tokenizer, tmp_path, expected, small):

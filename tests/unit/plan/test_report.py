@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 from jaxtune.plan import __main__ as plan
 from jaxtune.plan import summary
-from jaxtune.plan.prediction import Collective, Speed
+from jaxtune.plan.prediction import Collective, Speed, TargetGpus
+
+FACTORS = {"central": 1.0, "optimistic": 2.0, "pessimistic": 0.5}
 
 
 def test_communication_that_no_work_hides_is_said_as_a_part_of_the_step():
@@ -13,6 +15,19 @@ def test_communication_that_no_work_hides_is_said_as_a_part_of_the_step():
     speeds = {"central": Speed(seconds=0.1, tokens_per_second=1e5, mfu=0.4)}
     planned = SimpleNamespace(collectives=(gathers, scatters), speeds=speeds, said=(), seconds=9.0)
     assert "exposed communication: 8.00 ms, 8.0% of the step" in summary._rest(planned)
+
+
+def test_a_price_gives_what_tokens_and_the_run_cost():
+    """8 GPUs at 2.50 are 20 an hour; at 100,000 tokens a second these are 360 million tokens."""
+    speeds = {name: Speed(1.0, 1e5 * factor, 0.4) for name, factor in FACTORS.items()}
+    config = SimpleNamespace(train=SimpleNamespace(max_steps=3600))
+    planned = SimpleNamespace(where=TargetGpus("h100", 4, 2), speeds=speeds, tokens=100_000, config=config)
+    assert summary._cost(planned, 2.5) == [
+        "cost at 2.5 per GPU and hour, by the predicted speed",
+        "  hour       20.00",
+        "  1M tokens  0.056 (0.028 - 0.111)",
+        "  3,600 steps  20.00 (10.00 - 40.00), without start, evaluations and checkpoints",
+    ]
 
 
 def test_the_gpus_of_a_plan_are_those_of_the_run(capsys):
