@@ -37,8 +37,10 @@ def test_blocks_run(page: Path, tmp_path: Path):
     for name, sizes in MODELS.items():
         if name in text:
             write_model_folder(tmp_path / name, **{"max_position_embeddings": 32768, **sizes})
-    write_conversations(tmp_path / "chats.jsonl", 200)
-    write_conversations(tmp_path / "held_out.jsonl", 16)
+    lines = write_conversations(tmp_path / "all.jsonl", 216).read_text().splitlines(keepends=True)
+    (tmp_path / "chats.jsonl").write_text("".join(lines[:200]))
+    (tmp_path / "held_out.jsonl").write_text("".join(lines[200:]))
+    (tmp_path / "all.jsonl").unlink()
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
