@@ -26,6 +26,22 @@ from jaxtune.config.schema import Config, ModelOptions
 from jaxtune.errors import UserError, hide_secrets, printable
 from jaxtune.terminal import REFUSED, LogFormatter, without_secrets
 
+# Each name is a module of this package, or a subpackage with a __main__.
+NAMES = (
+    "train",
+    "evaluate",
+    "export",
+    "generate",
+    "prepare",
+    "plan",
+    "report",
+    "options",
+    "recipes",
+    "cache",
+    "launch",
+    "doctor",
+    "docs",
+)
 _SETTING = re.compile(r"--?(?:no)?config\.([^=]+)")
 
 
@@ -75,6 +91,11 @@ def run(
         head = docstring(module) if module else inspect.getdoc(sys.modules[define_flags.__module__])
         return run_guarded(lambda: print(f"{head}\n\n{_flags_help(values)}"))
     return run_guarded(lambda: body(values, _parse(values, arguments, with_config, recipe)))
+
+
+def module_of(name: str) -> str:
+    """Return the module of a command."""
+    return f"jaxtune.{name}.__main__" if pathlib.Path(__file__).with_name(name).is_dir() else f"jaxtune.{name}"
 
 
 def docstring(module: str) -> str:

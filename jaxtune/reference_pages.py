@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxtune import command, command_flags
-from jaxtune.__main__ import COMMANDS, module_of
 from jaxtune.config import keys
 from jaxtune.config.option_rules import describe_interval
 from jaxtune.config.recipe import first_line, own_recipes
@@ -59,7 +58,7 @@ def _cell(text: str) -> str:
 def commands_page() -> str:
     """Return what `--help` of each command prints."""
     lines = ["# Commands", "", "`jaxtune COMMAND` and `python -m jaxtune.COMMAND` are the same."]
-    for name in COMMANDS:
+    for name in command.NAMES:
         lines += ["", f"## {name}", "", "<!-- text -->", "```text", _help_of(name), "```"]
     return "\n".join(lines) + "\n"
 
@@ -70,7 +69,7 @@ def _help_of(name: str) -> str:
         if name in command_flags.COMMANDS:
             command.main(name, ["--help"])
         else:
-            importlib.import_module(module_of(name)).main(["--help"])
+            importlib.import_module(command.module_of(name)).main(["--help"])
     return printed.getvalue().strip()
 
 

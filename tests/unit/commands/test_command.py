@@ -10,8 +10,7 @@ from typing import cast
 import pytest
 from runs import call
 
-from jaxtune.__main__ import COMMANDS
-from jaxtune.command import run_guarded
+from jaxtune.command import NAMES, run_guarded
 from jaxtune.config import new_config
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
@@ -73,7 +72,7 @@ def test_who_stops_reading_ends_the_command_quietly():
 
 
 def test_who_stops_reading_the_help_ends_any_command_quietly():
-    commands = ["jaxtune", *(f"jaxtune.{name}" for name in COMMANDS)]
+    commands = ["jaxtune", *(f"jaxtune.{name}" for name in NAMES)]
     code = f"""
 import os, runpy, sys
 reader, writer = os.pipe()

@@ -9,7 +9,7 @@ import tomllib
 import pytest
 import yaml
 
-from jaxtune.__main__ import COMMANDS
+from jaxtune.command import NAMES
 from jaxtune.config import keys
 from jaxtune.parallel.multihost import init_arguments
 from jaxtune.recipes import __path__ as recipes
@@ -83,7 +83,7 @@ def test_pods_find_each_other(jobset, job, pod):
 def test_pods_run_a_command_of_jaxtune_with_options_that_exist(pod):
     (container,) = pod["containers"]
     command, config, *options = container["args"]
-    assert command in COMMANDS
+    assert command in NAMES
     assert (pathlib.Path(recipes[0]) / f"{config.removeprefix('--config=')}.py").is_file()
     values = dict(re.fullmatch(r"--config\.([\w.]+)=(.+)", option).groups() for option in options)
     assert all(keys.lookup(key) for key in values)

@@ -9,7 +9,7 @@ import pytest
 from pages import DOCS, ROOT, blocks
 
 from jaxtune import docs
-from jaxtune.__main__ import COMMANDS
+from jaxtune.command import NAMES
 from jaxtune.config import keys
 from jaxtune.config.recipe import own_recipes
 from jaxtune.models.families import FAMILIES
@@ -57,7 +57,7 @@ def test_links_of_the_readme_lead_to_files():
 
 def test_the_reference_has_every_option_command_recipe_and_family():
     assert all(f"`{key}`" in docs.read("reference/options") for key in keys.options() if "eval_datasets[i]" not in key)
-    assert all(f"\n## {command}\n" in docs.read("reference/commands") for command in COMMANDS)
+    assert all(f"\n## {command}\n" in docs.read("reference/commands") for command in NAMES)
     assert all(f"| `{recipe}` |" in docs.read("reference/recipes") for recipe in own_recipes())
     assert all(f"| `{family}` |" in docs.read("reference/families") for family in FAMILIES)
     raised = sum(file.read_text("utf-8").count("raise UserError(") for file in (ROOT / "jaxtune").rglob("*.py"))
