@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from jaxtune import __main__ as jaxtune_main
-from jaxtune import options
+from jaxtune import command, options
 from jaxtune.config import keys, to_json
 from jaxtune.config.schema import Config
 
@@ -112,6 +112,6 @@ def test_commands_are_listed_with_their_meaning_without_loading_jax():
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "jaxtune"], capture_output=True, text=True, check=True
     )
-    for name in jaxtune_main.COMMANDS:
+    for name in command.NAMES:
         assert re.search(rf"^  {name} +\w.{{10}}", done.stdout, re.MULTILINE), name
     assert "| jax\n" not in done.stderr
