@@ -36,6 +36,7 @@ _WITHOUT_SECTION = {
     "path": "model.path",
     "dtype": "model.dtype",
     "data": "data.datasets",
+    "data.path": "data.datasets",
     "file": "data.datasets",
     "context": "data.seq_len",
     "eval": "data.eval_datasets",

@@ -86,7 +86,7 @@ class StopRequest:
             if not self._wished.is_set():
                 self._wished.set()
                 name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-                _say(f"{name}: stopping after this step and saving; Ctrl-C leaves at once without saving")
+                _say(f"{name}: stopping after this step and saving; Ctrl-C again leaves at once, without saving")
             elif number == signal.SIGINT:
                 _say("Ctrl-C: leaving at once")
                 rich.console.Console().show_cursor()  # hidden by the progress bar

@@ -236,7 +236,10 @@ def check_same(saved: dict, now: dict, model: Model, feed: Feed | PromptFeed) ->
             "train.micro_batch_size * train.grad_accum_steps * (mesh.data * mesh.fsdp) so that it stays the same"
         )
     if not feed.documents.has_key(saved["data"]):
-        raise UserError("the training data or the tokenizer changed since the checkpoint; start a new run")
+        raise UserError(
+            "the training data or the tokenizer changed since the checkpoint; put them back, or start a new run "
+            "with --config.train.run_name=NAME"
+        )
     before = saved.get("eval_data", now["eval_data"])  # older checkpoints lack it
     for name in sorted(
         name for name in before.keys() & now["eval_data"].keys() if before[name] != now["eval_data"][name]

@@ -276,6 +276,7 @@ def test_json_keeps_datasets(base):
     [
         ("optim.lerning_rate=1", ["optim.lerning_rate = '1'", "nearest: optim.learning_rate: float", "peak"]),
         ("train.learning_rate=1", ["nearest: optim.learning_rate"]),
+        ("data.path=chats.jsonl", ["nearest: data.datasets:"]),
         ("data.datasets[1].pth=x", ["data.datasets[1].pth = 'x'", "nearest: data.datasets[1].path"]),
         ("data.datasets[3].path=x", ["data.datasets has no entry 3; [2] is the next one"]),
         ("data.datasets[2].type=text", ["data.datasets[2].path = None: must name a file"]),
