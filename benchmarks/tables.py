@@ -26,7 +26,7 @@ def read(name: str) -> dict[str, Any]:
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Return a Markdown table."""
     lines = [list(head), ["---"] * len(list(head)), *map(list, rows)]
-    return "\n".join("| " + " | ".join(cells).replace("|  |", "| |") + " |" for cells in lines)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def predicted() -> str:

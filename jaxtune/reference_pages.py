@@ -1,4 +1,4 @@
-"""Pages of the reference that are made from the code: options, commands, recipes and model families, as Markdown."""
+"""Pages of the reference that are made from the code, as Markdown: options, commands, recipes, families, messages."""
 
 import ast
 import contextlib
@@ -43,15 +43,15 @@ def _first_line_of(section: str) -> str:
 def _option_row(option: keys.Option) -> str:
     name = f"`{option.key}`"
     kind = keys.describe(option.annotation).replace(" | ", " or ")  # a | would end the table's cell
-    meaning = f"{option.doc}."
+    meaning = f"{_cell(option.doc)}."
     limits = ", ".join(filter(None, (option.unit, describe_interval(option.within))))
     meaning += f" Limits: {limits}." if limits else ""
     meaning += f" Only when {' and '.join(f'`{condition}`' for condition in option.when)}." if option.when else ""
-    cells = (f"**{name}**" if option.basic else name, f"`{kind}`", f"`{option.default!r}`")
-    return "| " + " | ".join(_cell(cell) for cell in (*cells, meaning)) + " |"
+    return f"| {f'**{name}**' if option.basic else name} | `{kind}` | `{option.default!r}` | {meaning} |"
 
 
 def _cell(text: str) -> str:
+    """Return a text, without code, that Markdown shows as it is in a table."""
     return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
 
 
@@ -102,8 +102,8 @@ def families_page() -> str:
         "|---|---|---|",
     ]
     for name, family in families.FAMILIES.items():
-        meaning = (family.__doc__ or "").strip().partition("\n")[0].rstrip(".")
-        lines.append(f"| `{name}` | {_cell(meaning)} | {'✓' if name in families.classifiers() else ''} |")
+        meaning = _cell(first_line(Path(family.__file__ or "")).rstrip("."))
+        lines.append(f"| `{name}` | {meaning} | {'✓' if name in families.classifiers() else ''} |")
     return "\n".join(lines) + "\n"
 
 

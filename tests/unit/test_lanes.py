@@ -56,3 +56,13 @@ def test_a_lane_leaves_out_what_has_passed_as_it_is(tmp_path, monkeypatch, lane,
     assert lanes.files_to_run(files, "another", []) == lanes.files_to_run(files, "now", ["--all"]) == files
     lanes.PASSED.write_text(json.dumps({"now": digests | {file.name: "changed" for file in files[:1]}}))
     assert lanes.files_to_run(files, "now", []) == files[:1]
+
+
+def test_a_lane_with_covers_is_left_out_until_something_there_changes(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(lanes, "PASSED", tmp_path / "passed.json")
+    monkeypatch.setattr(lanes.subprocess, "call", lambda command, cwd: ran.append(command) or 0)
+    assert lanes.main(["mesh"]) == lanes.main(["mesh"]) == 0 and len(ran) == 1  # the first one is on record
+    assert lanes.main(["mesh", "--all"]) == 0 and len(ran) == 2
+    monkeypatch.setattr(lanes, "digest", lambda paths: "changed")
+    assert lanes.main(["mesh"]) == 0 and len(ran) == 3
