@@ -27,7 +27,8 @@ def _dispatch(name: str, arguments: list[str]) -> int | None:
         return None
     if name not in command.NAMES:
         nearest = difflib.get_close_matches(name, command.NAMES, n=1)
-        raise UserError(f"no command {name!r}; " + (f"nearest: {nearest[0]}" if nearest else f"one of {command.NAMES}"))
+        known = f"nearest: {nearest[0]}" if nearest else f"the commands are {', '.join(command.NAMES)}"
+        raise UserError(f"no command {name!r}; {known}")
     if name in command_flags.COMMANDS:
         return command.main(name, arguments)
     return importlib.import_module(command.module_of(name)).main(arguments)

@@ -1,6 +1,8 @@
-"""UserError, which is shown as a message without a traceback, and the removal of secrets from messages."""
+"""UserError, which is shown as a message without a traceback, and texts that messages share."""
 
+import difflib
 import re
+from pathlib import Path
 
 HIDDEN = "HIDDEN"
 """Placeholder that is shown and saved in place of a secret in a URL."""
@@ -40,6 +42,21 @@ class UserError(Exception):
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows instead of a traceback."""
         return [f"jaxtune: error: {self}"]
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number with its noun: "1 document", "1,200 documents"."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def near_paths(path: Path) -> str:
+    """Return " (near it: ...)" with up to three existing paths whose names resemble a missing one, or ""."""
+    parent = path.expanduser().parent
+    while not parent.is_dir():
+        path, parent = parent, parent.parent
+    names = sorted(entry.name for entry in parent.iterdir() if not entry.name.startswith("."))
+    near = difflib.get_close_matches(path.name, names, n=3)
+    return f" (near it: {', '.join(str(parent / name) for name in near)})" if near else ""
 
 
 def printable(text: str) -> str:

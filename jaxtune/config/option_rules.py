@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxtune.config import keys
 from jaxtune.config.schema import Config, Dataset
+from jaxtune.errors import counted
 from jaxtune.option_field import Problem
 
 
@@ -33,14 +34,16 @@ def find_broken_rules(config: Config) -> Iterator[Problem]:
             # eval is safe: the expression comes from the schema, and its names are only options.
             if not eval(condition, {"__builtins__": {}}, vars(scope)):
                 others = keys.names_in_expression(condition)
-                now = ", ".join(f"{name} = {_brief(operator.attrgetter(name)(scope))}" for name in others)
+                now = ", ".join(f"{name} {_brief(operator.attrgetter(name)(scope))}" for name in others)
                 text = f"{key} = {value!r}: has no effect: it is read only when {condition}, and {now}"
                 yield Problem((key, *(prefix + name for name in others)), text, moot=True)
                 break
 
 
 def _brief(value: Any) -> str:
-    return f"{len(value)} entries" if isinstance(value, tuple) else repr(value)
+    if isinstance(value, tuple):
+        return f"has {counted(len(value), 'entry', 'entries')}" if value else "is empty"
+    return f"= {value!r}"
 
 
 def every_option(config: Config) -> Iterator[tuple[str, keys.Option, Any]]:

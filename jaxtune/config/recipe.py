@@ -97,6 +97,8 @@ def recipe_file(path: str) -> pathlib.Path:
     shipped = own_recipes()
     if path in shipped:
         return shipped[path]
+    if (file / "checkpoints").is_dir():
+        raise UserError(f"recipe {path}: the folder of a run; resume it with --config={file / 'config.json'}")
     if (file / "config.json").is_file():
         raise UserError(f"recipe {path}: a folder; if it is a model, train adapters with --config=qwen_lora:{path}")
     near = difflib.get_close_matches(file.stem, shipped, n=1)

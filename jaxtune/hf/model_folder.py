@@ -1,6 +1,5 @@
 """Find a model's folder, locally or on the Hugging Face hub, and read the JSON files in it."""
 
-import difflib
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, near_paths
 from jaxtune.json_file import read_json
 
 # Never *.bin (pickle) and never *.py (remote code).
@@ -48,9 +47,9 @@ def resolve(path: str, revision: str | None = None, *, weights: bool = True, hol
     elif local.exists():
         raise UserError(f"{path} is a file; give the folder that holds {holds or 'it'}")
     elif local.is_absolute() or path.startswith((".", "~")) or not is_hub_id(path):
-        raise UserError(f"no folder {path}{_nearest(local)}")
+        raise UserError(f"no folder {path}{near_paths(local)}")
     else:
-        folder = _download(path, revision, _TEXT_FILES + ["*.safetensors"] * weights, _nearest(local))
+        folder = _download(path, revision, _TEXT_FILES + ["*.safetensors"] * weights, near_paths(local))
     if holds is not None and not (folder / holds).is_file():
         present = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
         raise UserError(
@@ -182,16 +181,6 @@ def _download(repo_id: str, revision: str | None, patterns: list[str], nearest: 
         ) from error
     except Exception as error:  # network failures reach us as many unrelated exception types
         raise UserError(f"downloading {repo_id}{at} from the hub failed: {error}") from error
-
-
-def _nearest(path: Path) -> str:
-    """Folders with names similar to the last part of a path, as a clause for an error message."""
-    parent = path.parent
-    while not parent.is_dir():
-        path, parent = parent, parent.parent
-    names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir())
-    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
-    return f" (near it: {', '.join(str(parent / name) for name in near)})" if near else ""
 
 
 def _holders(folder: Path, holds: str) -> str:

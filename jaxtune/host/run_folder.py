@@ -13,7 +13,7 @@ from jaxtune.config import from_json, to_json
 from jaxtune.config.recipe import code_to_evaluate
 from jaxtune.config.schema import Config
 from jaxtune.data import Counts
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, near_paths
 from jaxtune.json_file import read_fields
 from jaxtune.monitor import metrics
 
@@ -101,7 +101,8 @@ class RunFolder:
     def read_config(self) -> Config:
         """Read the recorded config. Raises UserError if this is not a run folder."""
         if not self.config.is_file():
-            raise UserError(f"{self.path} is not a run folder: it has no config.json")
+            why = "it has no config.json" if self.path.exists() else f"there is no such folder{near_paths(self.path)}"
+            raise UserError(f"{self.path} is not a run folder: {why}")
         return from_json(self.config.read_bytes(), str(self.config))
 
     def read_counts(self) -> Counts | None:

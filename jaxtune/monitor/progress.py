@@ -21,7 +21,7 @@ MEAN_STEPS = 20  # the mean loss is over this many steps
 
 class Progress:
     """Shows step, loss, its mean over the last steps, learning rate, gradient norm, epoch, tokens/s and the time left;
-    reward, MFU and the device's peak memory if they are known.
+    reward, accuracy, margin, MFU and the device's peak memory if they are known.
 
     `start` steps of `total` are already done. On a terminal this is a bar; otherwise a line every `every` steps and for
     the last step. A step whose loss is not finite always gets its own line. Only the main process shows anything.
@@ -119,6 +119,9 @@ def _numbers(metrics: Mapping[str, float]) -> rich.text.Text:
         ("loss", "loss", lambda value: f"{value:.4f}"),
         ("mean_loss", "mean", lambda value: f"{value:.3f}"),
         ("reward", "reward", lambda value: f"{value:.3f}"),
+        ("accuracy", "accuracy", lambda value: f"{value:.0%}"),
+        ("rewards/accuracies", "accuracy", lambda value: f"{value:.0%}"),  # preference losses
+        ("rewards/margins", "margin", lambda value: f"{value:.3f}"),
         ("learning_rate", "lr", lambda value: f"{value:.1e}"),
         ("grad_norm", "grad norm", lambda value: f"{value:.3f}"),
         ("epoch", "epoch", lambda value: f"{value:.2f}"),

@@ -28,6 +28,7 @@ COVERS = (
     "jaxtune/checkpoint",
     "jaxtune/data/cache/token_cache.py",
     "jaxtune/data/cache/documents.py",
+    "jaxtune/data/cache/parts.py",
     "jaxtune/hf/tensor_sources.py",
     "jaxtune/hf/weights.py",
     "jaxtune/exports/write.py",

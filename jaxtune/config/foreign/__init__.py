@@ -254,9 +254,12 @@ def _lines(
             settings, text, wrong = _translate_value(row, value, options)
             settings = {f"{ours}{key}": setting for key, setting in settings.items()}
             yield Line(f"{theirs}{name}", value, name in from_file, settings, text, wrong)
+    # Users of several systems also write our own names: lora_rank for lora.rank, which is lora_r there.
+    by_name = {key.replace(".", "_"): name for name, row in table.items() for key in row.keys}
+    by_name |= {name: name for name in table}
     for name in (name for name in from_file if name not in table):
-        nearest = difflib.get_close_matches(name, table, n=1, cutoff=0.5)
-        text = f"no such option of {system}" + (f"; nearest: {nearest[0]}" if nearest else "")
+        nearest = difflib.get_close_matches(name, by_name, n=1, cutoff=0.5)
+        text = f"no such option of {system}" + (f"; nearest: {by_name[nearest[0]]}" if nearest else "")
         yield Line(f"{theirs}{name}", from_file[name], True, {}, text, wrong=True)
 
 

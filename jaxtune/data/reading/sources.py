@@ -6,7 +6,6 @@ is read through `datasets`; only the requested samples are downloaded.
 
 import contextlib
 import dataclasses
-import difflib
 import hashlib
 import itertools
 import json
@@ -26,7 +25,7 @@ from jaxtune.data.reading.files import File, Found, find, is_url
 from jaxtune.data.reading.readers import SUFFIXES, Report, Sample, Samples, has_samples, is_binary, is_table, read_file
 from jaxtune.data.reading.sample_filter import select_samples
 from jaxtune.data.reading.user_files import fingerprint
-from jaxtune.errors import UserError, hide_secrets
+from jaxtune.errors import UserError, hide_secrets, near_paths
 
 log = logging.getLogger("jaxtune")
 
@@ -130,14 +129,6 @@ def _find_files(
     return SampleSource(hide_secrets(", ".join(paths)), identity, read)
 
 
-def _near(path: str) -> str:
-    """Return existing names that resemble a missing one, as the end of a sentence."""
-    folder = Path(path).expanduser().parent
-    names = [] if is_url(path) or not folder.is_dir() else [name for name in os.listdir(folder) if name[0] != "."]
-    near = difflib.get_close_matches(Path(path).name, sorted(names), n=3)
-    return f"; near it: {', '.join(str(folder / name) for name in near)}" if near else ""
-
-
 def _contents(files: list[File]) -> list[str]:
     """Return hashes of local files, if they are few and small: a file may be rewritten with the same size and time."""
     local = [Path(file.location) for file in files if not is_url(file.location)]
@@ -177,7 +168,7 @@ def _patterns(entry: Dataset) -> tuple[str, ...]:
 def _files(path: str, match: Found, entry: Dataset) -> list[File]:
     """Return the files to read from the result of `find` for a path."""
     if match is None:
-        raise UserError(f"data: no such file or folder: {path}{_near(path)}")
+        raise UserError(f"data: no such file or folder: {path}{'' if is_url(path) else near_paths(Path(path))}")
     _check_unused(entry, f"{path} is a file or folder, not on the hub", "subset", "revision")
     if isinstance(match, dict):
         return _files_of_folder(path, match, entry)
@@ -204,7 +195,7 @@ def _check_encoding(name: str):
 
 def _open_hub(entry: Dataset, hub_id: str, streaming: bool, say: Callable[[str], object]) -> SampleSource:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id) or Path(hub_id).suffix in SUFFIXES:
-        raise UserError(f"data: no such file or folder: {hub_id}{_near(hub_id)}")
+        raise UserError(f"data: no such file or folder: {hub_id}{near_paths(Path(hub_id))}")
     _check_unused(entry, f"{hub_id} is a dataset on the hub", "encoding", "ds_type")
     try:
         rows, identity = _hub_rows(entry, hub_id, streaming or entry.samples is not None)

@@ -20,7 +20,7 @@ from jaxtune.columns import ADDED, LABEL, MADE, NEXT_TOKEN, Column
 from jaxtune.config.schema import DataOptions
 from jaxtune.data.formats.units import Documents
 from jaxtune.data.rows.packing import Pieces, RowPlan, cut_to_rows, plan
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, counted
 
 Row = dict[str, np.ndarray]
 
@@ -62,10 +62,10 @@ class Counts:
     def __str__(self) -> str:
         trained = f" ({self.target_tokens:,} trained)" if self.target_tokens else ""
         return (
-            f"{self.documents:,} documents, {self.tokens:,} tokens{trained} in {self.rows:,} rows, "
-            f"{self.fill:.1%} full; {self.split_documents:,} documents split, {self.truncated_documents:,} "
+            f"{counted(self.documents, 'document')}, {self.tokens:,} tokens{trained} in {counted(self.rows, 'row')}, "
+            f"{self.fill:.1%} full; {counted(self.split_documents, 'document')} split, {self.truncated_documents:,} "
             f"truncated by {self.truncated_tokens:,} tokens, {self.dropped_documents:,} dropped "
-            f"with {self.dropped_tokens:,} tokens, {self.skipped_samples:,} bad samples skipped"
+            f"with {self.dropped_tokens:,} tokens, {counted(self.skipped_samples, 'bad sample')} skipped"
         )
 
 

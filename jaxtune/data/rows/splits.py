@@ -7,7 +7,8 @@ import numpy as np
 
 from jaxtune.columns import DESIRABLE
 from jaxtune.config.schema import Config, DataOptions, Dataset
-from jaxtune.data.cache.documents import Shard, prepare_shard, tokenize
+from jaxtune.data.cache.documents import prepare_shard, tokenize
+from jaxtune.data.cache.parts import Shard
 from jaxtune.data.formats.preferences import one_kind_note
 from jaxtune.data.formats.units import Documents
 from jaxtune.data.rows.mixing import mix

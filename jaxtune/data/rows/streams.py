@@ -20,7 +20,8 @@ from typing import Any
 from jaxtune.columns import NEXT_TOKEN, Column
 from jaxtune.config.schema import Config
 from jaxtune.data.cache import token_cache
-from jaxtune.data.cache.documents import folder_name, hash_shaping, unused_columns
+from jaxtune.data.cache.documents import folder_name, hash_shaping
+from jaxtune.data.cache.parts import unused_columns
 from jaxtune.data.cache.tokenising import Items, Tokeniser, say_across
 from jaxtune.data.formats.preferences import add_mismatched_answers
 from jaxtune.data.formats.units import Documents, Unit

@@ -76,7 +76,7 @@ def damage(folder, line):
     ("arguments", "part"),
     [
         (lambda folder: [], "no run given"),
-        (lambda folder: [str(folder / "none")], "none is not a run folder: it has no config.json"),
+        (lambda folder: [str(folder / "none")], "none is not a run folder: there is no such folder"),
         (lambda folder: [str(run(folder / "runs" / "a").parent)], "has some: python -m jaxtune.report "),
         (lambda folder: [str(run(folder / "a"))] * 2, "name each run once"),
         (lambda folder: damage(folder, '{"step": 4, "lo'), "metrics.jsonl, line 4: not a JSON object"),

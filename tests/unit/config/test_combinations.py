@@ -385,12 +385,12 @@ LABELS = {
         (
             {"eval.steps": "10"},
             "eval.steps",
-            "only when data.validation_split or data.eval_datasets, and .* = 0.0, data.eval_datasets = 0 entries",
+            "only when data.validation_split or data.eval_datasets, and .* = 0.0, data.eval_datasets is empty",
         ),
         (
             {"eval.max_batches": "10"},
             "eval.max_batches",
-            "only when data.validation_split or data.eval_datasets, and .* = 0.0, data.eval_datasets = 0 entries",
+            "only when data.validation_split or data.eval_datasets, and .* = 0.0, data.eval_datasets is empty",
         ),
         ({"ckpt.resume": "-1"}, "ckpt.resume", "at least 0"),
         ({"log.wandb.name": "x"}, "log.wandb.name", "only when log.wandb.enabled"),
@@ -443,7 +443,7 @@ def test_two_kinds_of_validation_data(base):
     config.data.eval_datasets = (dataset(path="c.jsonl"),)
     config.data.validation_split = 0.1
     with pytest.raises(
-        UserError, match=r"data.validation_split.*only when not data.eval_datasets, and data.eval_datasets = 1 entries"
+        UserError, match=r"data.validation_split.*only when not data.eval_datasets, and data.eval_datasets has 1 entry"
     ):
         resolve(config, "recipe")
 

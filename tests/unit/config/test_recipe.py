@@ -180,6 +180,7 @@ def test_the_config_of_a_run_is_a_recipe():
         ),
         ("config.json", "{", "config.json: not JSON"),
         (".", None, "recipe .: a folder; if it is a model, train adapters with --config=qwen_lora:."),
+        ("runs/one", None, "recipe runs/one: the folder of a run; resume it with --config=runs/one/config.json"),
         ("config.json", json.dumps({"model_type": "qwen3"}), "config.json: it describes a model, not a run"),
     ],
 )
@@ -187,6 +188,7 @@ def test_what_is_no_recipe_says_what_would_be(name, text, told):
     pathlib.Path("own.py").write_text("def get_config(): ...")
     pathlib.Path("other.py").write_text("import nothing")
     pathlib.Path("config.json").write_text("{}")
+    pathlib.Path("runs/one/checkpoints").mkdir(parents=True)
     if text is not None:
         pathlib.Path(name).write_text(text)
     with pytest.raises(UserError, match=told):

@@ -62,7 +62,7 @@ def test_what_a_file_makes_moot_of_its_base_is_a_note_and_its_own_values_are_not
     assert not config.lora.enabled
     assert resolve_text("base: qwen_lora:my/model\ndata: {validation_split: 0}\n").startup_notes == (
         "left out: recipe: eval.steps = 100: has no effect: it is read only when data.validation_split or "
-        "data.eval_datasets, and data.validation_split = 0.0, data.eval_datasets = 0 entries",
+        "data.eval_datasets, and data.validation_split = 0.0, data.eval_datasets is empty",
     )
     with pytest.raises(UserError, match=r"my.yaml: lora.rank = 4: has no effect"):
         resolve_text("base: qwen_full:my/model\nlora: {rank: 4}\n")

@@ -23,6 +23,7 @@ from tiny import byte_tokenizer
 
 from jaxtune.config.schema import ChatOptions, Config, DataOptions, Dataset, TrainOptions
 from jaxtune.data.cache import documents as documents_module
+from jaxtune.data.cache import parts as parts_module
 from jaxtune.data.cache.documents import prepare_shard, tokenize
 from jaxtune.data.chat.encoding import Encoder
 from jaxtune.data.rows.splits import open_documents
@@ -138,8 +139,8 @@ def test_a_table_gives_the_objects_that_json_lines_give(tmp_path, caplog, kind):
 
 def test_the_first_documents_know_where_they_are_from(tmp_path, monkeypatch):
     """From a folder, in several parts, and from the cache; later documents know only the entry."""
-    monkeypatch.setattr(documents_module, "_BLOCK_SAMPLES", 40)
-    monkeypatch.setattr(documents_module, "_PART_SIZE", 1)
+    monkeypatch.setattr(parts_module, "_BLOCK_SAMPLES", 40)
+    monkeypatch.setattr(parts_module, "_PART_SIZE", 1)
     folder = tmp_path / "texts"
     folder.mkdir()
     for name in ("a", "b"):
@@ -324,9 +325,9 @@ def test_tokenized_samples_are_taken_as_they_are(tmp_path, tokenizer):
 
 def test_the_cache_is_used_until_data_options_or_tokenizer_change(tokenizer, tmp_path, monkeypatch):
     written = []
-    write = documents_module._write
+    write = documents_module.write_entry
     monkeypatch.setattr(
-        documents_module, "_write", lambda folder, *rest: (written.append(folder), write(folder, *rest))
+        documents_module, "write_entry", lambda folder, *rest: (written.append(folder), write(folder, *rest))
     )
     path = jsonl(tmp_path / "a.jsonl", TEXTS)
     entry = Dataset(path=str(path))
@@ -350,9 +351,9 @@ def test_the_cache_is_used_until_data_options_or_tokenizer_change(tokenizer, tmp
 
 
 def test_processes_that_start_together_tokenise_once(tokenizer, tmp_path, monkeypatch):
-    written, write = [], documents_module._write
+    written, write = [], documents_module.write_entry
     monkeypatch.setattr(
-        documents_module, "_write", lambda folder, *rest: (written.append(folder), write(folder, *rest))
+        documents_module, "write_entry", lambda folder, *rest: (written.append(folder), write(folder, *rest))
     )
     entry = Dataset(path=str(jsonl(tmp_path / "a.jsonl", TEXTS)))
     results = []
@@ -377,14 +378,14 @@ def test_without_locks_the_first_to_finish_wins(tokenizer, tmp_path, monkeypatch
         raise OSError("no locks here")
 
     monkeypatch.setattr(documents_module.fcntl, "flock", no_locks)
-    write = documents_module._write
+    write = documents_module.write_entry
 
     def beaten(folder, *rest):
         write(folder.with_name("elsewhere"), *rest)
         (cache / "elsewhere").rename(folder)
         write(folder, *rest)
 
-    monkeypatch.setattr(documents_module, "_write", beaten)
+    monkeypatch.setattr(documents_module, "write_entry", beaten)
     assert len(tokenize((entry,), tokenizer, cache)) == 3
     assert not list(cache.glob("*.tmp"))
 

@@ -320,7 +320,7 @@ def test_samples_are_read_again_when_the_file_of_the_function_has_changed(write_
 
 def test_names_near_one_that_is_not_there_are_told(folder):
     for path in (f"{folder}/aa.jsonl", (f"{folder}/aa.jsonl",)):
-        with pytest.raises(UserError, match=r"no such file or folder: .*/aa.jsonl; near it: .*/a.jsonl"):
+        with pytest.raises(UserError, match=r"no such file or folder: .*/aa.jsonl \(near it: .*/a.jsonl"):
             texts(path)
 
 

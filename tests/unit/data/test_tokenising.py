@@ -10,7 +10,8 @@ from tiny import byte_tokenizer
 
 from jaxtune.cache import main as cache_command
 from jaxtune.config.schema import Dataset
-from jaxtune.data.cache import documents as module
+from jaxtune.data.cache import documents
+from jaxtune.data.cache import parts as module
 from jaxtune.data.cache.documents import prepare_shard, tokenize
 from jaxtune.data.cache.tokenising import Tokeniser
 from jaxtune.data.cache.workers import ordered_map
@@ -134,7 +135,7 @@ def test_shards_are_joined_on_a_file_system_without_locks_too(entry, tokenizer, 
     def no_locks(*_):
         raise OSError("no locks here")
 
-    monkeypatch.setattr(module.fcntl, "flock", no_locks)
+    monkeypatch.setattr(documents.fcntl, "flock", no_locks)
     for shard in ((0, 2), (1, 2)):
         prepare_shard((entry,), tokenizer, tmp_path / "cache", shard, "skip")
     tokenize((entry,), tokenizer, tmp_path / "cache", "skip")
