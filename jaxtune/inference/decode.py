@@ -67,12 +67,12 @@ def empty_cache(spec: ModelSpec, batch: int, length: int, dtype: jnp.dtype) -> A
 
     def zeros(repeats: int, mixer: Heads | DeltaNet) -> Any:
         if isinstance(mixer, DeltaNet):
-            shapes, place = memory(mixer, batch, dtype), P(None, rows)
+            shapes, spec = memory(mixer, batch, dtype), P(None, rows)
         else:
             # If devices divide more heads than there are, attention repeats heads, and the cache has the copies too.
             one = jax.ShapeDtypeStruct((batch, length, heads_on_devices(mixer.kv_heads), mixer.head_dim), dtype)
-            shapes, place = (one, one), P(None, rows, None, heads, None)
-        return jax.tree.map(lambda leaf: jax.reshard(jnp.zeros((repeats, *leaf.shape), leaf.dtype), place), shapes)
+            shapes, spec = (one, one), P(None, rows, None, heads, None)
+        return jax.tree.map(lambda leaf: jax.reshard(jnp.zeros((repeats, *leaf.shape), leaf.dtype), spec), shapes)
 
     return tuple(tuple(zeros(stack.repeats, layer.mixer) for layer in stack.period) for stack in spec.stacks)
 

@@ -144,11 +144,11 @@ def undivided_moments(parameters: Mapping[str, "Parameter"], mesh: jax.sharding.
     complaints = set()
     for parameter in parameters.values():
         shape, lead = parameter.matrix, len(parameter.lead)
-        places = spec(*parameter.axes, layout=RULES.value.optimizer)[lead:]
+        entries = spec(*parameter.axes, layout=RULES.value.optimizer)[lead:]
         blocks = (block_of(shape) or ())[-len(shape) :]
-        for axis_name, size, elements, place in zip(parameter.matrix_axes, shape, blocks, places):
+        for axis_name, size, elements, entry in zip(parameter.matrix_axes, shape, blocks, entries):
             what = f"{axis_name}={size} in blocks of {elements}, which optim.name='adamw_8bit' has"
-            if text := misfit(mesh, axes_in(place), size // elements, what):
+            if text := misfit(mesh, axes_in(entry), size // elements, what):
                 complaints.add(f"{text} (mesh.data takes the rest)")
     return sorted(complaints)
 

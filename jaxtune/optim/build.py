@@ -53,7 +53,7 @@ class Trained(NamedTuple):
         names: Hugging Face names, one for each element of the leading axes.
         lead: sizes of the leading axes: (layers,), or (layers, experts).
         is_matrix: whether it is a matrix inside the layers, which Muon and NorMuon orthogonalise.
-        place: PartitionSpec of its state and its update; None: the parameter's own.
+        state_spec: PartitionSpec of its state and its update; None: the parameter's own.
         rule: its rule; None: the rule of optim.name.
         on_host: whether its state is kept in host memory.
         rate: factor on its learning rate, in addition to the factors that `optim` has for its names.
@@ -62,7 +62,7 @@ class Trained(NamedTuple):
     names: tuple[str, ...]
     lead: tuple[int, ...] = ()
     is_matrix: bool = False
-    place: jax.P | None = None
+    state_spec: jax.P | None = None
     rule: Rule | None = None
     on_host: bool = False
     rate: float = 1.0
@@ -108,13 +108,13 @@ def build(
     rule_of = {name: one.rule or _rule(optim, one.is_matrix, dtype) for name, one in trained.items()}
 
     def stored_at(name: str, parameter: Array) -> jax.P | None:
-        return None if trained[name].place is None else jax.typeof(parameter).sharding.spec
+        return None if trained[name].state_spec is None else jax.typeof(parameter).sharding.spec
 
     @jax.named_scope("optimizer")
     def init(parameters: Parameters) -> OptimizerState:
         def of_all(name: str, parameter: Array) -> RuleState:
             init_one = partial(_initial_state, rule_of[name], trained[name], optim.state_dtype)
-            parameter = reshard_to(parameter, trained[name].place)
+            parameter = reshard_to(parameter, trained[name].state_spec)
             if not is_staged(parameter):
                 return init_one(parameter)
             shapes = jax.eval_shape(init_one, jax.ShapeDtypeStruct(parameter.shape, parameter.dtype))
@@ -134,7 +134,7 @@ def build(
             own_step = step._replace(key=named_key(step.key, name))
             # If the state has its own layout (ZeRO), it is not moved: parameter and gradient are resharded to it, and
             # the new parameter is resharded back.
-            resharded, gradient = (reshard_to(x, properties.place) for x in (parameter, gradients[name]))
+            resharded, gradient = (reshard_to(x, properties.state_spec) for x in (parameter, gradients[name]))
             run = (
                 partial(on_stages, partial(_advance, rule, properties))
                 if is_staged(resharded)
@@ -150,7 +150,7 @@ def build(
     @jax.named_scope("optimizer")
     def point(parameters: Parameters, state: OptimizerState) -> dict[str, Array]:
         def one(name: str, parameter: Array) -> Array:
-            resharded = reshard_to(parameter, trained[name].place)
+            resharded = reshard_to(parameter, trained[name].state_spec)
             at = rule_of[name].point(resharded, state.rules[name])
             return parameter if at is resharded else reshard_to(at.astype(parameter.dtype), stored_at(name, parameter))
 
@@ -211,8 +211,8 @@ def _zeros_of_a_layer(stacked: Array) -> Array:
 
 def _repeat(leaf: Array, stacked: Array) -> Array:
     """Repeat a layer's state for each layer of a stacked parameter."""
-    place = jax.P(jax.typeof(stacked).sharding.spec[0], *jax.typeof(leaf).sharding.spec)
-    return jnp.broadcast_to(leaf, (len(stacked), *leaf.shape), out_sharding=place)
+    spec = jax.P(jax.typeof(stacked).sharding.spec[0], *jax.typeof(leaf).sharding.spec)
+    return jnp.broadcast_to(leaf, (len(stacked), *leaf.shape), out_sharding=spec)
 
 
 def _rule(optim: OptimOptions, is_matrix: bool, dtype: DTypeLike) -> Rule:

@@ -113,12 +113,12 @@ def spec(*names: str | None, layout: Layout | None = None) -> jax.P:
     An axis shards only the first dimension that names it: the axis of experts shards the experts of a mixture, and
     "embed" in other weights.
     """
-    places, taken = [], set[str]()
+    entries, taken = [], set[str]()
     for name in names:
         axes = tuple(axis for axis in axes_of(name, layout) if axis not in taken)
         taken.update(axes)
-        places.append(_entry(axes))
-    return P(*places)
+        entries.append(_entry(axes))
+    return P(*entries)
 
 
 def sharding(*names: str | None) -> jax.NamedSharding:
@@ -171,15 +171,15 @@ def gather(weight: Array, stacked: int = 0) -> Array:
     the rematerialised block: the gathered copy is then not saved but gathered again in the backward pass (unless the
     policy names GATHERED), and the gradient is reduce-scattered.
     """
-    places = tuple(jax.typeof(weight).sharding.spec)
-    whole = jax.reshard(weight, P(*places[:stacked], *map(drop_gathered_axes, places[stacked:])))
+    entries = tuple(jax.typeof(weight).sharding.spec)
+    whole = jax.reshard(weight, P(*entries[:stacked], *map(drop_gathered_axes, entries[stacked:])))
     return checkpoint_name(whole, GATHERED)
 
 
 @jax.named_scope("collectives")
-def reshard_to(array: Array, place: jax.P | None) -> Array:
+def reshard_to(array: Array, spec: jax.P | None) -> Array:
     """Return the array with another PartitionSpec; None: unchanged."""
-    return array if place is None else jax.reshard(array, place)
+    return array if spec is None else jax.reshard(array, spec)
 
 
 def _entry(axes: Axes) -> Entry:

@@ -30,9 +30,9 @@ def to_heads(x: Float[Array, "..."], heads: int, axis: int = 2, *, kept: Axes = 
     if times > 1:
         x = _repeat(x, heads, axis, times)
     # Replace the position axes by `positions`, and add them to the heads: XLA makes an all-to-all of the reshard.
-    places = [positions if axes_in(entry) == RULES.value.positions else entry for entry in jax.typeof(x).sharding.spec]
-    places[axis] = over
-    return jax.reshard(x, P(*places))
+    entries = [positions if axes_in(entry) == RULES.value.positions else entry for entry in jax.typeof(x).sharding.spec]
+    entries[axis] = over
+    return jax.reshard(x, P(*entries))
 
 
 def heads_on_devices(heads: int) -> int:
@@ -75,11 +75,11 @@ def _rows(place: Int[Array, "b t"]) -> Int[Array, "b 1"]:
 
 def _repeat(x: Array, heads: int, axis: int, times: int) -> Array:
     """Repeat each head `times` times, with the copies next to each other."""
-    before, after, place = x.shape[:axis], x.shape[axis + 1 :], jax.typeof(x).sharding.spec
+    before, after, spec = x.shape[:axis], x.shape[axis + 1 :], jax.typeof(x).sharding.spec
     size = x.shape[axis] // heads
     # jax does not infer how a reshape divides a sharded axis. The heads keep its sharding: their features stay
     # together.
-    split = P(*place[: axis + 1], None, None, *place[axis + 1 :])
+    split = P(*spec[: axis + 1], None, None, *spec[axis + 1 :])
     by_head = jnp.reshape(x, (*before, heads, 1, size, *after), out_sharding=split)
     repeated = jnp.broadcast_to(by_head, (*before, heads, times, size, *after), out_sharding=split)
-    return jnp.reshape(repeated, (*before, heads * times * size, *after), out_sharding=place)
+    return jnp.reshape(repeated, (*before, heads * times * size, *after), out_sharding=spec)

@@ -114,21 +114,21 @@ class MatmulFormat(ABC):
         return operands_at(weight, self, layout_spec(*axes))
 
 
-def operands_at(weight: Float[Array, "*stack o i"], numbers: MatmulFormat, place: P) -> Operands:
+def operands_at(weight: Float[Array, "*stack o i"], numbers: MatmulFormat, spec: P) -> Operands:
     """Make the operands of a weight, or a stack, with this PartitionSpec. They have no gradient."""
-    places = _names(_shapes(numbers, weight.shape[-2:], weight.dtype), tuple(place))
-    return _make_operands(jax.lax.stop_gradient(weight), numbers, places)
+    specs = _names(_shapes(numbers, weight.shape[-2:], weight.dtype), tuple(spec))
+    return _make_operands(jax.lax.stop_gradient(weight), numbers, specs)
 
 
-@partial(jax.jit, static_argnames=("numbers", "places"))
-def _make_operands(weight: Float[Array, "*stack o i"], numbers: MatmulFormat, places: Operands) -> Operands:
+@partial(jax.jit, static_argnames=("numbers", "specs"))
+def _make_operands(weight: Float[Array, "*stack o i"], numbers: MatmulFormat, specs: Operands) -> Operands:
     make = numbers.operands
     for _ in range(weight.ndim - 2):
         # A stack of layers, or of layers and experts: each matrix has its own scale.
         make = jax.vmap(make)
     # Formats do not handle shardings, so XLA chooses them inside. An axis of stages may be manual here and stays so.
     axes = jax.sharding.get_abstract_mesh().explicit_axes
-    return cast(Operands, jax.sharding.auto_axes(make, axes=axes, out_sharding=places)(weight))
+    return cast(Operands, jax.sharding.auto_axes(make, axes=axes, out_sharding=specs)(weight))
 
 
 def _shapes(numbers: MatmulFormat, shape: tuple[int, ...], dtype: Any) -> Operands:

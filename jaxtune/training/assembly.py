@@ -91,7 +91,7 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     options = StepOptions(
         seed=config.train.seed,
         dropout_warmup_steps=config.train.dropout_warmup_steps,
-        places=places_of(model, RULES.value.gradients),
+        gradient_specs=specs_of(model, RULES.value.gradients),
         added_by_layer=dict.fromkeys(stacks, on_host),
         summed_last=deferred_sum_axes(config, recipe, mesh),
         order=config.parallel.pipeline,
@@ -213,14 +213,14 @@ def _optimizer(model: Model, config: Config) -> Optimizer:
 
 def trained_of(model: Model, config: Config) -> dict[str, Trained]:
     """Return the optimizer's view of each trained parameter."""
-    places, moved_by_load = places_of(model, RULES.value.optimizer), balancing(config.experts.bias_update_rate)
+    state_specs, moved_by_load = specs_of(model, RULES.value.optimizer), balancing(config.experts.bias_update_rate)
     plugin_rule = plugins.plugin_rule(config)
     return {
         name: Trained(
             tuple(one.name for one in p.places),
             p.lead,
             p.kind in ("linear", "adapter"),
-            places.get(name),
+            state_specs.get(name),
             moved_by_load if p.kind == "correction" else plugin_rule,
             config.memory.offload_optimizer,
             config.lora.lr_ratio if p.local.endswith(".lora_b") or len(p.matrix) == 1 else 1.0,
@@ -229,7 +229,7 @@ def trained_of(model: Model, config: Config) -> dict[str, Trained]:
     }
 
 
-def places_of(model: Model, layout: Layout) -> dict[str, P]:
+def specs_of(model: Model, layout: Layout) -> dict[str, P]:
     """Return the trained parameters' PartitionSpecs in one of the rules' layouts; {} if these layouts are all equal."""
     rules = RULES.value
     if rules.parameters == rules.gradients == rules.optimizer:
@@ -238,9 +238,9 @@ def places_of(model: Model, layout: Layout) -> dict[str, P]:
 
 
 def _on_mesh(aval: Any, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
-    place = jax.NamedSharding(mesh, aval.sharding.spec)
+    sharding = jax.NamedSharding(mesh, aval.sharding.spec)
     return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, sharding=offload.on_host(place) if offload.is_on_host(aval) else place
+        aval.shape, aval.dtype, sharding=offload.on_host(sharding) if offload.is_on_host(aval) else sharding
     )
 
 

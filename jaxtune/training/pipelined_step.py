@@ -130,7 +130,7 @@ class Pipeline:
         stack, spec: their shape, and the whole model's.
         plan: the schedule of a step.
         linears: the layers in low precision.
-        places: PartitionSpecs of the gradient sums on the devices of a stage.
+        gradient_specs: PartitionSpecs of the gradient sums on the devices of a stage.
         call: options of the forward pass, without noise.
     """
 
@@ -139,7 +139,7 @@ class Pipeline:
     spec: ModelSpec
     plan: Schedule
     linears: Linears | None
-    places: Mapping[str, jax.P]
+    gradient_specs: Mapping[str, jax.P]
     call: ForwardOptions
 
     def run(self, part: PipelineWeights, chunk: Index, micro: Batch, key: StepNoise, x: Array) -> tuple[Array, Emitted]:
@@ -163,7 +163,7 @@ class PipelinedStep:
         prefix: of the names of the pipeline's parameters.
         weights_of: (trained, scales) -> weights outside of the pipeline.
         inside, outside: the pipeline's parameters, without the prefix, and all others.
-        places: PartitionSpecs of the gradient sums outside of the pipeline.
+        gradient_specs: PartitionSpecs of the gradient sums outside of the pipeline.
         batch: all micro-batches.
         seen: their columns that layers use, in the layout inside the stages.
     """
@@ -177,7 +177,7 @@ class PipelinedStep:
     weights_of: Callable[[Parameters, dict[str, Array]], Parameters]
     inside: PipelineWeights
     outside: PipelineWeights
-    places: Mapping[str, jax.P]
+    gradient_specs: Mapping[str, jax.P]
     batch: Batch
     seen: Batch
 
@@ -217,9 +217,11 @@ def pipelined_gradients(forward: Forward, objective: Objective, options: StepOpt
         layers, prefix = decoder.stacks[decoder.pipeline], f"stacks.{decoder.pipeline}."
 
         (trained_in, trained), (frozen_in, frozen) = (_split(values, prefix) for values in (trained, frozen))
-        (amax_in, amax), (places_in, places) = (_split(values, prefix) for values in (scaling.amax, options.places))
+        (amax_in, amax), (specs_in, specs) = (
+            _split(values, prefix) for values in (scaling.amax, options.gradient_specs)
+        )
         # Stages are the leading axis of these gradients, and manual inside of `by_stage`: the specs must not name it.
-        places_in = {name: P(None, *place[1:]) for name, place in places_in.items()}
+        specs_in = {name: P(None, *spec[1:]) for name, spec in specs_in.items()}
         linears_in, linears = _split_linears(forward.recipe.linears, prefix)
         weights_of, scales = prepare_weights(linears, trained, frozen, Scaling(amax=amax), step)
         inside, outside = PipelineWeights(trained_in, frozen_in, {}, {}), PipelineWeights(trained, frozen, {}, scales)
@@ -231,9 +233,9 @@ def pipelined_gradients(forward: Forward, objective: Objective, options: StepOpt
         stack = layers.stack
         plan = schedule(stack.stages, stack.chunks, len(batch["tokens"]), options.order)
         graph, seen = nnx.graphdef(layers), seen_by_stages(batch)
-        pipeline = Pipeline(graph, stack, decoder.spec, plan, linears_in, places_in, forward.call)
+        pipeline = Pipeline(graph, stack, decoder.spec, plan, linears_in, specs_in, forward.call)
         pipelined = PipelinedStep(
-            pipeline, forward, objective, factor, key, prefix, weights_of, inside, outside, places, batch, seen
+            pipeline, forward, objective, factor, key, prefix, weights_of, inside, outside, specs, batch, seen
         )
         final, _ = jax.lax.scan(partial(_tick, pipelined), _begin(pipelined), jax.tree.map(jnp.asarray, plan.ticks))
 
@@ -264,16 +266,16 @@ def _begin(step: PipelinedStep) -> Carry:
     of_micro = x, entered, _index(emitted, 0, axis=2)
     _, sums = jax.eval_shape(partial(_run_after_stages, step), part.trained, part.scales, *of_micro, jnp.int32(0))
     entered = zeros_like(jax.tree.map(lambda leaf: _with_leading(jax.typeof(leaf), count), entered))
-    of_stages = zeros_like(_with_leading(jax.typeof(x), stack.stages, place="stage"))
-    inputs = zeros_like(_with_leading(jax.typeof(x), stack.stages, plan.slots, place="stage"))
+    of_stages = zeros_like(_with_leading(jax.typeof(x), stack.stages, axis="stage"))
+    inputs = zeros_like(_with_leading(jax.typeof(x), stack.stages, plan.slots, axis="stage"))
     zeros = partial(_zero_total, step.forward.recipe.gradient_dtype)
     return Carry(
         stages=Stages(inputs, of_stages, of_stages, emitted, emitted),
         waiting=zeros_like(_with_leading(jax.typeof(x), plan.waiting)),
         entered=entered,
         d_entered=entered,
-        inside=by_stage(partial(zeros, step.pipeline.places), STAGES, STAGES)(step.inside),
-        outside=zeros(step.places, part),
+        inside=by_stage(partial(zeros, step.pipeline.gradient_specs), STAGES, STAGES)(step.inside),
+        outside=zeros(step.gradient_specs, part),
         sums=zeros_like(sums),
     )
 
@@ -288,9 +290,9 @@ def _zero_emitted(
 
 
 @jax.named_scope("gradient_accumulation")
-def _zero_total(dtype: Any, places: Mapping[str, jax.P], part: PipelineWeights) -> Total:
+def _zero_total(dtype: Any, specs: Mapping[str, jax.P], part: PipelineWeights) -> Total:
     zero = jax.tree.map(lambda p: jnp.zeros_like(p, dtype), part.trained)
-    return Total(reshard_gradients(zero, places), jax.tree.map(jnp.zeros_like, part.scales))
+    return Total(reshard_gradients(zero, specs), jax.tree.map(jnp.zeros_like, part.scales))
 
 
 # ---- a tick: embedding, stages forward, head, stages backward, embedding backward ----
@@ -331,7 +333,7 @@ def _score(step: PipelinedStep, carry: Carry, x: Array, number: Index) -> Carry:
         stages=carry.stages._replace(d_emitted=d_emitted),
         waiting=jax.lax.dynamic_update_index_in_dim(carry.waiting, dx, slot, 0),
         d_entered=jax.tree.map(partial(put, axis=0), carry.d_entered, d_entered),
-        outside=_accumulate(carry.outside, Total(*parts), step.places),
+        outside=_accumulate(carry.outside, Total(*parts), step.gradient_specs),
         sums=jax.tree.map(jnp.add, carry.sums, sums),
     )
 
@@ -340,7 +342,7 @@ def _embed(step: PipelinedStep, carry: Carry, dx: Array, number: Index) -> Carry
     """Add the gradients from the first stage's input to the embedding."""
     _, transposed = jax.vjp(partial(_run_before_stages, step, number=number), step.outside.trained, step.outside.scales)
     parts = transposed((dx, _index(carry.d_entered, number)))
-    return carry._replace(outside=_accumulate(carry.outside, Total(*parts), step.places))
+    return carry._replace(outside=_accumulate(carry.outside, Total(*parts), step.gradient_specs))
 
 
 # ---- a micro-batch before and after the stages ----
@@ -423,7 +425,7 @@ def _backward(
         _, transposed = jax.vjp(of, given.trained, given.scales, _index(state.inputs, slot))
         *parts, dx = transposed((dy, _index(_index(state.d_emitted, chunk), number)))
         so_far = slice_chunk(total, chunk, stack.chunks)
-        return _with_chunk(total, _accumulate(so_far, Total(*parts), pipeline.places), chunk, stack.chunks), dx
+        return _with_chunk(total, _accumulate(so_far, Total(*parts), pipeline.gradient_specs), chunk, stack.chunks), dx
 
     total, dx = jax.lax.cond(number >= 0, compute, lambda total: (total, jnp.zeros_like(dy)), total)
     state = state._replace(returning=shift_stages(dx, stack.stages, by=-1))
@@ -475,12 +477,12 @@ def _with_chunk(total: Total, one_chunk: Total, chunk: Index, chunks: int) -> To
 
 
 @jax.named_scope("gradient_accumulation")
-def _accumulate(total: Total, micro: Total, places: Mapping[str, jax.P]) -> Total:
-    summed = add_gradients(total.gradients, micro.gradients, places)
+def _accumulate(total: Total, micro: Total, specs: Mapping[str, jax.P]) -> Total:
+    summed = add_gradients(total.gradients, micro.gradients, specs)
     return Total(summed, jax.tree.map(jnp.maximum, total.amax, micro.amax))
 
 
-def _with_leading(leaf: Any, *sizes: int, place: str | None = None) -> jax.ShapeDtypeStruct:
-    """The leaf's shape behind new leading axes of `sizes`, the first one sharded over `place`."""
-    spec = P(place, *(None,) * (len(sizes) - 1), *leaf.sharding.spec)
+def _with_leading(leaf: Any, *sizes: int, axis: str | None = None) -> jax.ShapeDtypeStruct:
+    """The leaf's shape behind new leading axes of `sizes`, the first one sharded over `axis`."""
+    spec = P(axis, *(None,) * (len(sizes) - 1), *leaf.sharding.spec)
     return jax.ShapeDtypeStruct((*sizes, *leaf.shape), leaf.dtype, sharding=leaf.sharding.update(spec=spec))

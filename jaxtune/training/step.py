@@ -79,7 +79,7 @@ class StepOptions:
     Attributes:
         seed: of noise and of stochastic rounding.
         dropout_warmup_steps: steps over which dropout rates rise from 0.
-        places: PartitionSpecs of the gradient sums that are sharded differently from their parameters.
+        gradient_specs: PartitionSpecs of the gradient sums that are sharded differently from their parameters.
         added_by_layer: stacks whose gradients the backward pass itself accumulates, one layer at a time; the value
             tells whether their sums are in the host's memory. Not in a pipeline.
         summed_last: mesh axes over which gradients are all-reduced once, after the last micro-batch. Not in a pipeline.
@@ -97,7 +97,7 @@ class StepOptions:
 
     seed: int = 0
     dropout_warmup_steps: int = 0
-    places: Mapping[str, jax.P] = field(default_factory=dict)
+    gradient_specs: Mapping[str, jax.P] = field(default_factory=dict)
     added_by_layer: Mapping[str, bool] = field(default_factory=dict)
     summed_last: Axes = ()
     order: Order = "1f1b"
@@ -181,7 +181,7 @@ def accumulated_gradients(forward: Forward, objective: Objective, options: StepO
             (_, sums), (grads, amax) = jax.value_and_grad(loss, (0, 1), has_aux=True)(given, scales, micro)
             added = {name: grads.pop(name) for name in added_by_layer}
             earlier = {name: total.gradients[name] for name in grads}
-            summed = added | add_gradients(earlier, grads, options.places)
+            summed = added | add_gradients(earlier, grads, options.gradient_specs)
             # The cotangent of a delayed scale is an amax (`LowPrecision.scales`): the largest one counts.
             largest = jax.tree.map(jnp.maximum, total.amax, amax)
             return GradientSums(summed, jax.tree.map(jnp.add, total.sums, sums), largest), None
@@ -194,7 +194,9 @@ def accumulated_gradients(forward: Forward, objective: Objective, options: StepO
         # Objectives differ in their metrics: the initial carry of the scan gets their shapes from one micro-batch.
         _, sums = jax.eval_shape(loss, given, scales, jax.tree.map(lambda x: x[0], batch))
         start = GradientSums(
-            reshard_gradients(totals, options.places), jax.tree.map(_zero, sums), jax.tree.map(jnp.zeros_like, scales)
+            reshard_gradients(totals, options.gradient_specs),
+            jax.tree.map(_zero, sums),
+            jax.tree.map(jnp.zeros_like, scales),
         )
         total, _ = jax.lax.scan(add, start, batch)
         return total._replace(gradients=sum_over(total.gradients, summed_last), loss_factor=factor)
@@ -203,14 +205,14 @@ def accumulated_gradients(forward: Forward, objective: Objective, options: StepO
 
 
 @jax.named_scope("gradient_accumulation")
-def add_gradients(sums: Parameters, gradients: Parameters, places: Mapping[str, jax.P]) -> Parameters:
-    """Add a micro-batch's gradients to the sums, which keep their dtype and have the PartitionSpecs `places`."""
-    return jax.tree.map(lambda a, b: (a + b).astype(a.dtype), sums, reshard_gradients(gradients, places))
+def add_gradients(sums: Parameters, gradients: Parameters, specs: Mapping[str, jax.P]) -> Parameters:
+    """Add a micro-batch's gradients to the sums, which keep their dtype and have the PartitionSpecs `specs`."""
+    return jax.tree.map(lambda a, b: (a + b).astype(a.dtype), sums, reshard_gradients(gradients, specs))
 
 
-def reshard_gradients(gradients: Parameters, places: Mapping[str, jax.P]) -> Parameters:
+def reshard_gradients(gradients: Parameters, specs: Mapping[str, jax.P]) -> Parameters:
     """Reshard gradients to the PartitionSpecs in which they are summed."""
-    return {name: reshard_to(gradient, places.get(name)) for name, gradient in gradients.items()}
+    return {name: reshard_to(gradient, specs.get(name)) for name, gradient in gradients.items()}
 
 
 def _zero(leaf: jax.ShapeDtypeStruct) -> Array:

@@ -92,7 +92,7 @@ def test_bfloat16_is_rounded_by_the_same_bits_on_any_mesh(name):
     def after(mesh: MeshOptions, devices: int) -> dict[str, np.ndarray]:
         made = make_mesh(mesh, jax.devices()[:devices])
         trained = {
-            key: Trained((key,) * math.prod(lead), lead, place=place) for key, (lead, _, _, place) in ROUNDED.items()
+            key: Trained((key,) * math.prod(lead), lead, state_spec=spec) for key, (lead, _, _, spec) in ROUNDED.items()
         }
         optimizer = build(OptimOptions(name=name, weight_decay=0.1), trained, 3)
         rng = np.random.default_rng(0)
