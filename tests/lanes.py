@@ -38,7 +38,7 @@ LEFT_OUT = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run the lane; return the exit code, which is 1 if it took longer than its budget."""
+    """Run the lane; return the exit code, which is 1 if it took far longer than its budget."""
     lanes = tomllib.loads((TESTS / "lanes.toml").read_text())
     if not arguments or arguments[0] not in lanes:
         print(f"{__doc__}\nLanes: {', '.join(lanes)}", file=sys.stderr)
@@ -72,7 +72,8 @@ def main(arguments: list[str]) -> int:
     print(f"lane {name}: {minutes:.1f} of {lane['minutes']} minutes", flush=True)
     if code == 0 and minutes > lane["minutes"]:
         print(f"lane {name} is over its budget; the ten slowest are above. Make them quicker, or move them to nightly")
-        return 1
+        if minutes > SLACK * lane["minutes"]:
+            return 1
     if code == 0 and (chosen or whole) and not options:
         records = read_passed()
         passed = {file.name: digest([*covers(file), str(file)]) for file in chosen}
@@ -92,6 +93,7 @@ def run_within(minutes: float, lane: str, files: list[Path], options: list[str])
     return max(codes, default=0)
 
 
+SLACK = 1.4  # the same tests took 1.0 to 1.3 times as long on machines of one kind, so that a tighter bound would flake
 NO_TESTS = 5  # pytest's exit code if it collected no tests
 WHOLE = "all files"  # the record of a lane that has `covers`
 

@@ -66,3 +66,15 @@ def test_a_lane_with_covers_is_left_out_until_something_there_changes(tmp_path, 
     assert lanes.main(["mesh", "--all"]) == 0 and len(ran) == 2
     monkeypatch.setattr(lanes, "digest", lambda paths: "changed")
     assert lanes.main(["mesh"]) == 0 and len(ran) == 3
+
+
+@pytest.mark.parametrize(("minutes", "code", "told"), [(4.9, 0, False), (6.9, 0, True), (7.1, 1, True)])
+def test_a_lane_that_takes_longer_says_so_and_fails_only_if_no_machine_explains_it(
+    tmp_path, monkeypatch, capsys, minutes, code, told
+):
+    monkeypatch.setattr(lanes, "PASSED", tmp_path / "passed.json")
+    monkeypatch.setattr(lanes.subprocess, "call", lambda command, cwd: 0)
+    monkeypatch.setattr(lanes.time, "monotonic", iter([0.0, 60 * minutes]).__next__)
+    monkeypatch.setattr(lanes.tomllib, "loads", lambda text: {"quick": {"minutes": 5, "arguments": ["tests/unit"]}})
+    assert lanes.main(["quick"]) == code
+    assert ("over its budget" in capsys.readouterr().out) == told
