@@ -172,8 +172,10 @@ def translate(written: yaml_file.YamlFile, dialect: str) -> Translation:
     lines = list(_lines(written.values, table(dialect), DIALECTS[dialect]))
     lines += _contradictions(lines)
     problems = []
+    # A conversion that reads several options fails for each of them: blame those that the file states.
+    blamed = {line.text for line in lines if line.wrong and line.stated}
     for line in lines:
-        if line.wrong:
+        if line.wrong and (line.stated or line.text not in blamed):
             at = f"line {written.line(line.option)}: " if line.stated else ""
             problems.append(Problem((line.option,), f"{at}{line.option} = {line.value!r}: {line.text}"))
     given = [(line.stated, key, value) for line in lines for key, value in line.settings.items()]
