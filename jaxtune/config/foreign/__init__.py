@@ -45,7 +45,7 @@ CONVERSIONS: dict[str, Callable[[Options], Settings]] = {
     for name, function in module.CONVERSIONS.items()
 }
 MARKS = {
-    "LLaMA-Factory": "finetuning_type cutoff_len neat_packing lora_target quantization_bit preprocessing_num_workers "
+    "LLaMA-Factory": "finetuning_type cutoff_len neat_packing lora_target quantization_bit "
     "dataset_dir pref_loss pref_beta pref_ftx plot_loss overwrite_cache mask_history",
     "torchtune": "_component_",
     "NeMo": "_target_",
