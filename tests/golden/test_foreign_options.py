@@ -711,6 +711,16 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"data.packing_method": "sequential"},
         ),
         "curriculum_sampling": ({"curriculum_sampling": True}, {"data.shuffle": False}),
+        "shuffle_merged_datasets": ({"shuffle_merged_datasets": False}, {"data.shuffle": True}),
+        "shuffle_before_merging_datasets": (
+            {
+                "curriculum_sampling": True,
+                "shuffle_merged_datasets": False,
+                "shuffle_before_merging_datasets": True,
+                "datasets": [{"path": "a", "type": "alpaca"}, {"path": "b", "type": "alpaca"}],
+            },
+            {"data.shuffle_each": True, "data.shuffle": True},
+        ),
         "chat_template": ({"chat_template": "qwen_25"}, {"chat.template": "chatml"}),
         "chat_template_jinja": (
             {"chat_template": "jinja", "chat_template_jinja": "my.jinja"},

@@ -13,7 +13,15 @@ from jaxtune.config.foreign.conversions import (
     model_overrides,
     names_of,
 )
-from jaxtune.config.foreign.trl import LOSSES, OPTIMIZERS, offload_of, targets_of, trl_schedule, zero_of
+from jaxtune.config.foreign.trl import (
+    LOSSES,
+    OPTIMIZERS,
+    offload_of,
+    steps_or_epochs,
+    targets_of,
+    trl_schedule,
+    zero_of,
+)
 
 _SYSTEM = (
     "Below is an instruction that describes a task{more}. Write a response that appropriately completes the request."
@@ -249,7 +257,7 @@ def axolotl_packing(o: Options) -> Settings:
     """Packing; multipack puts the longest documents first, each into the first row with room."""
     if not o.get("sample_packing"):
         return {"data.packing": False}
-    sequential = o.get("sample_packing_sequentially")
+    sequential = o.get("sample_packing_sequentially") or axolotl_order(o)
     return {"data.packing": True, "data.packing_method": "sequential" if sequential else "first_fit_decreasing"}
 
 
@@ -275,8 +283,20 @@ def axolotl_stream(o: Options) -> Settings:
 
 
 def axolotl_order(o: Options) -> Settings:
-    """The data order; a curriculum keeps it."""
-    return {"data.shuffle": False} if o.get("curriculum_sampling") else {}
+    """The data order: random in each epoch, unless a curriculum, or a stream that is not shuffled, keeps it.
+
+    A random sampler follows the shuffling of the merged datasets (core/trainers/base.py, utils/data/shared.py).
+    """
+    merged = o["shuffle_merged_datasets"]
+    if o.get("curriculum_sampling"):
+        datasets = o.get("datasets")
+        several = isinstance(datasets, list) and len(datasets) > 1
+        if several and merged:
+            return {}
+        return (
+            {"data.shuffle_each": True} if several and o["shuffle_before_merging_datasets"] else {"data.shuffle": False}
+        )
+    return {"data.shuffle": False} if axolotl_stream(o) and not merged else {}
 
 
 def axolotl_template(o: Options) -> Settings:
@@ -383,11 +403,12 @@ def axolotl_precision(o: Options) -> Settings:
 
 def axolotl_remat(o: Options) -> Settings:
     """The rematerialisation policy, or offloading."""
-    if o.get("activation_offloading") or o["gradient_checkpointing"] in ("offload", "offload_disk"):
+    kind = o.get("gradient_checkpointing") or False
+    if o.get("activation_offloading") or kind in ("offload", "offload_disk", "unsloth"):
         return {"memory.remat": "offload"}
-    if o["gradient_checkpointing"] not in (True, False):
-        raise Unsupported("gradient_checkpointing must be true, false, offload or offload_disk")
-    return {"memory.remat": "block" if o["gradient_checkpointing"] else "none"}
+    if kind not in (True, False):
+        raise Unsupported("gradient_checkpointing must be true, false, offload, offload_disk or unsloth")
+    return {"memory.remat": "block" if kind else "none"}
 
 
 def axolotl_devices(o: Options) -> Settings:
@@ -424,9 +445,7 @@ def _when(o: Options, event: str, plural: str) -> tuple[int, float | None]:
     if strategy not in (None, "no", "epoch", "steps", "best"):
         raise Unsupported(f"{event}_strategy must be no, steps, epoch or best")
     if steps is not None:
-        if steps != int(steps):
-            raise Unsupported(f"{event}_steps as a fraction of all steps; set a number of steps")
-        return int(steps), None
+        return steps_or_epochs(steps, o.get("max_steps"), o["num_epochs"])
     if often is not None:
         return 0, 1 / often if often > 0 else None
     return 0, 1.0 if strategy in (None, "epoch") else None

@@ -1,5 +1,6 @@
 """Options of TRL that are translated together (see `conversions`)."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -503,7 +504,9 @@ def trl_eval(o: Options) -> Settings:
     if strategy not in ("no", "steps", "epoch"):
         raise Unsupported("eval_strategy must be no, steps or epoch")
     if strategy == "steps":
-        return {"eval.steps": _steps("eval_steps", o.get("eval_steps") or o["logging_steps"])}
+        every = o.get("eval_steps") or o["logging_steps"]
+        steps, epochs = steps_or_epochs(every, o["max_steps"], o["num_train_epochs"])
+        return {"eval.steps": steps} | ({} if epochs is None else {"eval.epochs": epochs})
     return {"eval.epochs": 1.0} if strategy == "epoch" else {}
 
 
@@ -511,7 +514,8 @@ def trl_save(o: Options) -> Settings:
     """Checkpoints by steps or epochs, or only the best one."""
     strategy = o["save_strategy"]
     if strategy == "steps":
-        return {"ckpt.save_steps": _steps("save_steps", o["save_steps"])}
+        steps, epochs = steps_or_epochs(o["save_steps"], o["max_steps"], o["num_train_epochs"])
+        return {"ckpt.save_steps": steps} | ({} if epochs is None else {"ckpt.save_epochs": epochs})
     more: dict[str, Settings] = {
         "no": {"ckpt.at_end": False},
         "epoch": {"ckpt.save_epochs": 1.0},
@@ -544,10 +548,15 @@ def trl_hub(o: Options) -> Settings:
     return {"export.push_to_hub": name, "export.private": bool(o.get("hub_private_repo"))}
 
 
-def _steps(name: str, steps: float) -> int:
-    if steps != int(steps):
-        raise Unsupported(f"{name} as a fraction of all steps; set a number of steps")
-    return int(steps)
+def steps_or_epochs(steps: float, max_steps: int | None, epochs: float) -> tuple[int, float | None]:
+    """Return a number of steps, or of epochs if the number is a fraction of all steps, whose number is not known."""
+    if steps >= 1 and steps != int(steps):
+        raise Unsupported("a number of steps must be whole, or a fraction of all steps below 1")
+    if not 0 < steps < 1:
+        return int(steps), None
+    if max_steps is not None and max_steps > 0:
+        return math.ceil(steps * max_steps), None
+    return 0, steps * epochs
 
 
 CONVERSIONS = conversions_of(vars(), "trl")
