@@ -105,7 +105,7 @@ def _prepare(values: flags.FlagValues) -> None:
 
 
 def _convert(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("output", None, "recipe to write: FILE.py", flag_values=values, required=True)
+    flags.DEFINE_string("output", None, "recipe to write: FILE.py", flag_values=values)
 
 
 def _doctor(values: flags.FlagValues) -> None:

@@ -38,8 +38,10 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
     """Write the recipe and print the command that trains with it.
 
     Raises:
-        UserError: The file belongs to no other system, or the recipe exists.
+        UserError: The file belongs to no other system, or --output names no new Python file.
     """
+    if values.output is None:
+        raise UserError("--output=... is missing: the recipe to write, FILE.py")
     path, output = values.config, Path(values.output)
     if output.suffix != ".py":
         raise UserError(f"--output={output}: a recipe is a Python file: end the name in .py")
