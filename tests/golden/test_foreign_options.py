@@ -596,6 +596,16 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"unfrozen_parameters": ["^lm_head.weight$", "model.layers.[0-9]+.mlp"]},
             {"train.freeze": r"^(?!(?:^lm_head\.weight$)|(?:model\.layers\.[0-9]+\.mlp))"},
         ),
+        "model_config": ({"model_config": {"sliding_window": 64}}, {"model.overrides": ("sliding_window=64",)}),
+        "overrides_of_model_kwargs": ({"overrides_of_model_kwargs": {"use_cache": False}}, {"model.overrides": ()}),
+        "model_kwargs": ({"model_kwargs": {"use_cache": False}}, {"model.overrides": ()}),
+        "bnb_config_kwargs": (
+            {
+                "adapter": "qlora",
+                "bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False},
+            },
+            {"quant.format": "fp4", "quant.double_quant": False},
+        ),
         "reward_model": (
             {
                 "reward_model": True,

@@ -20,6 +20,7 @@ from jaxtune.config.foreign.trl import (
     steps_or_epochs,
     targets_of,
     trl_schedule,
+    word_of,
     zero_of,
 )
 
@@ -90,8 +91,11 @@ _OF_FAMILY = {
 # Dataset types of preferences, whose columns Axolotl's data and ours share.
 _PREFERENCES = (
     *("chat_template.default", "chat_template.argilla_chat", "chat_template.argilla", "chatml.intel", "chatml.ultra"),
-    *("llama3.intel", "llama3.ultra", "chatml.argilla_chat", "llama3.argilla_chat"),
+    *("llama3.intel", "llama3.ultra", "chatml.argilla_chat", "llama3.argilla_chat", "chatml.argilla", "llama3.argilla"),
+    *("chatml.prompt_pairs", "llama3.prompt_pairs"),
 )
+# Dataset types whose columns are fixed: system, input, chosen and rejected.
+_WITH_INPUT_COLUMN = ("bradley_terry.chat_template.default", "chatml.icr", "llama3.icr")
 
 
 def _entries(o: Options) -> Iterator[Mapping[str, Any]]:
@@ -137,8 +141,7 @@ def axolotl_type(o: Options) -> Settings:
     settings: Settings = {ours: o[theirs] for theirs, ours in columns.items() if o.get(theirs)}
     if kind in _PREFERENCES:
         return settings
-    if kind == "bradley_terry.chat_template.default":
-        # The columns of its samples are fixed: system, input, chosen and rejected.
+    if kind in _WITH_INPUT_COLUMN:
         return {"prompt_field": "input", "input_field": None, "system_field": "system"} | settings
     raise Unsupported(
         "type must be completion, chat_template, alpaca, a section with format and field_..., for preferences "
@@ -198,7 +201,13 @@ def axolotl_adapter(o: Options) -> Settings:
         return settings
     if o["load_in_8bit"]:
         return settings | {"quant.format": "int8"}
-    return settings | ({"quant.format": "nf4"} if adapter == "qlora" or o["load_in_4bit"] else {})
+    if adapter != "qlora" and not o["load_in_4bit"]:
+        return settings
+    given = dict(o.get("bnb_config_kwargs") or {})
+    kind, double = given.get("bnb_4bit_quant_type", "nf4"), given.get("bnb_4bit_use_double_quant", True)
+    if kind not in ("nf4", "fp4"):
+        raise Unsupported("bnb_4bit_quant_type must be nf4 or fp4")
+    return settings | {"quant.format": kind} | ({} if double else {"quant.double_quant": False})
 
 
 def axolotl_targets(o: Options) -> Settings:
@@ -235,7 +244,16 @@ def axolotl_dropout(o: Options) -> Settings:
 
 def axolotl_overrides(o: Options) -> Settings:
     """Overridden entries of config.json."""
-    return model_overrides(o.get("overrides_of_model_config") or {})
+    return model_overrides({**(o.get("overrides_of_model_config") or {}), **(o.get("model_config") or {})})
+
+
+def axolotl_kwargs(o: Options) -> Settings:
+    """Arguments of transformers' from_pretrained; those about its cache, attention and dtype are unnecessary here."""
+    given = {**(o.get("overrides_of_model_kwargs") or {}), **(o.get("model_kwargs") or {})}
+    unnecessary = ("use_cache", "attn_implementation", "torch_dtype", "dtype", "low_cpu_mem_usage", "device_map")
+    if others := given.keys() - {*unnecessary}:
+        raise Unsupported(f"the model argument {min(others)}; model.overrides overrides entries of config.json")
+    return {}
 
 
 # Plugins that change only speed, logs or what runs after the training.
@@ -441,7 +459,8 @@ def axolotl_devices(o: Options) -> Settings:
 
 def _when(o: Options, event: str, plural: str) -> tuple[int, float | None]:
     """Return the steps and the epochs between two events, one epoch by default."""
-    strategy, steps, often = o.get(f"{event}_strategy"), o.get(f"{event}_steps"), o.get(f"{plural}_per_epoch")
+    strategy = word_of(o.get(f"{event}_strategy"))
+    steps, often = o.get(f"{event}_steps"), o.get(f"{plural}_per_epoch")
     if strategy not in (None, "no", "epoch", "steps", "best"):
         raise Unsupported(f"{event}_strategy must be no, steps, epoch or best")
     if steps is not None:
@@ -461,7 +480,7 @@ def axolotl_save(o: Options) -> Settings:
     """Checkpoints by steps or epochs."""
     steps, epochs = _when(o, "save", "saves")
     more: dict[Any, Settings] = {"best": {"ckpt.keep_best": True}, "no": {"ckpt.at_end": False}}
-    return {"ckpt.save_steps": steps, "ckpt.save_epochs": epochs} | more.get(o.get("save_strategy"), {})
+    return {"ckpt.save_steps": steps, "ckpt.save_epochs": epochs} | more.get(word_of(o.get("save_strategy")), {})
 
 
 def axolotl_hub(o: Options) -> Settings:

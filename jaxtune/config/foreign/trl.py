@@ -495,7 +495,12 @@ def zero_of(config: object, adapters: bool = False) -> Settings:
 
 
 def _strategy(o: Options) -> str:
-    return str(o.get("evaluation_strategy") or o["eval_strategy"])
+    return word_of(o.get("evaluation_strategy", o["eval_strategy"]))
+
+
+def word_of(strategy: Any) -> Any:
+    """Return a strategy; YAML reads an unquoted `no` as false."""
+    return "no" if strategy is False else strategy
 
 
 def trl_eval(o: Options) -> Settings:
@@ -512,7 +517,7 @@ def trl_eval(o: Options) -> Settings:
 
 def trl_save(o: Options) -> Settings:
     """Checkpoints by steps or epochs, or only the best one."""
-    strategy = o["save_strategy"]
+    strategy = word_of(o["save_strategy"])
     if strategy == "steps":
         steps, epochs = steps_or_epochs(o["save_steps"], o["max_steps"], o["num_train_epochs"])
         return {"ckpt.save_steps": steps} | ({} if epochs is None else {"ckpt.save_epochs": epochs})
