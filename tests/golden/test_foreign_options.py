@@ -106,6 +106,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "dataset_shard_num": {"dataset_shard_idx": 0},
         "dataset_shard_idx": {"dataset_shard_num": 4},
         "log.wandb.name": {"use_wandb": True},
+        "loss_watchdog_patience": {"loss_watchdog_threshold": 5.0},
     },
     "qefficient": {
         "model.auto_class_name": LABELS,

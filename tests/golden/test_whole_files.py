@@ -28,6 +28,8 @@ FILES = {
         "memory.remat": "block",
         "memory.offload_optimizer": False,
         "log.wandb.project": "chats",
+        "guard.max_loss": 5.0,
+        "guard.max_loss_steps": 3,
     },
     "axolotl_qlora_template_of_family": {
         "chat.template": None,

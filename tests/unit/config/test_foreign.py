@@ -185,7 +185,11 @@ TRANSLATED = [
         "adapter: lora\nlora_dropout: 0.05\nrl: dpo\n",
         {"preference.loss": "sigmoid", "lora.dropout": 0.0},
     ),
-    (AXOLOTL, "loss_watchdog_threshold: 5.0\nloss_watchdog_patience: 3\n", {"guard.action": None}),
+    (
+        AXOLOTL,
+        "loss_watchdog_threshold: 5.0\nloss_watchdog_patience: 4\n",
+        {"guard.action": None, "guard.max_loss": 5.0, "guard.max_loss_steps": 4},
+    ),
     (AXOLOTL, "gradient_checkpointing: offload\nsave_steps: 0.25\nnum_epochs: 2\n", {"ckpt.save_epochs": 0.5}),
     (AXOLOTL.replace("my/model", "google/gemma-4-E2B-it"), "chat_template: gemma4\n", {"chat.template": None}),
     (AXOLOTL, "chat_template: tokenizer_default_fallback_chatml\n", {"chat.template": None}),
@@ -449,7 +453,7 @@ def test_a_line_says_what_a_user_would_look_for_elsewhere():
     notes = "\n".join(resolve_text(AXOLOTL + text).notes)
     assert "train.output_dir = './out'; the result is in <output_dir>/<train.run_name>/export" in notes
     assert "special_tokens.pad_token = '<p>' -> padding is neither attended to nor trained" in notes
-    assert "loss_watchdog_threshold = 5.0 -> no loss threshold ends a run" in notes
+    assert "loss_watchdog_threshold = 5.0 -> guard.max_loss = 5.0" in notes
 
 
 def test_what_is_not_there_yet_at_its_default_is_a_note_and_so_is_a_reason():
