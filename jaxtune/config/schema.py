@@ -317,7 +317,7 @@ class Config:
 
     model: ModelOptions = ModelOptions()
     data: DataOptions = DataOptions()
-    chat: ChatOptions = section(ChatOptions(), when="model.head == 'lm'")
+    chat: ChatOptions = section(ChatOptions(), when="model.head == 'lm' or preference.loss is not None")
     train: TrainOptions = TrainOptions()
     guard: GuardOptions = GuardOptions()
     optim: OptimOptions = OptimOptions()

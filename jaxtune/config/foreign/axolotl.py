@@ -86,6 +86,7 @@ _OF_FAMILY = {
     "phi_35": ("phi35",),
     "pixtral": ("pixtral",),
     "qwen2_vl": ("qwen2vl", "qwen25vl"),
+    "qwen_25": ("qwen25",),
     "qwen3_5": ("qwen35", "qwen36"),
 }
 # Dataset types of preferences, whose columns Axolotl's data and ours share.
@@ -324,12 +325,12 @@ def axolotl_template(o: Options) -> Settings:
         return {"chat.template": jinja}
     name = str(_common(o, "chat_template") or o.get("chat_template") or "tokenizer_default")
     model = re.sub(r"[^a-z0-9]", "", f"{o.get('base_model')} {o.get('tokenizer_config') or ''}".lower())
-    if name in _TEMPLATES:
-        return {"chat.template": _TEMPLATES[name]}
     # A fallback is for tokenizers without a template, which are an error here that names chat.template.
     own = name == "tokenizer_default" or name.startswith("tokenizer_default_fallback_")
     if own or any(family in model for family in _OF_FAMILY.get(name, ())):
         return {}
+    if name in _TEMPLATES:
+        return {"chat.template": _TEMPLATES[name]}
     if name in _OF_FAMILY:
         raise Unsupported(
             f"the template {name} for a model whose name is not of that family; for the tokenizer's own template write "

@@ -193,6 +193,13 @@ TRANSLATED = [
     (AXOLOTL, "gradient_checkpointing: offload\nsave_steps: 0.25\nnum_epochs: 2\n", {"ckpt.save_epochs": 0.5}),
     (AXOLOTL.replace("my/model", "google/gemma-4-E2B-it"), "chat_template: gemma4\n", {"chat.template": None}),
     (AXOLOTL, "chat_template: tokenizer_default_fallback_chatml\n", {"chat.template": None}),
+    # Its template has a system message by default, unlike chatml.
+    (AXOLOTL.replace("my/model", "Qwen/Qwen2.5-1.5B"), "chat_template: qwen_25\n", {"chat.template": None}),
+    (
+        AXOLOTL.replace("chat_t", "bradley_terry.chat_t").replace("plate}", "plate.default}"),
+        "reward_model: true\nchat_template: chatml\n",
+        {"chat.template": "chatml"},
+    ),
     (AXOLOTL, "optimizer: optimi_adamw\nadam_beta2: 0.95\n", {"optim.beta2": 0.95, "optim.epsilon": 1e-6}),
     (
         AXOLOTL,
