@@ -522,6 +522,7 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"dataset_name": None, "dataset_mixer": {"a": 1}, "dataset_configs": ["main"]},
             {"data.datasets[0].subset": "main"},
         ),
+        "weight_decay": ({"weight_decay": 0.1}, {"optim.weight_decay": 0.1, "optim.no_decay": "norm|bias"}),
         "truncation_side": ({"truncation_side": "left"}, {"data.truncation": "left"}),
         "max_prompt_length": (
             {"beta": 0.1, "max_prompt_length": 32},
@@ -597,6 +598,7 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"unfrozen_parameters": ["^lm_head.weight$", "model.layers.[0-9]+.mlp"]},
             {"train.freeze": r"^(?!(?:^lm_head\.weight$)|(?:model\.layers\.[0-9]+\.mlp))"},
         ),
+        "weight_decay": ({"weight_decay": 0.1}, {"optim.weight_decay": 0.1, "optim.no_decay": "norm|bias"}),
         "model_config": ({"model_config": {"sliding_window": 64}}, {"model.overrides": ("sliding_window=64",)}),
         "overrides_of_model_kwargs": ({"overrides_of_model_kwargs": {"use_cache": False}}, {"model.overrides": ()}),
         "model_kwargs": ({"model_kwargs": {"use_cache": False}}, {"model.overrides": ()}),

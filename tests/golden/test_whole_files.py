@@ -4,6 +4,7 @@ Each file in foreign/files stands for files of its kind: its options stand toget
 """
 
 import pathlib
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,7 @@ FILES = {
         "memory.remat": "block",
         "memory.offload_optimizer": False,
         "log.wandb.project": "chats",
+        "optim.no_decay": "norm|bias",
         "guard.max_loss": 5.0,
         "guard.max_loss_steps": 3,
     },
@@ -175,8 +177,8 @@ FILES = {
 }
 
 
-def value_of(config: Config, key: str):
-    value = config
+def value_of(config: Config, key: str) -> Any:
+    value: Any = config
     for part in key.replace("[", ".").replace("]", "").split("."):
         value = value[int(part)] if part.isdigit() else getattr(value, part)
     return value

@@ -16,6 +16,7 @@ from jaxtune.config.foreign.conversions import (
 from jaxtune.config.foreign.trl import (
     LOSSES,
     OPTIMIZERS,
+    decay_of,
     offload_of,
     steps_or_epochs,
     targets_of,
@@ -406,6 +407,11 @@ def axolotl_optimizer(o: Options) -> Settings:
         settings |= {"optim.beta2": 0.99} if o.get("adam_beta2") is None else {}
         settings |= {"optim.epsilon": 1e-6} if o.get("adam_epsilon") is None else {}
     return settings
+
+
+def axolotl_decay(o: Options) -> Settings:
+    """Weight decay, of all but norms and biases unless only some parameters are trained."""
+    return decay_of(o["weight_decay"], adapters=bool(o.get("adapter") or o.get("unfrozen_parameters")))
 
 
 def axolotl_precision(o: Options) -> Settings:

@@ -448,6 +448,16 @@ def trl_optimizer(o: Options) -> Settings:
     return {"optim.name": OPTIMIZERS[o["optim"]]}
 
 
+def trl_decay(o: Options) -> Settings:
+    """Weight decay, which transformers' Trainer applies to all but norms and biases."""
+    return decay_of(o["weight_decay"], adapters=o["use_peft"])
+
+
+def decay_of(decay: float, adapters: bool) -> Settings:
+    """Return the weight decay of transformers' Trainer, by its get_decay_parameter_names; adapters all decay."""
+    return {"optim.weight_decay": decay} | ({"optim.no_decay": "norm|bias"} if decay and not adapters else {})
+
+
 def trl_beta1(o: Options) -> Settings:
     """The first moment's decay; torch's SGD has no momentum."""
     return {"optim.beta1": 0.0 if o["optim"] == "sgd" else o["adam_beta1"]}

@@ -170,6 +170,7 @@ TRANSLATED = [
     (TRL, "use_peft: true\nbeta: 0.2\n", {"lora.enabled": True, "lora.dropout": 0.0}),
     (TRL, "report_to: [tensorboard, wandb]\n", {"log.tensorboard": True, "log.wandb.enabled": True}),
     (TRL, "report_to: []\n", {"log.tensorboard": False}),
+    (TRL, "use_peft: true\nweight_decay: 0.1\n", {"optim.weight_decay": 0.1, "optim.no_decay": None}),
     (TRL, "save_strategy: no\neval_strategy: no\n", {"ckpt.at_end": False, "eval.steps": 0}),
     (AXOLOTL, "save_strategy: no\neval_strategy: no\n", {"ckpt.at_end": False, "ckpt.save_epochs": None}),
     (TRL, "save_steps: 0.1\nmax_steps: 25\n", {"ckpt.save_steps": 3}),
