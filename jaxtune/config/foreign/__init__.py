@@ -286,7 +286,9 @@ def _translate_value(row: ForeignOption, value: Any, options: Mapping[str, Any])
     if row.entries:
         return ({}, "expected a list of datasets with a path each", True) if value else ({}, "none", False)
     if row.later:
-        same = value is None or value == row.default
+        # An empty value, such as false, asks for nothing, unless the default is another one.
+        empty = not value and row.default in (None, _NO_DEFAULT)
+        same = value is None or value == row.default or empty
         return (
             {},
             "not supported yet, and not used by this value" if same else f"not supported yet: {row.later}",

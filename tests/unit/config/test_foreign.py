@@ -201,6 +201,7 @@ TRANSLATED = [
         "reward_model: true\nchat_template: chatml\n",
         {"chat.template": "chatml"},
     ),
+    (AXOLOTL, "gptq: false\ns2_attention: false\nqat: {}\nlisa_n_layers: 0\n", {"lora.enabled": False}),
     (AXOLOTL, "optimizer: optimi_adamw\nadam_beta2: 0.95\n", {"optim.beta2": 0.95, "optim.epsilon": 1e-6}),
     (
         AXOLOTL,
