@@ -153,6 +153,7 @@ FILES = {
     "trl_kto": {
         "preference.loss": "kto",
         "preference.undesirable_weight": 1.33,
+        "data.shuffle": False,
         "data.datasets[0].type": "unpaired_preference",
         "optim.learning_rate": 1e-6,
         "lora.dropout": 0.0,

@@ -378,15 +378,16 @@ def trl_trained(o: Options) -> Settings:
 
 
 def trl_order(o: Options) -> Settings:
-    """The data order: random, as stored, or grouped by length."""
+    """The data order: random, as stored (the default of KTOConfig), or grouped by length."""
     orders: dict[str, Settings] = {
         "random": {},
         "sequential": {"data.shuffle": False},
         "group_by_length": {"data.group_by_length": True},
     }
-    if o["train_sampling_strategy"] not in orders:
+    order = o.get("train_sampling_strategy") or ("sequential" if _trainer(o) == "kto" else "random")
+    if order not in orders:
         raise Unsupported(f"train_sampling_strategy must be one of {', '.join(orders)}")
-    return orders[o["train_sampling_strategy"]]
+    return orders[order]
 
 
 def trl_seeds(o: Options) -> Settings:
