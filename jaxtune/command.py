@@ -36,6 +36,7 @@ NAMES = (
     "plan",
     "report",
     "options",
+    "convert",
     "recipes",
     "cache",
     "launch",

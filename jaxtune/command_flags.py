@@ -104,6 +104,10 @@ def _prepare(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("ids", False, "show each token with its id, label and weight", flag_values=values)
 
 
+def _convert(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("output", None, "recipe to write: FILE.py", flag_values=values)
+
+
 def _doctor(values: flags.FlagValues) -> None:
     flags.DEFINE_string("output_dir", "runs", "folder of all runs: train.output_dir", flag_values=values)
 
@@ -114,5 +118,6 @@ COMMANDS = {
     "export": Flags(_export, with_config=False),
     "generate": Flags(_generate, with_config=False),
     "prepare": Flags(_prepare),
+    "convert": Flags(_convert),
     "doctor": Flags(_doctor, with_config=False),
 }

@@ -231,7 +231,8 @@ class ChatOptions:
     response_prefix: str | None = option(None, "text that begins each answer of generate --chat, such as '<think>\\n'")
     template: str | None = option(None,
         "chat template: chatml, qwen3, qwen3_nothinking, llama3, gemma3, mistral_v3, mistral_v7, phi4, deepseek, "
-        "gpt_oss, glm4, ernie, zephyr, alpaca, vicuna, or a Jinja file; unset: the tokenizer's own", basic=True,
+        "gpt_oss, glm4, ernie, zephyr, alpaca, vicuna, a Jinja file, or Jinja text; unset: the tokenizer's own",
+        basic=True,
         also="chat_template chat_template_path chat_template_jinja")
 # fmt: on
 

@@ -7,8 +7,8 @@
 Without an argument the basic options are listed, with --all every option. PATTERN is a regular expression: all options
 whose key or meaning contains a match are listed. Each option is a line `KEY: TYPE = DEFAULT (UNIT, RANGE)`, then its
 meaning and its precondition, indented. --json-schema prints a JSON Schema, by which editors complete YAML recipes.
---from shows the translation of a config that was written for another system. --dialect names the system; by default its
-options identify it.
+--from shows the translation of a config that was written for another system, and at the end whether the file runs as it
+is, or which lines to change. --dialect names the system; by default its options identify it.
 """
 
 import inspect
@@ -21,8 +21,8 @@ from functools import partial
 
 from jaxtune.command import run_guarded
 from jaxtune.config import foreign, keys, yaml_file
+from jaxtune.config.foreign import verdict
 from jaxtune.config.json_schema import json_schema
-from jaxtune.config.loading import raise_problems
 from jaxtune.config.option_rules import describe_interval
 from jaxtune.config.recipe import read_recipe, recipe_file
 from jaxtune.errors import UserError
@@ -93,9 +93,16 @@ def _translate(path: str, dialect: str | None) -> None:
         raise UserError(f"{path}: its options match none of {systems}; --dialect=NAME reads it as one anyway")
     translation = foreign.translate(written, dialect)
     print("\n".join(translation.notes(path)))
-    raise_problems(path, translation.problems)
-    for line in read_recipe(path, dialect=dialect).resolve().startup_notes[len(translation.notes(path)) :]:
+    if translation.problems:
+        raise UserError(verdict.refusal(path, translation))
+    try:
+        config = read_recipe(path, dialect=dialect).resolve()
+    except UserError as error:
+        origins = verdict.origins(translation, written, str(error))
+        raise UserError("\n  ".join([str(error), *origins])) from error
+    for line in config.startup_notes[len(translation.notes(path)) :]:
         print(line)
+    print(f"{path} runs as it is: jaxtune train {path}")
 
 
 def _describe(option: keys.Option, width: int) -> str:

@@ -67,6 +67,9 @@ def _ckpt(config: Config) -> Iterator[Problem]:
     if config.guard.action is not None and config.rollout.rewards:
         reason = "the loss of rollouts has no baseline for spikes; use train.max_bad_steps"
         yield problem(config, "guard.action", reason, "rollout.rewards")
+    if config.guard.max_loss is not None and config.rollout.rewards:
+        reason = "the loss of rollouts is not a measure of quality; a plugin can end a run by its reward"
+        yield problem(config, "guard.max_loss", reason, "rollout.rewards")
     if config.guard.action == "roll_back":
         if not ckpt.save_optimizer:
             yield problem(

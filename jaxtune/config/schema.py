@@ -67,7 +67,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class GuardOptions:
-    """Handling of loss spikes: steps with a loss or gradient norm far above earlier steps."""
+    """Handling of loss spikes, steps with a loss or gradient norm far above earlier steps, and of large losses."""
 
     action: Literal["skip", "lower_rate", "roll_back"] | None = option(None,
         "on a spike: skip the step; lower_rate: also halve the learning rate for a while; roll_back: restore the "
@@ -78,6 +78,11 @@ class GuardOptions:
         when="guard.action")
     window: int = option(50, "steps in the running means; spikes are detected only after that many", "steps [2, inf)",
         when="guard.action")
+    max_loss: float | None = option(None,
+        "end the run, with its export, after guard.max_loss_steps steps in a row with a larger loss; unset: no limit",
+        "(0, inf)", also="loss_watchdog_threshold")
+    max_loss_steps: int = option(3, "steps in a row above guard.max_loss that end the run", "steps [1, inf)",
+        when="guard.max_loss is not None", also="loss_watchdog_patience")
 
 
 @dataclass(frozen=True)
@@ -312,7 +317,7 @@ class Config:
 
     model: ModelOptions = ModelOptions()
     data: DataOptions = DataOptions()
-    chat: ChatOptions = section(ChatOptions(), when="model.head == 'lm'")
+    chat: ChatOptions = section(ChatOptions(), when="model.head == 'lm' or preference.loss is not None")
     train: TrainOptions = TrainOptions()
     guard: GuardOptions = GuardOptions()
     optim: OptimOptions = OptimOptions()

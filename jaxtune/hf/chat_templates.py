@@ -31,11 +31,13 @@ NAMED = {
 
 
 def find_template(wanted: str, vocabulary: dict[str, int]) -> str:
-    """Return the Jinja source of a template, given its name or a file.
+    """Return the Jinja source of a template, given its name, a file, or the source itself.
 
     Raises:
-        UserError: `wanted` is neither a name nor a readable file, or the vocabulary lacks its special tokens.
+        UserError: `wanted` is neither a name, a readable file nor Jinja, or the vocabulary lacks its special tokens.
     """
+    if any(mark in wanted for mark in ("{{", "{%")):
+        return wanted
     if wanted in NAMED:
         if missing := [token for token in NAMED[wanted] if token not in vocabulary]:
             listed = ",".join(missing)

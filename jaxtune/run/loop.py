@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from jaxtune.config.schema import Config
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, counted
 from jaxtune.models.decoder import Parameters
 from jaxtune.monitor.signals import StopReason
 from jaxtune.run.best import BestTracker
@@ -37,6 +37,7 @@ class Position:
         ended: Why the run finished before its last step; "" if it did not.
         plugins: State of each plugin, as JSON.
         spikes: Number of spikes in a row.
+        high_losses: Number of steps in a row with a loss above guard.max_loss.
     """
 
     step: int = 0
@@ -48,6 +49,7 @@ class Position:
     ended: str = ""
     plugins: dict[str, Any] = dataclasses.field(default_factory=dict)
     spikes: int = 0
+    high_losses: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the position as it is saved in a checkpoint."""
@@ -61,7 +63,7 @@ class Position:
         # Checkpoints from before `put_off` could only put off an evaluation.
         put_off = saved.get("put_off", ("eval",) if saved.get("evaluation_due") else ())
         standing, plugins = BestTracker(**saved.get("standing", {})), saved.get("plugins", {})
-        numbers["spikes"] = saved.get("spikes", 0)
+        numbers |= {name: saved.get(name, 0) for name in ("spikes", "high_losses")}
         return cls(**numbers, feed=feed, put_off=tuple(put_off), standing=standing, plugins=plugins)
 
 
@@ -253,7 +255,7 @@ class _Reporter:
         values["learning_rate"] = float(self.rates[at.step - 1]) * values.pop("rate_factor", 1.0)
         now = self.arrivals.next()
         seconds, self.last = now - self.last, now
-        _report(self.watch, self.position, at, values, seconds, self.config.train.max_bad_steps)
+        _report(self.watch, self.position, at, values, seconds, self.config)
         if self.roll_back is not None and values.get("spike"):
             state = self.roll_back(state)
             self.last = time.perf_counter()
@@ -270,9 +272,13 @@ class _Reporter:
 
 
 def _report(
-    watch: Watch, position: Position, at: Position, values: dict[str, float], seconds: float, max_bad_steps: int
+    watch: Watch, position: Position, at: Position, values: dict[str, float], seconds: float, config: Config
 ) -> None:
-    """Count and show the step that ended `at`. Raises UserError if too many steps in a row changed nothing."""
+    """Count and show the step that ended `at`; end the run if too many steps in a row had a loss above guard.max_loss.
+
+    Raises UserError if too many steps in a row changed nothing.
+    """
+    max_bad_steps, guard = config.train.max_bad_steps, config.guard
     tokens = int(values.pop("tokens"))
     position.tokens += tokens
     finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
@@ -284,6 +290,11 @@ def _report(
     if position.spikes:
         measured = f"loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}"
         watch.progress.message(f"step {at.step} was a spike and changed nothing: {measured}")
+    high = guard.max_loss is not None and values["loss"] > guard.max_loss
+    position.high_losses = position.high_losses + 1 if high else 0
+    if position.high_losses >= guard.max_loss_steps:
+        steps = counted(position.high_losses, "step")
+        position.ended = f"the loss of {steps} in a row was above guard.max_loss = {guard.max_loss:g}"
     counts = {"tokens": position.tokens, "bad_steps": position.bad_steps}
     watch.step(at.step, at.feed, values | counts, tokens, seconds)
     place = ", ".join(f"{name} {value}" for name, value in at.feed.items())

@@ -106,6 +106,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "dataset_shard_num": {"dataset_shard_idx": 0},
         "dataset_shard_idx": {"dataset_shard_num": 4},
         "log.wandb.name": {"use_wandb": True},
+        "loss_watchdog_patience": {"loss_watchdog_threshold": 5.0},
     },
     "qefficient": {
         "model.auto_class_name": LABELS,
@@ -114,7 +115,11 @@ BESIDE: dict[str, dict[str, Any]] = {
     },
 }
 # Dataset lists that replace another way to name data, which LEAST uses.
-INSTEAD = {("trl", "datasets"): "dataset_name", ("axolotl", "pretraining_dataset"): "datasets"}
+INSTEAD = {
+    ("trl", "datasets"): "dataset_name",
+    ("trl", "dataset_mixture.datasets"): "dataset_name",
+    ("axolotl", "pretraining_dataset"): "datasets",
+}
 # Likewise within the entry of a list.
 IN_ENTRY: dict[str, dict[str, Any]] = {
     "text_field": {"type": "text"},
@@ -145,6 +150,8 @@ TYPED = {
     "offset_alpha": [(f"data.datasets[0].{side}_score_field", side) for side in ("chosen", "rejected")],
     "init_projections_to_zero": [("model.from_scratch", "true")],
 }
+GRPO = {"reward_funcs": ["my_rewards.right"]}
+GKD = {"teacher_model_name_or_path": "big/one", "lmbda": 0.0}
 POLYNOMIAL = {"lr_scheduler_type": "polynomial"}
 EVALUATED = {"do_eval": True, "eval_dataset_path": "e.jsonl"}
 TWO = {
@@ -461,6 +468,99 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         ),
         "ref_model_mixup_alpha": ({"ref_model_mixup_alpha": 1.0}, {"preference.reference_update_steps": None}),
         "rpo_alpha": ({"rpo_alpha": 0.5}, {"preference.sft_weight": 0.5}),
+        "simpo_gamma": (
+            {"loss_type": "simpo", "simpo_gamma": 1.5},
+            {"preference.loss": "simpo", "preference.simpo_gamma": 1.5, "preference.sft_weight": 1.0},
+        ),
+        "cpo_alpha": ({"loss_type": "simpo", "cpo_alpha": 0.5}, {"preference.sft_weight": 0.5}),
+        "lora_target_parameters": (
+            {"use_peft": True, "lora_target_parameters": ["mlp.experts.down_proj"]},
+            {"lora.target_modules": r"(^|\.)mlp\.experts(\.\d+)?\.(down_proj|w2)$"},
+        ),
+        "lora_task_type": (
+            {"use_peft": True, "lora_task_type": "SEQ_CLS"},
+            {"preference.loss": "bradley_terry", "model.num_labels": 1, "optim.learning_rate": 1e-4},
+        ),
+        "center_rewards_coefficient": (
+            {"center_rewards_coefficient": 0.0},
+            {"preference.loss": "bradley_terry", "data.datasets[0].type": "preference"},
+        ),
+        "desirable_weight": (
+            {"desirable_weight": 1.5},
+            {"preference.loss": "kto", "preference.desirable_weight": 1.5, "optim.learning_rate": 1e-6},
+        ),
+        "undesirable_weight": (
+            {"undesirable_weight": 1.5},
+            {"preference.undesirable_weight": 1.5, "data.datasets[0].type": "unpaired_preference"},
+        ),
+        "dataset_kwargs": ({"dataset_kwargs": {"add_special_tokens": False}}, {"chat.loss_scale": "all"}),
+        "dataset_mixture.datasets.split": (
+            {"dataset_name": None, "dataset_mixture.datasets": [{"id": "a", "split": "some"}, {"id": "b"}]},
+            {"data.datasets[0].split": "some", "data.datasets[1].split": "train", "data.datasets[1].path": "b"},
+        ),
+        "dataset_mixture.datasets.weight": (
+            {
+                "dataset_name": None,
+                "dataset_mixture.datasets": [{"id": "a", "weight": 0.5}, {"id": "b", "weight": 0.3}],
+            },
+            {"data.datasets[0].shards": 2, "data.datasets[0].shard_idx": 0, "data.datasets[1].split": "train[:30%]"},
+        ),
+        "dataset_mixer": (
+            {"dataset_name": None, "dataset_mixer": {"a": 1.0, "b": 0.25}},
+            {"data.datasets[0].path": "a", "data.datasets[0].shards": None, "data.datasets[1].shards": 4},
+        ),
+        "dataset_splits": (
+            {
+                "dataset_name": None,
+                "dataset_mixer": {"a": 1},
+                "dataset_splits": ["train_sft", "test_sft"],
+                "eval_strategy": "epoch",
+            },
+            {"data.datasets[0].split": "train_sft", "data.eval_datasets[0].split": "test_sft"},
+        ),
+        "dataset_configs": (
+            {"dataset_name": None, "dataset_mixer": {"a": 1}, "dataset_configs": ["main"]},
+            {"data.datasets[0].subset": "main"},
+        ),
+        "weight_decay": ({"weight_decay": 0.1}, {"optim.weight_decay": 0.1, "optim.no_decay": "norm|bias"}),
+        "truncation_side": ({"truncation_side": "left"}, {"data.truncation": "left"}),
+        "max_prompt_length": (
+            {"beta": 0.1, "max_prompt_length": 32},
+            {"data.datasets[0].max_prompt_tokens": 32},
+        ),
+        "system_prompt": (
+            {**GRPO, "system_prompt": "Be kind."},
+            {"data.datasets[0].system_prompt": "Be kind."},
+        ),
+        "dataset_prompt_column": (
+            {**GRPO, "dataset_prompt_column": "problem"},
+            {"data.datasets[0].prompt_field": "problem"},
+        ),
+        **{
+            option: ({**GRPO, option: value}, {"rollout.rewards": ("my_rewards:right",), **expected})
+            for option, value, expected in (
+                ("reward_funcs", ["my_rewards.right"], {"rollout.max_new_tokens": 512, "data.seq_len": 1536}),
+                ("reward_weights", [0.5], {"rollout.reward_weights": ("right=0.5",)}),
+                ("num_generations", 4, {"rollout.group_size": 4}),
+                ("max_completion_length", 256, {"rollout.max_new_tokens": 256, "data.seq_len": 1280}),
+                ("temperature", 0.5, {"rollout.temperature": 0.5}),
+                ("top_p", 0.5, {"rollout.top_p": 0.5}),
+                ("top_k", 50, {"rollout.top_k": 50}),
+                ("min_p", 0.25, {"rollout.min_p": 0.25}),
+                ("repetition_penalty", 1.5, {"rollout.repetition_penalty": 1.5}),
+                ("num_iterations", 2, {"grpo.iterations": 2}),
+                ("epsilon", 0.1, {"grpo.clip_low": 0.1}),
+                ("epsilon_high", 0.3, {"grpo.clip_high": 0.3}),
+                ("scale_rewards", False, {"grpo.advantage_scale": "none"}),
+                ("importance_sampling_level", "sequence", {"grpo.importance": "sequence"}),
+                ("mask_truncated_completions", True, {"grpo.mask_truncated": True}),
+                ("steps_per_generation", 1, {"grpo.iterations": 1}),
+                ("use_vllm", True, {"rollout.server": None, "optim.learning_rate": 1e-6}),
+            )
+        },
+        "teacher_model_name_or_path": (GKD, {"distill.teacher": "big/one", "distill.divergence": "js"}),
+        "lmbda": ({**GKD, "temperature": 0.5}, {"distill.temperature": 0.5, "chat.loss_scale": "last_round"}),
+        "seq_kd": ({**GKD, "seq_kd": False, "beta": 0.0}, {"distill.divergence": "forward_kl"}),
     },
     "axolotl": {
         "lora_dropout": (
@@ -483,6 +583,68 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"adapter": "lora", "lora_target_linear": True},
             {"lora.target_modules": "all-linear"},
         ),
+        "lora_target_parameters": (
+            {
+                "adapter": "lora",
+                "lora_target_modules": ["q_proj"],
+                "lora_target_parameters": ["mlp.experts.gate_up_proj"],
+            },
+            {
+                "lora.target_modules": r"(^|\.)q_proj$|(^|\.)mlp\.experts(\.\d+)?\."
+                r"(gate_up_proj|gate_proj|up_proj|w1|w3)$"
+            },
+        ),
+        "unfrozen_parameters": (
+            {"unfrozen_parameters": ["^lm_head.weight$", "model.layers.[0-9]+.mlp"]},
+            {"train.freeze": r"^(?!(?:^lm_head\.weight$)|(?:model\.layers\.[0-9]+\.mlp))"},
+        ),
+        "weight_decay": ({"weight_decay": 0.1}, {"optim.weight_decay": 0.1, "optim.no_decay": "norm|bias"}),
+        "model_config": ({"model_config": {"sliding_window": 64}}, {"model.overrides": ("sliding_window=64",)}),
+        "overrides_of_model_kwargs": ({"overrides_of_model_kwargs": {"use_cache": False}}, {"model.overrides": ()}),
+        "model_kwargs": ({"model_kwargs": {"use_cache": False}}, {"model.overrides": ()}),
+        "bnb_config_kwargs": (
+            {
+                "adapter": "qlora",
+                "bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False},
+            },
+            {"quant.format": "fp4", "quant.double_quant": False},
+        ),
+        "reward_model": (
+            {
+                "reward_model": True,
+                "datasets": [{"path": "a", "type": "bradley_terry.chat_template.default"}],
+            },
+            {
+                "preference.loss": "bradley_terry",
+                "model.head": "classification",
+                "data.datasets[0].prompt_field": "input",
+                "data.datasets[0].system_field": "system",
+            },
+        ),
+        "dpo_loss_type": (
+            {
+                "rl": "dpo",
+                "dpo_loss_type": ["hinge"],
+                "datasets": [{"path": "a", "type": "chat_template.default"}],
+            },
+            {"preference.loss": "hinge"},
+        ),
+        "profiler_steps_start": (
+            {"profiler_steps": 2, "profiler_steps_start": 4},
+            {"prof.start_step": 5, "prof.steps": 2},
+        ),
+        **{
+            f"{entries}.{name}": (
+                {
+                    "rl": "dpo",
+                    "datasets": [{"path": "a", "type": "chat_template.default"}],
+                    entries: [{"path": "a", "type": "chat_template.default", name: "best"}],
+                },
+                {f"data.{ours}[0].{name.removeprefix('field_')}_field": "best"},
+            )
+            for entries, ours in (("datasets", "datasets"), ("test_datasets", "eval_datasets"))
+            for name in ("field_chosen", "field_rejected")
+        },
         "loraplus_lr_ratio": ({"adapter": "lora", "loraplus_lr_ratio": 16}, {"lora.lr_ratio": 16.0}),
         **{
             f"{entries}.{name}": (
@@ -562,6 +724,16 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"data.packing_method": "sequential"},
         ),
         "curriculum_sampling": ({"curriculum_sampling": True}, {"data.shuffle": False}),
+        "shuffle_merged_datasets": ({"shuffle_merged_datasets": False}, {"data.shuffle": True}),
+        "shuffle_before_merging_datasets": (
+            {
+                "curriculum_sampling": True,
+                "shuffle_merged_datasets": False,
+                "shuffle_before_merging_datasets": True,
+                "datasets": [{"path": "a", "type": "alpaca"}, {"path": "b", "type": "alpaca"}],
+            },
+            {"data.shuffle_each": True, "data.shuffle": True},
+        ),
         "chat_template": ({"chat_template": "qwen_25"}, {"chat.template": "chatml"}),
         "chat_template_jinja": (
             {"chat_template": "jinja", "chat_template_jinja": "my.jinja"},
@@ -771,7 +943,8 @@ def test_an_option_becomes_what_its_row_promises(dialect, entries, name, row, tm
             first = (
                 source.pop(instead) if instead else next(value for value in source.values() if isinstance(value, list))
             )
-            first = first[0] if isinstance(first, list) and not instead else {"path": "a/b"}
+            path = next(iter(foreign.table(dialect)[entries].of))  # path, or id
+            first = first[0] if isinstance(first, list) and not instead else {path: "a/b"}
             source[entries] = [{**first, **IN_ENTRY.get(name, {}), name: value}]
         else:
             source[name] = value

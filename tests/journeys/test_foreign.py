@@ -90,13 +90,20 @@ OTHERS = {
 
 @pytest.mark.parametrize("system", OTHERS)
 def test_examples_of_other_systems_train(home, system):
-    """Only paths and sizes differ from the example: XORL's has four pipeline stages, ERNIEKit's eight shards."""
+    """Only paths and sizes differ from the example: XORL's has four pipeline stages, ERNIEKit's eight shards.
+
+    The tiny model lacks the chat template of the model in Axolotl's.
+    """
     row, lists, devices = OTHERS[system]
     data = home / f"{system}.jsonl"
     data.write_text(f"{json.dumps(row)}\n" * 40 * devices)
     options = sizes(home, seq_len=256 if system == "axolotl" else 64) | {f"data.{name}.path": data for name in lists}
     warmup: dict[str, object] = {"optim.warmup_steps": 1}
-    options |= {"erniekit": warmup, "axolotl": warmup, "xorl": {"train.grad_accum_steps": 4}}.get(system, {})
+    options |= {
+        "erniekit": warmup,
+        "axolotl": warmup | {"chat.template": "chatml"},
+        "xorl": {"train.grad_accum_steps": 4},
+    }.get(system, {})
     settings = [f"--config.{key}={value}" for key, value in options.items()]
     call("jaxtune.train", EXAMPLES / f"{system}.yaml", *settings, devices=devices)
     assert [row["step"] for row in metrics(home / "runs" / system) if "loss" in row]

@@ -107,8 +107,8 @@ for line in {lines}:
 """
     ran = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
     assert ran.stdout.splitlines() == ["2"] * len(lines)
-    assert ran.stderr.count("--confg: no such flag") == 7 == len(command_flags.COMMANDS) + 1
-    assert ran.stderr.count("optim.rate = '1': no such option") == 4 == len(taking) + 1
+    assert ran.stderr.count("--confg: no such flag") == 8 == len(command_flags.COMMANDS) + 1
+    assert ran.stderr.count("optim.rate = '1': no such option") == 5 == len(taking) + 1
 
 
 def room(module: str) -> str:

@@ -45,7 +45,7 @@ CONVERSIONS: dict[str, Callable[[Options], Settings]] = {
     for name, function in module.CONVERSIONS.items()
 }
 MARKS = {
-    "LLaMA-Factory": "finetuning_type cutoff_len neat_packing lora_target quantization_bit preprocessing_num_workers "
+    "LLaMA-Factory": "finetuning_type cutoff_len neat_packing lora_target quantization_bit "
     "dataset_dir pref_loss pref_beta pref_ftx plot_loss overwrite_cache mask_history",
     "torchtune": "_component_",
     "NeMo": "_target_",
@@ -172,8 +172,10 @@ def translate(written: yaml_file.YamlFile, dialect: str) -> Translation:
     lines = list(_lines(written.values, table(dialect), DIALECTS[dialect]))
     lines += _contradictions(lines)
     problems = []
+    # A conversion that reads several options fails for each of them: blame those that the file states.
+    blamed = {line.text for line in lines if line.wrong and line.stated}
     for line in lines:
-        if line.wrong:
+        if line.wrong and (line.stated or line.text not in blamed):
             at = f"line {written.line(line.option)}: " if line.stated else ""
             problems.append(Problem((line.option,), f"{at}{line.option} = {line.value!r}: {line.text}"))
     given = [(line.stated, key, value) for line in lines for key, value in line.settings.items()]
@@ -284,7 +286,9 @@ def _translate_value(row: ForeignOption, value: Any, options: Mapping[str, Any])
     if row.entries:
         return ({}, "expected a list of datasets with a path each", True) if value else ({}, "none", False)
     if row.later:
-        same = value is None or value == row.default
+        # An empty value, such as false, asks for nothing, unless the default is another one.
+        empty = not value and row.default in (None, _NO_DEFAULT)
+        same = value is None or value == row.default or empty
         return (
             {},
             "not supported yet, and not used by this value" if same else f"not supported yet: {row.later}",

@@ -1,5 +1,6 @@
 """Options of Axolotl that are translated together (see `conversions`)."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,26 +11,93 @@ from jaxtune.config.foreign.conversions import (
     conversions_of,
     message_key_mappings,
     model_overrides,
+    names_of,
 )
-from jaxtune.config.foreign.trl import OPTIMIZERS, trl_schedule, zero_of
+from jaxtune.config.foreign.trl import (
+    LOSSES,
+    OPTIMIZERS,
+    decay_of,
+    offload_of,
+    steps_or_epochs,
+    targets_of,
+    trl_schedule,
+    word_of,
+    zero_of,
+)
 
-ALPACA = (
-    "Below is an instruction that describes a task{more}. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{{instruction}}\n\n{given}### Response:\n"
+_SYSTEM = (
+    "Below is an instruction that describes a task{more}. Write a response that appropriately completes the request."
 )
-_WITH_INPUT = ALPACA.format(
-    more=", paired with an input that provides further context", given="### Input:\n{input}\n\n"
-)
-_WITHOUT = ALPACA.format(more="", given="")
+_WITH_INPUT = _SYSTEM.format(more=", paired with an input that provides further context")
+_WITHOUT_INPUT = _SYSTEM.format(more="")
+# By the prompt style of `type: alpaca:STYLE`: formats with and without an input (axolotl/prompters.py, AlpacaPrompter).
+ALPACA = {
+    "instruct": (
+        f"{_WITH_INPUT}\n\n### Instruction:\n{{instruction}}\n\n### Input:\n{{input}}\n\n### Response:\n",
+        f"{_WITHOUT_INPUT}\n\n### Instruction:\n{{instruction}}\n\n### Response:\n",
+    ),
+    "chat": (
+        f"SYSTEM: {_WITH_INPUT}\nUSER: {{instruction}}\n{{input}}\nASSISTANT:",
+        f"SYSTEM: {_WITHOUT_INPUT}\nUSER: {{instruction}}\nASSISTANT:",
+    ),
+    "chatml": (
+        f"<|im_start|>system\n{_WITH_INPUT}<|im_end|>\n"
+        "<|im_start|>user\n{instruction}\n{input}<|im_end|>\n<|im_start|>assistant\n",
+        f"<|im_start|>system\n{_WITHOUT_INPUT}<|im_end|>\n"
+        "<|im_start|>user\n{instruction}<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "phi": (
+        f"<|system|>\n{_WITH_INPUT}<|end|>\n<|user|>\n{{instruction}}<|end|>{{input}}<|assistant|>",
+        f"<|system|>\n{_WITHOUT_INPUT}<|end|>\n<|user|>\n{{instruction}}<|end|>\n<|assistant|>\n",
+    ),
+}
+# Templates of Axolotl that jaxtune has too.
 _TEMPLATES = {
     **{name: name for name in ("chatml", "llama3", "gemma3", "qwen3", "alpaca")},
     "qwen_25": "chatml",
     "phi_4": "phi4",
     "mistral_v2v3": "mistral_v3",
     "mistral_v7_tekken": "mistral_v7",
-    "tokenizer_default": None,
 }
+# Templates that Axolotl copied from the tokenizers of a family, and a part of the names of the family's models, without
+# punctuation (axolotl/utils/chat_templates/templates).
+_OF_FAMILY = {
+    **dict.fromkeys(("mistral_v1", "mistral_v3_tekken"), ("mistral", "mixtral", "ministral")),
+    **dict.fromkeys(("command_a", "command_a_rag", "command_a_tool_use"), ("commanda", "c4aicommanda")),
+    "aya": ("aya",),
+    "cohere": ("cohere", "commandr", "c4ai"),
+    "deepseek_v2": ("deepseekv2", "deepseekcoderv2"),
+    "deepseek_v3": ("deepseekv3", "deepseekr1", "moonlight", "kimi"),
+    "exaone": ("exaone",),
+    "exaone4": ("exaone4",),
+    "falcon_h1": ("falconh1",),
+    "gemma": ("gemma",),
+    "gemma3n": ("gemma3n",),
+    "gemma4": ("gemma4",),
+    "gemma4_unified": ("gemma4",),
+    "granite": ("granite",),
+    "granitemoe": ("granite",),
+    "jamba": ("jamba",),
+    "llama3_2_vision": ("llama32",),
+    "llama4": ("llama4",),
+    "llava": ("llava",),
+    "nemotron": ("nemotron",),
+    "nemotron_h": ("nemotron",),
+    "phi_3": ("phi3",),
+    "phi_35": ("phi35",),
+    "pixtral": ("pixtral",),
+    "qwen2_vl": ("qwen2vl", "qwen25vl"),
+    "qwen_25": ("qwen25",),
+    "qwen3_5": ("qwen35", "qwen36"),
+}
+# Dataset types of preferences, whose columns Axolotl's data and ours share.
+_PREFERENCES = (
+    *("chat_template.default", "chat_template.argilla_chat", "chat_template.argilla", "chatml.intel", "chatml.ultra"),
+    *("llama3.intel", "llama3.ultra", "chatml.argilla_chat", "llama3.argilla_chat", "chatml.argilla", "llama3.argilla"),
+    *("chatml.prompt_pairs", "llama3.prompt_pairs"),
+)
+# Dataset types whose columns are fixed: system, input, chosen and rejected.
+_WITH_INPUT_COLUMN = ("bradley_terry.chat_template.default", "chatml.icr", "llama3.icr")
 
 
 def _entries(o: Options) -> Iterator[Mapping[str, Any]]:
@@ -67,13 +135,20 @@ def axolotl_type(o: Options) -> Settings:
         return {"type": "text", "text_field": o.get("field") or "text"}
     if kind == "chat_template":
         return {"type": "conversation", "messages_field": o.get("field_messages") or "messages"}
-    if kind == "alpaca":
-        return {"type": "instruction", "prompt_format": _WITH_INPUT, "prompt_format_no_input": _WITHOUT}
-    if kind in ("chat_template.default", "chatml.intel", "chatml.ultra", "llama3.intel", "llama3.ultra"):
-        return {"prompt_field": o["field_messages"]} if o.get("field_messages") else {}
+    name, _, style = str(kind).partition(":")
+    if name == "alpaca" and (style or "instruct") in ALPACA:
+        with_input, without = ALPACA[style or "instruct"]
+        return {"type": "instruction", "prompt_format": with_input, "prompt_format_no_input": without}
+    columns = {"field_messages": "prompt_field", "field_chosen": "chosen_field", "field_rejected": "rejected_field"}
+    settings: Settings = {ours: o[theirs] for theirs, ours in columns.items() if o.get(theirs)}
+    if kind in _PREFERENCES:
+        return settings
+    if kind in _WITH_INPUT_COLUMN:
+        return {"prompt_field": "input", "input_field": None, "system_field": "system"} | settings
     raise Unsupported(
         "type must be completion, chat_template, alpaca, a section with format and field_..., for preferences "
-        "chat_template.default, chatml.intel, chatml.ultra, llama3.intel, llama3.ultra; or none, for tokens"
+        f"{', '.join(_PREFERENCES)}; for a reward model bradley_terry.chat_template.default; or none, for tokens; for "
+        "a Python function of yours use data.datasets[i].function"
     )
 
 
@@ -128,17 +203,40 @@ def axolotl_adapter(o: Options) -> Settings:
         return settings
     if o["load_in_8bit"]:
         return settings | {"quant.format": "int8"}
-    return settings | ({"quant.format": "nf4"} if adapter == "qlora" or o["load_in_4bit"] else {})
+    if adapter != "qlora" and not o["load_in_4bit"]:
+        return settings
+    given = dict(o.get("bnb_config_kwargs") or {})
+    kind, double = given.get("bnb_4bit_quant_type", "nf4"), given.get("bnb_4bit_use_double_quant", True)
+    if kind not in ("nf4", "fp4"):
+        raise Unsupported("bnb_4bit_quant_type must be nf4 or fp4")
+    return settings | {"quant.format": kind} | ({} if double else {"quant.double_quant": False})
 
 
 def axolotl_targets(o: Options) -> Settings:
     """Target modules, or all linear layers; if unset, peft's default for most families."""
     if o.get("adapter") is None:
         return {}
-    names = o.get("lora_target_modules")
+    names, parameters = o.get("lora_target_modules"), names_of(o.get("lora_target_parameters"))
     if o.get("lora_target_linear") or names in ("all-linear", ["all-linear"]):
         return {"lora.target_modules": "all-linear"}
-    return {"lora.target_modules": names or ["q_proj", "v_proj"]}
+    if not names and not parameters:
+        names = ["q_proj", "v_proj"]
+    return {"lora.target_modules": targets_of(names, parameters)}
+
+
+def axolotl_frozen(o: Options) -> Settings:
+    """Frozen parameters: all that no pattern of trained parameters matches.
+
+    A pattern is matched from the beginning of a name, and its dots are literal (axolotl/utils/freeze.py).
+    """
+    patterns = names_of(o.get("unfrozen_parameters"))
+    if not patterns or o.get("adapter"):
+        return {}
+    for pattern in patterns:
+        if re.search(r"\[\d*(:\d*)?\]$", pattern):
+            raise Unsupported(f"training a range of rows ({pattern}); train the whole parameter or none of it")
+    literal = (re.sub(r"(?<!\\)\.(?![+])", r"\\.", pattern) for pattern in patterns)
+    return {"train.freeze": f"^(?!{'|'.join(f'(?:{pattern})' for pattern in literal)})"}
 
 
 def axolotl_dropout(o: Options) -> Settings:
@@ -148,17 +246,30 @@ def axolotl_dropout(o: Options) -> Settings:
 
 def axolotl_overrides(o: Options) -> Settings:
     """Overridden entries of config.json."""
-    return model_overrides(o.get("overrides_of_model_config") or {})
+    return model_overrides({**(o.get("overrides_of_model_config") or {}), **(o.get("model_config") or {})})
 
 
-_FUSED = ("CutCrossEntropyPlugin", "LigerPlugin")
+def axolotl_kwargs(o: Options) -> Settings:
+    """Arguments of transformers' from_pretrained; those about its cache, attention and dtype are unnecessary here."""
+    given = {**(o.get("overrides_of_model_kwargs") or {}), **(o.get("model_kwargs") or {})}
+    unnecessary = ("use_cache", "attn_implementation", "torch_dtype", "dtype", "low_cpu_mem_usage", "device_map")
+    if others := given.keys() - {*unnecessary}:
+        raise Unsupported(f"the model argument {min(others)}; model.overrides overrides entries of config.json")
+    return {}
+
+
+# Plugins that change only speed, logs or what runs after the training.
+_UNNEEDED = (
+    *("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "ExpertParallelPlugin", "ContextParallelPlugin"),
+    *("SwanLabPlugin", "LMEvalPlugin"),
+)
 
 
 def axolotl_plugins(o: Options) -> Settings:
-    """Plugins; those for fused losses and norms are unnecessary here."""
-    others = [name for name in o.get("plugins") or () if not str(name).endswith(_FUSED)]
+    """Plugins; those for kernels, parallelism, logs and evaluations after the training are unnecessary here."""
+    others = [name for name in names_of(o.get("plugins")) if not name.endswith(_UNNEEDED)]
     if others:
-        raise Unsupported(f"plugins of torch, such as {others[0]}")
+        raise Unsupported(f"plugins of torch, such as {others[0]}, which may change the training")
     return {}
 
 
@@ -166,7 +277,7 @@ def axolotl_packing(o: Options) -> Settings:
     """Packing; multipack puts the longest documents first, each into the first row with room."""
     if not o.get("sample_packing"):
         return {"data.packing": False}
-    sequential = o.get("sample_packing_sequentially")
+    sequential = o.get("sample_packing_sequentially") or axolotl_order(o)
     return {"data.packing": True, "data.packing_method": "sequential" if sequential else "first_fit_decreasing"}
 
 
@@ -192,22 +303,44 @@ def axolotl_stream(o: Options) -> Settings:
 
 
 def axolotl_order(o: Options) -> Settings:
-    """The data order; a curriculum keeps it."""
-    return {"data.shuffle": False} if o.get("curriculum_sampling") else {}
+    """The data order: random in each epoch, unless a curriculum, or a stream that is not shuffled, keeps it.
+
+    A random sampler follows the shuffling of the merged datasets (core/trainers/base.py, utils/data/shared.py).
+    """
+    merged = o["shuffle_merged_datasets"]
+    if o.get("curriculum_sampling"):
+        datasets = o.get("datasets")
+        several = isinstance(datasets, list) and len(datasets) > 1
+        if several and merged:
+            return {}
+        return (
+            {"data.shuffle_each": True} if several and o["shuffle_before_merging_datasets"] else {"data.shuffle": False}
+        )
+    return {"data.shuffle": False} if axolotl_stream(o) and not merged else {}
 
 
 def axolotl_template(o: Options) -> Settings:
     """The chat template of the file, or of all its conversation datasets."""
     jinja = o.get("chat_template_jinja") or _common(o, "chat_template_jinja")
     if jinja:
-        if "{" in str(jinja):
-            raise Unsupported("an inline chat template; name a Jinja file")
         return {"chat.template": jinja}
-    name = _common(o, "chat_template") or o.get("chat_template") or "tokenizer_default"
-    name = str(name).removeprefix("tokenizer_default_fallback_")
-    if name not in _TEMPLATES:
-        raise Unsupported(f"chat_template must be one of {', '.join(_TEMPLATES)}, or a file in chat_template_jinja")
-    return {"chat.template": _TEMPLATES[name]} if _TEMPLATES[name] else {}
+    name = str(_common(o, "chat_template") or o.get("chat_template") or "tokenizer_default")
+    model = re.sub(r"[^a-z0-9]", "", f"{o.get('base_model')} {o.get('tokenizer_config') or ''}".lower())
+    # A fallback is for tokenizers without a template, which are an error here that names chat.template.
+    own = name == "tokenizer_default" or name.startswith("tokenizer_default_fallback_")
+    if own or any(family in model for family in _OF_FAMILY.get(name, ())):
+        return {}
+    if name in _TEMPLATES:
+        return {"chat.template": _TEMPLATES[name]}
+    if name in _OF_FAMILY:
+        raise Unsupported(
+            f"the template {name} for a model whose name is not of that family; for the tokenizer's own template write "
+            "tokenizer_default, for another one its Jinja text or file in chat_template_jinja"
+        )
+    raise Unsupported(
+        f"chat_template must be one of {', '.join((*_TEMPLATES, *_OF_FAMILY))}, tokenizer_default, or Jinja text or a "
+        "file in chat_template_jinja"
+    )
 
 
 def axolotl_trained(o: Options) -> Settings:
@@ -260,12 +393,25 @@ def axolotl_warmup(o: Options) -> Settings:
 
 
 def axolotl_optimizer(o: Options) -> Settings:
-    """The optimizer, by transformers' name, or muon."""
-    named = OPTIMIZERS | {"muon": "muon"}
-    if o["optimizer"] not in named:
+    """The optimizer, by transformers' name, muon, or optimi's AdamW."""
+    named = OPTIMIZERS | {"muon": "muon", "optimi_adamw": "adamw"}
+    name = o["optimizer"]
+    if name in ("adamw_torch_4bit", "ao_adamw_4bit", "ao_adamw_fp8"):
+        raise Unsupported("optimizer state in 4 bits or FP8; adamw_torch_8bit needs 8 bits")
+    if name not in named:
         raise Unsupported(f"the optimizers are {', '.join(named)}")
-    plain = {"optim.beta1": 0.0} if o["optimizer"] == "sgd" and o.get("adam_beta1") is None else {}
-    return {"optim.name": named[o["optimizer"]]} | plain
+    settings: Settings = {"optim.name": named[name]}
+    if name == "sgd" and o.get("adam_beta1") is None:
+        settings["optim.beta1"] = 0.0
+    if name == "optimi_adamw":  # optimi's defaults differ from torch's
+        settings |= {"optim.beta2": 0.99} if o.get("adam_beta2") is None else {}
+        settings |= {"optim.epsilon": 1e-6} if o.get("adam_epsilon") is None else {}
+    return settings
+
+
+def axolotl_decay(o: Options) -> Settings:
+    """Weight decay, of all but norms and biases unless only some parameters are trained."""
+    return decay_of(o["weight_decay"], adapters=bool(o.get("adapter") or o.get("unfrozen_parameters")))
 
 
 def axolotl_precision(o: Options) -> Settings:
@@ -282,11 +428,12 @@ def axolotl_precision(o: Options) -> Settings:
 
 def axolotl_remat(o: Options) -> Settings:
     """The rematerialisation policy, or offloading."""
-    if o.get("activation_offloading") or o["gradient_checkpointing"] == "offload":
+    kind = o.get("gradient_checkpointing") or False
+    if o.get("activation_offloading") or kind in ("offload", "offload_disk", "unsloth"):
         return {"memory.remat": "offload"}
-    if o["gradient_checkpointing"] not in (True, False):
-        raise Unsupported("gradient_checkpointing must be true, false or offload")
-    return {"memory.remat": "block" if o["gradient_checkpointing"] else "none"}
+    if kind not in (True, False):
+        raise Unsupported("gradient_checkpointing must be true, false, offload, offload_disk or unsloth")
+    return {"memory.remat": "block" if kind else "none"}
 
 
 def axolotl_devices(o: Options) -> Settings:
@@ -296,24 +443,35 @@ def axolotl_devices(o: Options) -> Settings:
         stages = [stage for stage in (1, 2, 3) if f"zero{stage}" in deepspeed]
         if not stages:
             raise Unsupported("a DeepSpeed file other than deepspeed_configs/zero1.json, zero2.json or zero3.json")
-        return {"mesh.fsdp": -1, "parallel.zero": stages[0]}
+        # zero3_bf16_cpuoffload_params.json and zero3_bf16_cpuoffload_all.json
+        offload = {"offload_param": {"device": "cpu"}} if "cpuoffload" in deepspeed else {}
+        offload |= {"offload_optimizer": {"device": "cpu"}} if "cpuoffload_all" in deepspeed else {}
+        return zero_of({"zero_optimization": {"stage": stages[0]} | offload}, bool(o.get("adapter")))
     if deepspeed:
-        return zero_of(deepspeed)
+        return zero_of(deepspeed, bool(o.get("adapter")))
     if o.get("fsdp") or o.get("fsdp_config") or o.get("dp_shard_size"):
+        given = o.get("fsdp_config")
+        # The options of a section, with or without the prefix of older files.
+        config = {str(name).removeprefix("fsdp_"): value for name, value in (given or {}).items()}
+        words = {str(config.get("sharding_strategy")).upper(), *(str(word).upper() for word in names_of(o.get("fsdp")))}
         replicas = o.get("dp_replicate_size") or 1
-        return {"mesh.fsdp": o.get("dp_shard_size") or -1, "mesh.data": replicas, "parallel.zero": 3}
+        zero = 2 if "SHARD_GRAD_OP" in words else 3
+        settings: Settings = {"mesh.fsdp": o.get("dp_shard_size") or -1, "mesh.data": replicas, "parallel.zero": zero}
+        if config.get("offload_params") or config.get("cpu_offload") or "OFFLOAD" in words:
+            quantized = o.get("adapter") == "qlora" or o["load_in_4bit"] or o["load_in_8bit"]
+            settings |= offload_of(bool(o.get("adapter")), bool(quantized))
+        return settings
     return {"mesh.fsdp": 1, "mesh.data": -1}
 
 
 def _when(o: Options, event: str, plural: str) -> tuple[int, float | None]:
     """Return the steps and the epochs between two events, one epoch by default."""
-    strategy, steps, often = o.get(f"{event}_strategy"), o.get(f"{event}_steps"), o.get(f"{plural}_per_epoch")
+    strategy = word_of(o.get(f"{event}_strategy"))
+    steps, often = o.get(f"{event}_steps"), o.get(f"{plural}_per_epoch")
     if strategy not in (None, "no", "epoch", "steps", "best"):
         raise Unsupported(f"{event}_strategy must be no, steps, epoch or best")
     if steps is not None:
-        if steps != int(steps):
-            raise Unsupported(f"{event}_steps as a fraction of all steps; set a number of steps")
-        return int(steps), None
+        return steps_or_epochs(steps, o.get("max_steps"), o["num_epochs"])
     if often is not None:
         return 0, 1 / often if often > 0 else None
     return 0, 1.0 if strategy in (None, "epoch") else None
@@ -329,7 +487,7 @@ def axolotl_save(o: Options) -> Settings:
     """Checkpoints by steps or epochs."""
     steps, epochs = _when(o, "save", "saves")
     more: dict[Any, Settings] = {"best": {"ckpt.keep_best": True}, "no": {"ckpt.at_end": False}}
-    return {"ckpt.save_steps": steps, "ckpt.save_epochs": epochs} | more.get(o.get("save_strategy"), {})
+    return {"ckpt.save_steps": steps, "ckpt.save_epochs": epochs} | more.get(word_of(o.get("save_strategy")), {})
 
 
 def axolotl_hub(o: Options) -> Settings:
@@ -345,20 +503,25 @@ def axolotl_wandb(o: Options) -> Settings:
 
 
 def axolotl_profile(o: Options) -> Settings:
-    """A trace of the first steps."""
-    steps = o.get("profiler_steps")
-    return {"prof.enabled": True, "prof.start_step": 1, "prof.steps": steps} if steps else {}
+    """A trace of a few steps, by default of the first ones."""
+    steps, start = o.get("profiler_steps"), o.get("profiler_steps_start") or 0
+    return {"prof.enabled": True, "prof.start_step": start + 1, "prof.steps": steps} if steps else {}
 
 
 def axolotl_rl(o: Options) -> Settings:
-    """The preference loss, as in TRL's trainers."""
+    """The preference loss, as in TRL's trainers, or a reward model."""
     kind = o.get("rl")
+    if o.get("reward_model"):
+        return {"preference.loss": "bradley_terry", "model.head": "classification", "model.num_labels": 1}
     if kind is None:
         return {}
     losses = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
     if kind not in losses:
         raise Unsupported(f"rl must be one of {', '.join(losses)}; for GRPO use the options rollout.* and grpo.*")
-    loss = losses[kind]
+    given = names_of(o.get("dpo_loss_type"))
+    if len(given) > 1 or not set(given) <= {*LOSSES}:
+        raise Unsupported(f"dpo_loss_type must be one of {', '.join(LOSSES)}")
+    loss = given[0] if given and kind == "dpo" else losses[kind]
     # rl_beta is the newer name, and ORPO has an option of its own.
     beta = next((o[name] for name in ("rl_beta", "dpo_beta") if o.get(name) is not None), None)
     beta = o["orpo_alpha"] if kind == "orpo" and o.get("orpo_alpha") is not None else beta
@@ -370,7 +533,7 @@ def axolotl_rl(o: Options) -> Settings:
         "dpo_label_smoothing": ("preference.label_smoothing", ("sigmoid",)),
         "kto_desirable_weight": ("preference.desirable_weight", ("kto",)),
         "kto_undesirable_weight": ("preference.undesirable_weight", ("kto",)),
-        "precompute_ref_log_probs": ("preference.precompute_reference", ("sigmoid", "ipo", "kto")),
+        "precompute_ref_log_probs": ("preference.precompute_reference", (*LOSSES, "kto")),
     }
     return settings | {key: o[name] for name, (key, losses) in of.items() if o.get(name) is not None and loss in losses}
 

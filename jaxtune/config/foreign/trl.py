@@ -1,18 +1,34 @@
 """Options of TRL that are translated together (see `conversions`)."""
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, conversions_of, lines_of
+from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, conversions_of, lines_of, names_of
 
-# Options that only files of `trl dpo` have.
+# Options that identify the trainer of a file, because its command (`trl grpo`, `trl dpo`) is not in it.
+_OF_GRPO = (
+    *("reward_funcs", "reward_weights", "num_generations", "num_iterations", "epsilon", "epsilon_high", "use_vllm"),
+    *("scale_rewards", "mask_truncated_completions", "importance_sampling_level", "steps_per_generation"),
+)
+_OF_GKD = ("teacher_model_name_or_path", "lmbda", "seq_kd")
+_OF_KTO = ("desirable_weight", "undesirable_weight")
 _OF_DPO = (
     *("beta", "label_smoothing", "precompute_ref_log_probs", "sync_ref_model", "ref_model_sync_steps"),
-    *("ref_model_mixup_alpha", "disable_dropout", "rpo_alpha", "max_prompt_length"),
+    *("ref_model_mixup_alpha", "disable_dropout", "rpo_alpha", "max_prompt_length", "simpo_gamma", "cpo_alpha"),
 )
 _OF_SFT = (None, "nll", "chunked_nll")
-_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard")
-_LOSSES += ("apo_zero", "apo_down")
+_GRPO_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo")
+LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard")
+LOSSES += ("apo_zero", "apo_down")
+# Names that the scripts of open-r1 and TRL give to their reward functions (open_r1/rewards.py, trl/scripts/grpo.py).
+_REWARDS = {
+    **{name: f"trl.rewards:{name}" for name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")},
+    **{name: f"open_r1.rewards:{name}_reward" for name in ("accuracy", "format", "reasoning_steps", "tag_count")},
+    "length": "open_r1.rewards:len_reward",
+}
 
 
 def _loss(o: Options) -> str | None:
@@ -22,38 +38,154 @@ def _loss(o: Options) -> str | None:
     return loss[0] if isinstance(loss, list) else loss
 
 
-def _dpo(o: Options) -> bool:
-    return any(o.get(name) is not None for name in _OF_DPO) or _loss(o) in _LOSSES
+def _trainer(o: Options) -> str:
+    """Return the trainer that a file is for, by its options: grpo, gkd, reward, kto, dpo or sft."""
+    has_one = {
+        trainer: any(o.get(name) is not None for name in names)
+        for trainer, names in (("grpo", _OF_GRPO), ("gkd", _OF_GKD), ("kto", _OF_KTO), ("dpo", _OF_DPO))
+    }
+    loss = _loss(o)
+    if has_one["grpo"] or loss in _GRPO_LOSSES:
+        return "grpo"
+    if has_one["gkd"]:
+        return "gkd"
+    if o["lora_task_type"] == "SEQ_CLS" or o.get("center_rewards_coefficient") is not None:
+        return "reward"
+    if has_one["kto"] or loss == "kto":
+        return "kto"
+    return "dpo" if has_one["dpo"] or loss in (*LOSSES, "simpo") else "sft"
 
 
 def trl_objective(o: Options) -> Settings:
-    """The objective: a preference loss if the file has an option of DPO, else next tokens."""
-    loss = _loss(o)
-    if not _dpo(o):
+    """The objective of the file's trainer."""
+    loss, trainer = _loss(o), _trainer(o)
+    if trainer == "sft":
         if loss not in _OF_SFT:
-            raise Unsupported(f"loss_type must be nll or chunked_nll, or for DPO one of {', '.join(_LOSSES)}")
+            raise Unsupported(f"loss_type must be nll or chunked_nll, or for DPO one of {', '.join(LOSSES)}")
         return {}
+    if trainer == "grpo":
+        return _grpo(o)
+    if trainer == "gkd":
+        return _gkd(o)
+    if trainer == "reward":
+        if o.get("center_rewards_coefficient"):
+            raise Unsupported("centred rewards; remove center_rewards_coefficient")
+        return {"preference.loss": "bradley_terry", "model.head": "classification", "model.num_labels": 1}
+    if trainer == "kto":
+        if loss not in (None, "kto"):
+            raise Unsupported("for KTO, loss_type must be kto")
+        weights = {f"preference.{name}": o[name] for name in _OF_KTO if o.get(name) is not None}
+        return {"preference.loss": "kto", "preference.beta": o.get("beta", 0.1)} | weights | _reference(o)
+    if loss == "simpo":  # of CPOTrainer, whose cpo_alpha is 1 by default
+        own: Settings = {"preference.simpo_gamma": o.get("simpo_gamma", 0.5)}
+        return (
+            {"preference.loss": loss, "preference.beta": o.get("beta", 0.1)}
+            | own
+            | {"preference.sft_weight": o.get("cpo_alpha", 1.0)}
+        )
     loss = loss or "sigmoid"
-    if loss not in _LOSSES:
-        raise Unsupported(f"for DPO, loss_type must be one of {', '.join(_LOSSES)}")
+    if loss not in LOSSES:
+        raise Unsupported(f"for DPO, loss_type must be one of {', '.join(LOSSES)}")
     settings: Settings = {"preference.loss": loss, "preference.beta": o.get("beta", 0.1)}
     if loss in ("sigmoid", "sigmoid_norm", "robust", "exo_pair"):
         settings["preference.label_smoothing"] = o.get("label_smoothing", 0.0)
-    if o.get("precompute_ref_log_probs"):
-        settings["preference.precompute_reference"] = True
+    settings |= _reference(o)
+    return settings | ({"preference.sft_weight": o["rpo_alpha"]} if o.get("rpo_alpha") else {})
+
+
+def _reference(o: Options) -> Settings:
+    settings: Settings = {"preference.precompute_reference": True} if o.get("precompute_ref_log_probs") else {}
     if o.get("sync_ref_model"):
         if o.get("ref_model_mixup_alpha", 0.6) != 1:
             raise Unsupported(
                 "mixing the model into the reference; set ref_model_mixup_alpha: 1.0 to replace the reference"
             )
         settings["preference.reference_update_steps"] = o.get("ref_model_sync_steps", 512)
-    return settings | ({"preference.sft_weight": o["rpo_alpha"]} if o.get("rpo_alpha") else {})
+    return settings
+
+
+def _grpo(o: Options) -> Settings:
+    """Return the settings of GRPO (trl/trainer/grpo_config.py)."""
+    if not o.get("reward_funcs"):
+        raise Unsupported("GRPO without reward_funcs; name functions of yours: [my_rewards.NAME]")
+    functions = [_reward(str(name)) for name in names_of(o["reward_funcs"])]
+    weights = o.get("reward_weights")
+    if weights is not None and len(weights) != len(functions):
+        raise Unsupported(f"{len(weights)} reward_weights for {len(functions)} reward_funcs")
+    names = (function.rpartition(":")[2] for function in functions)
+    scales = {"true": "group", "false": "none"}
+    scale = str(o.get("scale_rewards", "group")).lower()
+    levels = {"loss_type": ("grpo", "dr_grpo", "dapo"), "importance_sampling_level": ("token", "sequence")}
+    loss, level = _loss(o) or "dapo", o.get("importance_sampling_level", "token")
+    for option, value in (("loss_type", loss), ("importance_sampling_level", level)):
+        if value not in levels[option]:
+            raise Unsupported(f"for GRPO, {option} must be one of {', '.join(levels[option])}")
+    steps, generated = o.get("steps_per_generation"), o.get("gradient_accumulation_steps")
+    if steps is not None and steps != generated:
+        raise Unsupported("completions that serve several optimizer steps; remove steps_per_generation")
+    if o.get("sync_ref_model"):
+        raise Unsupported("a reference that is updated; remove sync_ref_model")
+    settings: Settings = {
+        "rollout.rewards": functions,
+        "rollout.group_size": o.get("num_generations", 8),
+        "rollout.max_new_tokens": o.get("max_completion_length", 512),
+        "rollout.top_k": o.get("top_k") or None,
+        "grpo.loss": loss,
+        "grpo.importance": level,
+        "grpo.advantage_scale": scales.get(scale, scale),
+        "grpo.beta": o.get("beta", 0.0),
+    }
+    if weights is not None:
+        settings["rollout.reward_weights"] = [f"{name}={weight}" for name, weight in zip(names, weights, strict=True)]
+    keys = {
+        "temperature": "rollout.temperature",
+        "top_p": "rollout.top_p",
+        "min_p": "rollout.min_p",
+        "repetition_penalty": "rollout.repetition_penalty",
+        "epsilon": "grpo.clip_low",
+        "epsilon_high": "grpo.clip_high",
+        "num_iterations": "grpo.iterations",
+        "mask_truncated_completions": "grpo.mask_truncated",
+    }
+    return settings | {key: o[name] for name, key in keys.items() if o.get(name) is not None}
+
+
+def _reward(name: str) -> str:
+    """Return the reward function that a name stands for, as MODULE:NAME; its module must be installed."""
+    if name in _REWARDS:
+        return _REWARDS[name]
+    module, dot, function = name.rpartition(".")
+    if not dot:
+        raise Unsupported(
+            f"the reward function {name!r}, which has settings in open-r1 or is unknown; write it in a file "
+            f"my_rewards.py and name it my_rewards.{name}"
+        )
+    return f"{module}:{function}"
+
+
+def _gkd(o: Options) -> Settings:
+    """Return the settings of distillation on the answers of the data (trl/experimental/gkd/gkd_config.py)."""
+    if o.get("lmbda", 0.5) or o.get("seq_kd"):
+        raise Unsupported("distillation on generated answers; write lmbda: 0.0 to learn on the answers of the data")
+    if not o.get("teacher_model_name_or_path"):
+        raise Unsupported("distillation without teacher_model_name_or_path")
+    beta = o.get("beta", 0.5)
+    divergence = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "js")
+    settings: Settings = {
+        "distill.teacher": o["teacher_model_name_or_path"],
+        "distill.divergence": divergence,
+        "distill.temperature": o.get("temperature", 0.9),
+    }
+    return settings | ({"distill.js_beta": beta} if divergence == "js" else {})
+
+
+_RATES = {"sft": 2e-5, "gkd": 2e-5, "reward": 1e-4}
 
 
 def trl_rate(o: Options) -> Settings:
     """The learning rate, whose default depends on the trainer."""
     rate = o.get("learning_rate")
-    return {"optim.learning_rate": (1e-6 if _dpo(o) else 2e-5) if rate is None else rate}
+    return {"optim.learning_rate": _RATES.get(_trainer(o), 1e-6) if rate is None else rate}
 
 
 def trl_dtype(o: Options) -> Settings:
@@ -75,10 +207,12 @@ def trl_precision(o: Options) -> Settings:
 
 
 def trl_dropout(o: Options) -> Settings:
-    """Dropout of adapters; DPO has none, because it compares with a reference."""
-    if _dpo(o) and not o.get("disable_dropout", True) and o["use_peft"] and o["lora_dropout"]:
+    """Dropout of adapters; most trainers other than SFT disable it, and comparing with a reference needs that."""
+    trainer = _trainer(o)
+    disabled = o.get("disable_dropout", trainer not in ("sft", "grpo"))
+    if trainer in ("dpo", "kto") and not disabled and o["use_peft"] and o["lora_dropout"]:
         raise Unsupported("dropout when the model is compared with a reference; set lora_dropout: 0")
-    return {"lora.dropout": 0.0 if _dpo(o) else o["lora_dropout"]}
+    return {"lora.dropout": 0.0 if disabled else o["lora_dropout"]}
 
 
 def trl_log(o: Options) -> Settings:
@@ -88,8 +222,43 @@ def trl_log(o: Options) -> Settings:
 
 def trl_targets(o: Options) -> Settings:
     """Target modules; if unset, peft's default for most families."""
-    names = o.get("lora_target_modules") or ["q_proj", "v_proj"]
-    return {"lora.target_modules": "all-linear" if names in ("all-linear", ["all-linear"]) else names}
+    names, parameters = o.get("lora_target_modules"), names_of(o.get("lora_target_parameters"))
+    if names in ("all-linear", ["all-linear"]):
+        return {"lora.target_modules": "all-linear"}
+    return {"lora.target_modules": targets_of(names or ([] if parameters else ["q_proj", "v_proj"]), parameters)}
+
+
+def targets_of(names: Any, parameters: Sequence[str]) -> Any:
+    """Return lora.target_modules for peft's target_modules and target_parameters.
+
+    peft matches a text as a regex with whole names, and target parameters are tensors that hold all experts. Files in
+    which each expert has modules of its own have other names for the same weights.
+    """
+    if isinstance(names, str):
+        # A text-only model has no prefix such as model.language_model.
+        inner = names[names.find("layers") :] if "layers" in names else names
+        pattern = f"(?:{inner if _is_regex(inner) else names})$"
+    else:
+        pattern = "|".join(rf"(^|\.){re.escape(name)}$" for name in names_of(names))
+    if not parameters:
+        return pattern if isinstance(names, str) else names
+    modules = {"gate_up_proj": "gate_up_proj|gate_proj|up_proj|w1|w3", "down_proj": "down_proj|w2"}
+    experts = []
+    for parameter in parameters:
+        parent, _, tensor = parameter.rpartition(".")
+        if tensor not in modules:
+            raise Unsupported(f"lora_target_parameters {parameter}; supported are {', '.join(modules)} of experts")
+        parent = re.escape(parent.removesuffix(".weight") or "experts")
+        experts.append(rf"(^|\.){parent}(\.\d+)?\.({modules[tensor]})$")
+    return "|".join([pattern, *experts] if pattern else experts)
+
+
+def _is_regex(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 def trl_quant(o: Options) -> Settings:
@@ -103,11 +272,71 @@ def trl_quant(o: Options) -> Settings:
     return {"quant.format": o["bnb_4bit_quant_type"]}
 
 
+def _samples(o: Options) -> Settings:
+    kinds = {"dpo": "preference", "reward": "preference", "kto": "unpaired_preference"}
+    return {"type": kinds[_trainer(o)]} if _trainer(o) in kinds else {}
+
+
+def trl_mixer(o: Options) -> Settings:
+    """Datasets and the part of each to use, as older files of the alignment handbook have it (alignment/data.py)."""
+    parts, subsets = o.get("dataset_mixer") or {}, o.get("dataset_configs") or []
+    train = [split for split in names_of(o["dataset_splits"]) if "train" in split]
+    test = [split for split in names_of(o["dataset_splits"]) if "test" in split] if _strategy(o) != "no" else []
+    if parts and (len(train) != 1 or (subsets and len(subsets) != len(parts))):
+        raise Unsupported("dataset_splits must have one training split, and dataset_configs one entry for each dataset")
+    settings: Settings = {}
+    for key, splits in (("data.datasets", train), ("data.eval_datasets", test)):
+        entries = []
+        for i, (path, part) in enumerate(parts.items()):
+            entry: Settings = {"path": path} | _samples(o) | ({"subset": subsets[i]} if subsets else {})
+            entries += [entry | ({"split": split} if test is splits else part_of(part, split)) for split in splits]
+        settings |= {key: entries} if entries else {}
+    return settings
+
+
+def trl_mixed(o: Options) -> Settings:
+    """The part of an entry of a mixture that is used."""
+    return part_of(o.get("weight"), o.get("split") or "train")
+
+
+def part_of(part: float | None, split: str) -> Settings:
+    """Return the settings for a part of a dataset: every n-th sample, or the first ones."""
+    if part is None or part == 1:
+        return {"split": split}
+    if not 0 < part < 1:
+        raise Unsupported("a part of a dataset must be a number up to 1")
+    every = 1 / part
+    if abs(every - round(every)) < 1e-6:
+        return {"split": split, "shards": round(every), "shard_idx": 0}
+    return {"split": f"{split}[:{100 * part:g}%]"}
+
+
+def trl_kwargs(o: Options) -> Settings:
+    """Arguments of the tokenisation; without those two, as here, only the template writes special tokens."""
+    others = (o.get("dataset_kwargs") or {}).keys() - {"add_special_tokens", "append_concat_token"}
+    if others:
+        raise Unsupported(f"dataset_kwargs {', '.join(sorted(others))}")
+    return {}
+
+
+def trl_prompt(o: Options) -> Settings:
+    """The most tokens of a prompt; for GRPO they are a part of data.seq_len."""
+    return {} if _trainer(o) == "grpo" else {"data.datasets[i].max_prompt_tokens": o["max_prompt_length"]}
+
+
+def trl_system(o: Options) -> Settings:
+    """The system prompt and the column of prompts, which only the GRPO script of open-r1 reads."""
+    if _trainer(o) != "grpo":
+        return {}
+    names = {"system_prompt": "system_prompt", "dataset_prompt_column": "prompt_field"}
+    return {f"data.datasets[i].{ours}": o[theirs] for theirs, ours in names.items() if o.get(theirs)}
+
+
 def trl_data(o: Options) -> Settings:
     """One dataset by name, with its test split if the file enables evaluations."""
     if not o.get("dataset_name"):
         return {}
-    entry: Settings = {"path": o["dataset_name"]} | ({"type": "preference"} if _dpo(o) else {})
+    entry: Settings = {"path": o["dataset_name"]} | _samples(o)
     entry |= {"subset": o["dataset_config"]} if o.get("dataset_config") else {}
     settings: Settings = {"data.datasets": [entry | {"split": o["dataset_train_split"]}]}
     if _strategy(o) != "no":
@@ -116,12 +345,15 @@ def trl_data(o: Options) -> Settings:
 
 
 def trl_length(o: Options) -> Settings:
-    """Row length; longer documents are cut, except in DPO, which leaves them out."""
+    """Row length; longer documents are cut, except in preference learning, which leaves them out."""
+    if _trainer(o) == "grpo":  # newer versions of TRL have no limit for prompts, older ones max_prompt_length
+        return {"data.seq_len": (o.get("max_prompt_length") or 1024) + o.get("max_completion_length", 512)}
     modes = {"keep_start": "right", "keep_end": "left"}
     if o["truncation_mode"] not in modes:
         raise Unsupported("truncation_mode must be keep_start or keep_end")
     split = o["packing"] and o["packing_strategy"] in ("bfd_split", "wrapped")
-    cut = {} if _dpo(o) or split else {"data.truncation": modes[o["truncation_mode"]]}
+    side = o.get("truncation_side") or modes[o["truncation_mode"]]
+    cut = {} if _trainer(o) not in ("sft", "gkd") or split else {"data.truncation": side}
     return cut if "max_seq_length" in o else {"data.seq_len": o["max_length"], **cut}
 
 
@@ -138,20 +370,24 @@ def trl_packing(o: Options) -> Settings:
 
 def trl_trained(o: Options) -> Settings:
     """The loss mask: all of a conversation, unless an option restricts it to answers."""
-    only_answers = o["assistant_only_loss"] or o.get("completion_only_loss") or _dpo(o)
+    trainer = _trainer(o)
+    if trainer == "gkd":  # its collator trains the last message
+        return {"chat.loss_scale": "last_round"}
+    only_answers = o["assistant_only_loss"] or o.get("completion_only_loss") or trainer != "sft"
     return {} if only_answers else {"chat.loss_scale": "all"}
 
 
 def trl_order(o: Options) -> Settings:
-    """The data order: random, as stored, or grouped by length."""
+    """The data order: random, as stored (the default of KTOConfig), or grouped by length."""
     orders: dict[str, Settings] = {
         "random": {},
         "sequential": {"data.shuffle": False},
         "group_by_length": {"data.group_by_length": True},
     }
-    if o["train_sampling_strategy"] not in orders:
+    order = o.get("train_sampling_strategy") or ("sequential" if _trainer(o) == "kto" else "random")
+    if order not in orders:
         raise Unsupported(f"train_sampling_strategy must be one of {', '.join(orders)}")
-    return orders[o["train_sampling_strategy"]]
+    return orders[order]
 
 
 def trl_seeds(o: Options) -> Settings:
@@ -194,8 +430,11 @@ def trl_warmup(o: Options) -> Settings:
 
 
 OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit"), "adamw"),
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw"),
+    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "adamw"),
+    # torchao's state has 8 bits in blocks too, of 256 instead of 64 elements.
     **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+    **dict.fromkeys(("adamw_torch_8bit", "ao_adamw_8bit"), "adamw_8bit"),
     **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), "lion"),
     "adafactor": "adafactor",
     "sgd": "sgd",
@@ -208,6 +447,16 @@ def trl_optimizer(o: Options) -> Settings:
     if o["optim"] not in OPTIMIZERS:
         raise Unsupported(f"the optimizers are {', '.join(OPTIMIZERS)}")
     return {"optim.name": OPTIMIZERS[o["optim"]]}
+
+
+def trl_decay(o: Options) -> Settings:
+    """Weight decay, which transformers' Trainer applies to all but norms and biases."""
+    return decay_of(o["weight_decay"], adapters=o["use_peft"])
+
+
+def decay_of(decay: float, adapters: bool) -> Settings:
+    """Return the weight decay of transformers' Trainer, by its get_decay_parameter_names; adapters all decay."""
+    return {"optim.weight_decay": decay} | ({"optim.no_decay": "norm|bias"} if decay and not adapters else {})
 
 
 def trl_beta1(o: Options) -> Settings:
@@ -226,7 +475,7 @@ def trl_remat(o: Options) -> Settings:
 def trl_devices(o: Options) -> Settings:
     """Sharding by FSDP or DeepSpeed, else a replica on every device."""
     if o.get("deepspeed"):
-        return zero_of(o["deepspeed"])
+        return zero_of(o["deepspeed"], o["use_peft"])
     # `fsdp` may be a word, words in one text ("full_shard auto_wrap"), or a list of words.
     words = str(o.get("fsdp") or "").replace("[", " ").replace("]", " ").replace("'", " ").replace(",", " ").split()
     if not words or words[0] in ("False", "no_shard"):
@@ -234,8 +483,14 @@ def trl_devices(o: Options) -> Settings:
     return {"mesh.fsdp": -1, "parallel.zero": 2 if "shard_grad_op" in words else 3}
 
 
-def zero_of(config: object) -> Settings:
-    """Translate the ZeRO options of a DeepSpeed config."""
+def offload_of(adapters: bool, quantized: bool = False) -> Settings:
+    """Return the settings of FSDP's offload to the host: optimizer state, and trained or quantized weights."""
+    weights: Settings = {"memory.offload_quants": True} if quantized else {}
+    return {"memory.offload_optimizer": True} | (weights if adapters else {"memory.offload_master": True})
+
+
+def zero_of(config: object, adapters: bool = False) -> Settings:
+    """Translate the ZeRO options of a DeepSpeed config; `adapters`: whether only adapters are trained."""
     stage = config.get("zero_optimization") if isinstance(config, Mapping) else None
     if not isinstance(stage, Mapping) or stage.get("stage", 0) not in (1, 2, 3):
         raise Unsupported(
@@ -244,13 +499,19 @@ def zero_of(config: object) -> Settings:
     settings: Settings = {"mesh.fsdp": -1, "parallel.zero": stage["stage"]}
     places = {"offload_optimizer": "memory.offload_optimizer", "offload_param": "memory.offload_master"}
     for name, key in places.items():
-        if isinstance(stage.get(name), Mapping) and stage[name].get("device", "none") != "none":
+        trained = key == "memory.offload_optimizer" or not adapters
+        if trained and isinstance(stage.get(name), Mapping) and stage[name].get("device", "none") != "none":
             settings[key] = True
     return settings
 
 
 def _strategy(o: Options) -> str:
-    return str(o.get("evaluation_strategy") or o["eval_strategy"])
+    return word_of(o.get("evaluation_strategy", o["eval_strategy"]))
+
+
+def word_of(strategy: Any) -> Any:
+    """Return a strategy; YAML reads an unquoted `no` as false."""
+    return "no" if strategy is False else strategy
 
 
 def trl_eval(o: Options) -> Settings:
@@ -259,15 +520,18 @@ def trl_eval(o: Options) -> Settings:
     if strategy not in ("no", "steps", "epoch"):
         raise Unsupported("eval_strategy must be no, steps or epoch")
     if strategy == "steps":
-        return {"eval.steps": _steps("eval_steps", o.get("eval_steps") or o["logging_steps"])}
+        every = o.get("eval_steps") or o["logging_steps"]
+        steps, epochs = steps_or_epochs(every, o["max_steps"], o["num_train_epochs"])
+        return {"eval.steps": steps} | ({} if epochs is None else {"eval.epochs": epochs})
     return {"eval.epochs": 1.0} if strategy == "epoch" else {}
 
 
 def trl_save(o: Options) -> Settings:
     """Checkpoints by steps or epochs, or only the best one."""
-    strategy = o["save_strategy"]
+    strategy = word_of(o["save_strategy"])
     if strategy == "steps":
-        return {"ckpt.save_steps": _steps("save_steps", o["save_steps"])}
+        steps, epochs = steps_or_epochs(o["save_steps"], o["max_steps"], o["num_train_epochs"])
+        return {"ckpt.save_steps": steps} | ({} if epochs is None else {"ckpt.save_epochs": epochs})
     more: dict[str, Settings] = {
         "no": {"ckpt.at_end": False},
         "epoch": {"ckpt.save_epochs": 1.0},
@@ -300,10 +564,15 @@ def trl_hub(o: Options) -> Settings:
     return {"export.push_to_hub": name, "export.private": bool(o.get("hub_private_repo"))}
 
 
-def _steps(name: str, steps: float) -> int:
-    if steps != int(steps):
-        raise Unsupported(f"{name} as a fraction of all steps; set a number of steps")
-    return int(steps)
+def steps_or_epochs(steps: float, max_steps: int | None, epochs: float) -> tuple[int, float | None]:
+    """Return a number of steps, or of epochs if the number is a fraction of all steps, whose number is not known."""
+    if steps >= 1 and steps != int(steps):
+        raise Unsupported("a number of steps must be whole, or a fraction of all steps below 1")
+    if not 0 < steps < 1:
+        return int(steps), None
+    if max_steps is not None and max_steps > 0:
+        return math.ceil(steps * max_steps), None
+    return 0, steps * epochs
 
 
 CONVERSIONS = conversions_of(vars(), "trl")

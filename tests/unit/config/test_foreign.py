@@ -1,6 +1,7 @@
 """Configs of other systems: recognition, the translation of each option, and the names of untranslatable ones."""
 
 import pathlib
+import re
 
 import pytest
 
@@ -169,6 +170,13 @@ TRANSLATED = [
     (TRL, "use_peft: true\nbeta: 0.2\n", {"lora.enabled": True, "lora.dropout": 0.0}),
     (TRL, "report_to: [tensorboard, wandb]\n", {"log.tensorboard": True, "log.wandb.enabled": True}),
     (TRL, "report_to: []\n", {"log.tensorboard": False}),
+    (TRL, "use_peft: true\nweight_decay: 0.1\n", {"optim.weight_decay": 0.1, "optim.no_decay": None}),
+    (TRL, "save_strategy: no\neval_strategy: no\n", {"ckpt.at_end": False, "eval.steps": 0}),
+    (AXOLOTL, "save_strategy: no\neval_strategy: no\n", {"ckpt.at_end": False, "ckpt.save_epochs": None}),
+    (TRL, "save_steps: 0.1\nmax_steps: 25\n", {"ckpt.save_steps": 3}),
+    (TRL, "eval_strategy: steps\neval_steps: 0.1\n", {"eval.steps": 0, "eval.epochs": 0.1 * 3.0}),
+    (TRL, "reward_funcs: [accuracy]\n", {"rollout.rewards": ("open_r1.rewards:accuracy_reward",)}),
+    (TRL, 'chat_template: "{% for message in messages %}{% endfor %}"\n', {"preference.loss": None}),
     # Axolotl
     (AXOLOTL, "", {"optim.schedule": "cosine", "optim.warmup_ratio": 0.03, "memory.remat": "none"}),
     (AXOLOTL, "adapter: lora\nlora_r: 4\n", {"lora.rank": 4, "lora.target_modules": ("q_proj", "v_proj")}),
@@ -178,7 +186,38 @@ TRANSLATED = [
         "adapter: lora\nlora_dropout: 0.05\nrl: dpo\n",
         {"preference.loss": "sigmoid", "lora.dropout": 0.0},
     ),
-    (AXOLOTL, "loss_watchdog_threshold: 5.0\nloss_watchdog_patience: 3\n", {"guard.action": None}),
+    (
+        AXOLOTL,
+        "loss_watchdog_threshold: 5.0\nloss_watchdog_patience: 4\n",
+        {"guard.action": None, "guard.max_loss": 5.0, "guard.max_loss_steps": 4},
+    ),
+    (AXOLOTL, "gradient_checkpointing: offload\nsave_steps: 0.25\nnum_epochs: 2\n", {"ckpt.save_epochs": 0.5}),
+    (AXOLOTL.replace("my/model", "google/gemma-4-E2B-it"), "chat_template: gemma4\n", {"chat.template": None}),
+    (AXOLOTL, "chat_template: tokenizer_default_fallback_chatml\n", {"chat.template": None}),
+    # Its template has a system message by default, unlike chatml.
+    (AXOLOTL.replace("my/model", "Qwen/Qwen2.5-1.5B"), "chat_template: qwen_25\n", {"chat.template": None}),
+    (
+        AXOLOTL.replace("chat_t", "bradley_terry.chat_t").replace("plate}", "plate.default}"),
+        "reward_model: true\nchat_template: chatml\n",
+        {"chat.template": "chatml"},
+    ),
+    (AXOLOTL, "gptq: false\ns2_attention: false\nqat: {}\nlisa_n_layers: 0\n", {"lora.enabled": False}),
+    (AXOLOTL, "optimizer: optimi_adamw\nadam_beta2: 0.95\n", {"optim.beta2": 0.95, "optim.epsilon": 1e-6}),
+    (
+        AXOLOTL,
+        "adapter: qlora\nload_in_4bit: true\nfsdp_config: {offload_params: true}\n",
+        {"memory.offload_optimizer": True, "memory.offload_quants": True, "mesh.fsdp": -1},
+    ),
+    (
+        AXOLOTL,
+        "deepspeed: deepspeed_configs/zero3_bf16_cpuoffload_all.json\n",
+        {"memory.offload_optimizer": True, "memory.offload_master": True, "parallel.zero": 3},
+    ),
+    (
+        AXOLOTL,
+        "adapter: lora\nlora_target_modules: 'model.language_model.layers.[\\d]+.(mlp|self_attn).(up|q)_proj'\n",
+        {"lora.target_modules": r"(?:layers.[\d]+.(mlp|self_attn).(up|q)_proj)$"},
+    ),
     (
         AXOLOTL,
         "special_tokens: {pad_token: <p>, additional_special_tokens: [<a>]}\n",
@@ -347,6 +386,20 @@ def test_options_become_ours(system, more, expected):
         (AXOLOTL + "sample_paking: true\n", "no such option of Axolotl; nearest: sample_packing"),
         (AXOLOTL + "rl: grpo\n", "rl = 'grpo': not supported yet: rl must be one of dpo, ipo, orpo, kto, simpo"),
         (
+            AXOLOTL + "chat_template: llama4\n",
+            "chat_template = 'llama4': not supported yet: the template llama4 for a model whose name is not of that",
+        ),
+        (AXOLOTL + "optimizer: adamw_torch_4bit\n", "optimizer state in 4 bits or FP8; adamw_torch_8bit needs 8 bits"),
+        (AXOLOTL + "unfrozen_parameters: ['a$[:9]']\n", r"training a range of rows \(a\$\[:9\]\)"),
+        (AXOLOTL + "kd_trainer: true\n", "distill.teacher names a model instead"),
+        (
+            TRL + "reward_funcs: [cosine]\n",
+            "reward_funcs = .*: not supported yet: the reward function 'cosine', which has settings in open-r1",
+        ),
+        (TRL + "num_generations: 4\n", "num_generations = 4: not supported yet: GRPO without reward_funcs"),
+        (TRL + "teacher_model_name_or_path: a\n", "write lmbda: 0.0 to learn on the answers of the data"),
+        (TRL + "dataset_kwargs: {skip_prepare_dataset: true}\n", "not supported yet: dataset_kwargs skip_prepare"),
+        (
             AXOLOTL + "plugins: [a.SpectrumPlugin]\n",
             "plugins = .*: not supported yet: plugins of torch, such as a.Spectrum",
         ),
@@ -409,7 +462,7 @@ def test_a_line_says_what_a_user_would_look_for_elsewhere():
     notes = "\n".join(resolve_text(AXOLOTL + text).notes)
     assert "train.output_dir = './out'; the result is in <output_dir>/<train.run_name>/export" in notes
     assert "special_tokens.pad_token = '<p>' -> padding is neither attended to nor trained" in notes
-    assert "loss_watchdog_threshold = 5.0 -> no loss threshold ends a run" in notes
+    assert "loss_watchdog_threshold = 5.0 -> guard.max_loss = 5.0" in notes
 
 
 def test_what_is_not_there_yet_at_its_default_is_a_note_and_so_is_a_reason():
@@ -434,6 +487,44 @@ def test_the_dialect_can_be_said_and_our_own_options_come_on_top():
     assert config.startup_notes[0] == "its.yaml: a config of ERNIEKit, translated as follows:"
 
 
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        (
+            AXOLOTL + "micro_batchsize: 2\n",
+            "line 4: micro_batchsize = 2: no such option of Axolotl; nearest: micro_batch_size -> write "
+            "micro_batch_size, or remove it",
+        ),
+        (AXOLOTL + "xyzzy_qwq: 2\n", "line 4: xyzzy_qwq = 2: no such option of Axolotl -> remove it"),
+        (
+            AXOLOTL + "s2_attention: true\n",
+            "s2_attention = True: not supported yet: shifted sparse attention -> remove it: its default, None, is "
+            "supported",
+        ),
+        (AXOLOTL + "lora_r: x\n", "lora_r = 'x': expected a value such as 8 -> write such a value"),
+        (
+            ERNIEKIT + "per_device_train_batch_size: 2\nbatch_size: 4\n",
+            "already sets train.micro_batch_size to 2 -> remove one of the two, such as batch_size",
+        ),
+        # One fault of options that are read together blames those that the file states, once.
+        (AXOLOTL + "rl: grpo\n", "change 1 option:\n  line 4: rl = 'grpo': "),
+        (
+            AXOLOTL + "dp_shard_size: -3\n",
+            "mesh.fsdp = -3: must be at least 1, or -1 .*\n  line 4: dp_shard_size = -3 ",
+        ),
+        (
+            AXOLOTL.replace("my/model", "x\nload_in_4bit: true\nquant: 1"),
+            "no such option of Axolotl",
+        ),
+    ],
+    ids=lambda part: part[-50:].replace("\n", ";"),
+)
+def test_a_verdict_says_which_lines_to_change_to_what(text, verdict, capsys):
+    pathlib.Path("its.yaml").write_text(text)
+    assert options.main(["--from=its.yaml"]) == 2
+    assert re.search(verdict, capsys.readouterr().err)
+
+
 def test_options_from_shows_what_becomes_of_a_config_without_training(capsys):
     pathlib.Path("its.yaml").write_text(SUROGATE + "normuon_beta2: 0.9\n")
     assert options.main(["--from=its.yaml"]) == 0
@@ -441,12 +532,17 @@ def test_options_from_shows_what_becomes_of_a_config_without_training(capsys):
     assert "sequence_len = 512 -> data.seq_len = 512\n" in shown
     assert "lora_dropout = 0.05 (its default) -> lora.dropout = 0.05\n" in shown
     assert "left out: translation: optim.normuon.beta2 = 0.9: has no effect" in shown
+    assert shown.endswith("\nits.yaml runs as it is: jaxtune train its.yaml\n")
     pathlib.Path("its.yaml").write_text(SUROGATE + "report_to: mlflow\n")
     assert options.main(["--from=its.yaml"]) == 2
     shown = capsys.readouterr()
     assert (
         "sequence_len = 512 -> data.seq_len = 512\n" in shown.out
         and "report_to = 'mlflow': not supported yet" in shown.err
+    )
+    assert shown.err == (
+        "jaxtune: error: its.yaml: does not run as it is; change 1 option:\n  line 4: report_to = 'mlflow': not "
+        "supported yet; supported are aim, wandb, tensorboard, none -> write one of these\n"
     )
     pathlib.Path("its.yaml").write_text("base: qwen_lora\n")
     assert options.main(["--from=its.yaml"]) == 2

@@ -149,6 +149,7 @@ def test_a_chat_template_from_a_file_is_exported_with_the_token_that_ends_its_tu
     byte_tokenizer(tmp_path / "model")
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
     assert hf.load_tokenizer(tmp_path / "model", str(tmp_path / "mine.jinja")).chat_template.startswith("{{ messages")
+    assert hf.load_tokenizer(tmp_path / "model", "{% if 1 %}its text{% endif %}").chat_template.endswith("{% endif %}")
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": 3, "top_p": 0.9}')
     hf.write_chat_template(tmp_path / "model", "another")
     assert hf.write_turn_end(tmp_path / "model", 5, {}) == [3, 5]

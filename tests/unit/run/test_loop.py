@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.config.schema import Config, TrainOptions
+from jaxtune.config.schema import Config, GuardOptions, TrainOptions
 from jaxtune.errors import UserError
 from jaxtune.host.plugins import Callbacks
 from jaxtune.monitor.signals import StopReason
@@ -43,6 +43,7 @@ def run(
     rows: list | None = None,
     position: Position | None = None,
     batches: Any = None,
+    guard: GuardOptions = GuardOptions(),
     **train_options,
 ) -> Any:
     """Run the loop around `step`; `rows` gets each report: (step, values, seconds)."""
@@ -58,8 +59,21 @@ def run(
         step=report,
     )
     batches = batches or itertools.repeat(({}, {}))
-    config = Config(train=TrainOptions(**train_options))
+    config = Config(train=TrainOptions(**train_options), guard=guard)
     return train(config, step, jnp.float32(0), {}, batches, position or Position(), np.ones(steps), tasks, watch)
+
+
+@pytest.mark.parametrize(
+    ("losses", "ended_at"),
+    # The loss of a step is known when the next one runs.
+    [([1, 9, 9, 1, 9, 9, 9, 1, 1, 1], 8), ([1, 9, 9, 1, 9, 9, 1, 9, 9, 1], None), ([5] * 10, None)],
+)
+def test_a_loss_that_stays_above_the_limit_ends_the_run(one_device, losses, ended_at):
+    position, values = Position(), iter(losses)
+    run(lambda state, *_: (state, results(next(values))), 10, (), [], position, guard=GuardOptions(max_loss=5.0))
+    assert position.step == (ended_at or 10)
+    assert position.ended == ("the loss of 3 steps in a row was above guard.max_loss = 5" if ended_at else "")
+    assert Position.from_json(json.loads(json.dumps(position.to_json()))).high_losses == position.high_losses
 
 
 def results(loss: float = 1.0, **more: Any) -> dict[str, Any]:
