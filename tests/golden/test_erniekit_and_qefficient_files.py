@@ -1,4 +1,4 @@
-"""Whole configs of ERNIEKit and QEfficient, shaped as their users write them: what is trained, on which mesh, and how."""
+"""Whole configs of ERNIEKit and QEfficient, shaped as their users write them: what is trained, where, and how."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every pair of options of a system is in some file, and such a file becomes a config, or is refused by lines that help.
+"""Every pair of options of a system is in a file that becomes a config, or is refused by lines that name an option.
 
 The files are a covering array: each has many options with values of their rows, drawn with a fixed seed.
 """

@@ -311,6 +311,14 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         ),
         "do_eval": (EVALUATED, {"data.eval_datasets[0].path": "e.jsonl"}),
         "eval_dataset_path": ({"eval_dataset_path": "e.jsonl"}, {"data.eval_datasets": ()}),
+        "hidden_dropout_prob": (
+            {"hidden_dropout_prob": 0.25},
+            {"train.hidden_dropout": 0.25, "train.dropout_by_depth": True},
+        ),
+        "attention_probs_dropout_prob": (
+            {"attention_probs_dropout_prob": 0.25},
+            {"train.attention_dropout": 0.25, "train.dropout_by_depth": True},
+        ),
         "do_train": ({"do_train": True}, {"data.datasets[0].path": "a.jsonl"}),
         "learning_rate": ({**DPO, "lora": True}, {"optim.learning_rate": 1e-5}),
         "weight_decay": ({"weight_decay": 0.1}, {"optim.weight_decay": 0.1, "optim.no_decay": "norm|bias"}),

@@ -60,6 +60,13 @@ def ernie_run(o: Options) -> Settings:
     return {}
 
 
+def ernie_dropout(o: Options) -> Settings:
+    """Both rates, which grow with the layer's number (ernie/callbacks/layerwise_dropout_callback.py)."""
+    hidden, attention = o["hidden_dropout_prob"], o["attention_probs_dropout_prob"]
+    settings: Settings = {"train.hidden_dropout": hidden, "train.attention_dropout": attention}
+    return settings | ({"train.dropout_by_depth": True} if hidden or attention else {})
+
+
 def ernie_stage(o: Options) -> Settings:
     """Preference options apply only with stage: DPO. Reference-free losses have no reference to update."""
     stage = _ernie_stage(o)
