@@ -275,16 +275,24 @@ def _find_fault(
 ) -> str | None:
     """Return the option of the file that causes an error of a conversion, which several options share.
 
-    Without the option, its conversion has no such error. One that the error names comes first. None: no single cause.
+    Without the option its conversion has no such error. One that the error names comes first, then one that causes it
+    without the others. None: no single option does.
     """
-    causes = []
-    for name, row in table.items():
-        if name in from_file and row.convert and _translate_value(row, from_file[name], options)[1] == text:
-            changed = {other: value for other, value in options.items() if other != name}
-            if row.default is not _NO_DEFAULT:
-                changed[name] = row.default
-            causes += [name] if _translate_value(row, None, changed)[1] != text else []
-    return next((name for name in causes if re.search(rf"\b{re.escape(name)}\b", text)), next(iter(causes), None))
+    failing = [
+        name
+        for name, row in table.items()
+        if name in from_file and row.convert and _translate_value(row, from_file[name], options)[1] == text
+    ]
+
+    def fails_without(name: str, others: list[str]) -> bool:
+        defaults = {other: table[other].default for other in others if table[other].default is not _NO_DEFAULT}
+        changed = {other: value for other, value in options.items() if other not in others} | defaults
+        return _translate_value(table[name], options.get(name), changed)[1] == text
+
+    causes = [name for name in failing if not fails_without(name, [name])]
+    named = [name for name in causes if re.search(rf"\b{re.escape(name)}\b", text)]
+    alone = [name for name in causes if fails_without(name, [other for other in failing if other != name])]
+    return next(iter([*named, *alone, *causes]), None)
 
 
 def _fits(value: Any, row: ForeignOption) -> bool:

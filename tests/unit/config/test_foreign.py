@@ -453,11 +453,13 @@ def test_what_cannot_be_translated_is_an_error_by_name(text, told):
         ("stage: DPO\nloss_type: ppo\nbeta: 0.2\n", "loss_type"),
         ("compute_type: int3\nweight_quantize_algo: nf4\napply_hadamard: false\n", "compute_type"),
         ("train_dataset_prob: a\nmix_strategy: concat\n", "train_dataset_prob"),
+        ("beta: 0.5\nlabel_smoothing: 0.1\nsync_ref_model: true\n", "sync_ref_model"),
     ],
 )
 def test_one_wrong_value_is_one_error(lines, named):
-    pathlib.Path("its.yaml").write_text(ERNIEKIT + lines)
-    problems = foreign.translate(yaml_file.read(pathlib.Path("its.yaml"), "its.yaml"), "erniekit").problems
+    dialect, least = ("trl", TRL) if "sync" in lines else ("erniekit", ERNIEKIT)
+    pathlib.Path("its.yaml").write_text(least + lines)
+    problems = foreign.translate(yaml_file.read(pathlib.Path("its.yaml"), "its.yaml"), dialect).problems
     assert [problem.keys for problem in problems] == [(named,)]
 
 
