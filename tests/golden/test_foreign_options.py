@@ -319,7 +319,7 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"attention_probs_dropout_prob": 0.25},
             {"train.attention_dropout": 0.25, "train.dropout_by_depth": True},
         ),
-        "do_train": ({"do_train": True}, {"data.datasets[0].path": "a.jsonl"}),
+        "do_train": ({**EVALUATED, "do_train": False}, {"data.datasets": (), "data.eval_datasets[0].path": "e.jsonl"}),
         "learning_rate": ({**DPO, "lora": True}, {"optim.learning_rate": 1e-5}),
         "weight_decay": ({"weight_decay": 0.1}, {"optim.weight_decay": 0.1, "optim.no_decay": "norm|bias"}),
         "mix_strategy": (

@@ -16,6 +16,8 @@ def ernie_train(o: Options) -> Settings:
     strategy = o.get("mix_strategy", "random")
     if strategy not in ("random", "concat", "interleave_under", "interleave_over"):
         raise Unsupported("mix_strategy is one of random, concat, interleave_under, interleave_over")
+    if o.get("do_train") is False:
+        return {"data.datasets": []}
     entries = _ernie_entries(o, "train") if o.get("train_dataset_path") else []
     if len(entries) > 1 and strategy != "concat":
         mixing = "interleave_over" if strategy == "random" else strategy
@@ -51,13 +53,13 @@ def ernie_samples(o: Options) -> Settings:
 
 
 def ernie_run(o: Options) -> Settings:
-    """Their default, false, is that of a script whose command line says what it does; `jaxtune train` always trains."""
-    if o.get("do_train") is False:
-        raise Unsupported(
-            "a file that does not train; to evaluate only, leave out do_train, name some train_dataset_path (it is not "
-            "read) and run `jaxtune evaluate --config=FILE`"
-        )
-    return {}
+    """A file that says false has no training data, so that `jaxtune train` refuses it and names `jaxtune evaluate`.
+
+    Their default, false, is that of a script whose command line says what it does.
+    """
+    if o.get("do_train") is False and "data.eval_datasets" not in ernie_eval(o):
+        raise Unsupported("a file that neither trains nor evaluates; set do_train, or do_eval with eval_dataset_path")
+    return ernie_train(o)
 
 
 def ernie_dropout(o: Options) -> Settings:

@@ -7,6 +7,7 @@ import pytest
 from jaxtune import options
 from jaxtune.config import foreign, keys, read_recipe, yaml_file
 from jaxtune.errors import UserError
+from jaxtune.train import train
 
 SUROGATE = "model: my/model\ndatasets: [{path: a.jsonl, type: conversation}]\nsequence_len: 512\n"
 XORL = "model: {model_path: my/model}\ndata: {datasets: [{path: a.jsonl}]}\ntrain: {output_dir: out}\n"
@@ -339,7 +340,10 @@ def test_options_become_ours(system, more, expected):
             "not supported yet: dropout when the model is comp",
         ),
         (ERNIEKIT + "stage: GRPO\n", "stage = 'GRPO': not supported yet: the stages are SFT, PT and DPO"),
-        (ERNIEKIT + "do_train: false\n", "do_train = False: not supported yet: .* run `jaxtune evaluate"),
+        (
+            ERNIEKIT + "do_train: false\n",
+            "do_train = False: not supported yet: a file that neither trains nor evaluates",
+        ),
         (ERNIEKIT + "compute_type: int3\n", "compute_type = 'int3': not supported yet: compute_type is one of bf16, "),
         (ERNIEKIT + "mix_strategy: all\n", "mix_strategy = 'all': not supported yet: mix_strategy is one of random, "),
         (
@@ -461,6 +465,13 @@ def test_one_wrong_value_is_one_error(lines, named):
     pathlib.Path("its.yaml").write_text(least + lines)
     problems = foreign.translate(yaml_file.read(pathlib.Path("its.yaml"), "its.yaml"), dialect).problems
     assert [problem.keys for problem in problems] == [(named,)]
+
+
+def test_a_file_that_only_evaluates_is_refused_by_train():
+    config = resolve_text(ERNIEKIT + "do_train: false\ndo_eval: true\neval_dataset_path: e.jsonl\n")
+    assert not config.data.datasets and config.data.eval_datasets[0].path == "e.jsonl"
+    with pytest.raises(UserError, match="nothing to train on: .* evaluate only, with jaxtune evaluate"):
+        train(config)
 
 
 def test_a_key_that_is_written_twice_is_noted():
