@@ -34,7 +34,7 @@ PAIRS = {
 def test_a_question_and_its_answer_are_known_by_many_names(read, columns, sample):
     texts, notes = read(sample)
     assert texts == [CHAT] and len(notes) == 1
-    assert notes[0].startswith(f"instruction from {columns}, 1 documents")
+    assert notes[0].startswith(f"instruction from {columns}, 1 document")
 
 
 CONVERSATIONS = {
@@ -77,7 +77,7 @@ CONVERSATIONS = {
 @pytest.mark.parametrize("sample, columns, text", CONVERSATIONS.values(), ids=CONVERSATIONS)
 def test_a_conversation_is_known_in_many_forms(read, sample, columns, text):
     texts, notes = read(sample)
-    assert texts == [text] and notes[0].startswith(f"conversation from {columns}, 1 documents") and len(notes) == 1
+    assert texts == [text] and notes[0].startswith(f"conversation from {columns}, 1 document") and len(notes) == 1
 
 
 def test_the_history_of_an_instruction_comes_before_it(read):
