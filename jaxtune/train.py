@@ -63,6 +63,11 @@ def train(config: Config) -> bool:
 def _train(config: Config, folder: RunFolder, mirror: mirror_sync.Mirror | None, goodput: Goodput) -> bool:
     # ---- devices, and the checkpoint to continue from, if any; errors that need no model are raised first ----
     check_ready(config, folder)
+    if not config.data.datasets:
+        raise UserError(
+            "data.datasets is empty, so there is nothing to train on: add an entry, jaxtune.config.dataset(path=...), "
+            "or evaluate only, with jaxtune evaluate"
+        )
     config = resolve_labels(config)
     mesh = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
     results.check_upload(config)

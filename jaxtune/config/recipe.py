@@ -188,7 +188,8 @@ def _from_python(path: str, file: pathlib.Path, argument: str | None) -> ConfigD
 
 def _from_yaml(path: str, file: pathlib.Path, dialect: str | None, above: tuple[pathlib.Path, ...]) -> Recipe:
     written = yaml_file.read(file, path)
-    dialect = dialect or foreign.recognise(written.values, path)
+    if dialect is None and (dialect := _system_of(written, path)) is None:
+        _refuse_repeats(written, path)
     # Another system's defaults come first, then the values that the file states.
     if dialect is not None:
         translation = foreign.translate(written, dialect)
@@ -222,6 +223,21 @@ def _from_yaml(path: str, file: pathlib.Path, dialect: str | None, above: tuple[
     below = read_recipe(name, argument or None, above=(file, *above))
     config = with_values(below.config, below.given)
     return Recipe(path, config, given, below.source, below.notes, every_key(config))
+
+
+def _system_of(written: yaml_file.YamlFile, path: str) -> str | None:
+    """Return the system that a file was written for; None: jaxtune. Raises UserError if several may be meant."""
+    try:
+        return foreign.recognise(written.values, path)
+    except UserError:
+        _refuse_repeats(written, path)
+        raise
+
+
+def _refuse_repeats(written: yaml_file.YamlFile, path: str) -> None:
+    """Raise UserError for a key that is written twice, which other systems allow."""
+    for key, line in written.repeated.items():
+        raise UserError(f"{path}, line {line}: {key.rpartition('.')[2]} is written twice")
 
 
 @contextlib.contextmanager

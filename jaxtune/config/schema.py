@@ -134,6 +134,9 @@ class TrainOptions:
     dropout_warmup_steps: int = option(0,
         "first steps, over which train.hidden_dropout and train.attention_dropout rise from 0", "steps [0, inf)",
         when="train.hidden_dropout or train.attention_dropout")
+    dropout_by_depth: bool = option(False,
+        "scale a layer's dropout rates by its number / the number of layers, so that the first layer has none "
+        "(ERNIEKit)", when="train.hidden_dropout or train.attention_dropout")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ class YamlFile:
     Attributes:
         values: The values.
         lines: The line of each value, by its dotted name (`datasets[0].path`).
+        repeated: Keys that are written twice in one section, and the line of the last, whose value counts.
     """
 
     values: dict[str, Any]
     lines: dict[str, int]
+    repeated: dict[str, int] = field(default_factory=dict)
 
     def line(self, name: str) -> int:
         """Return the line of an option; for one from an alias or `<<`, the line of the alias or `<<`."""
@@ -67,8 +69,9 @@ def read(file: Path, name: str) -> YamlFile:
     try:
         node = loader.get_single_node()
         lines: dict[str, int] = {}
+        repeated: dict[str, int] = {}
         if node is not None:
-            _find_lines(node, "", lines, {})
+            _find_lines(node, "", lines, {}, repeated)
         values = {} if node is None else loader.construct_document(node)
     except RecursionError:
         raise UserError(f"{name}: nested too deeply") from None
@@ -84,10 +87,12 @@ def read(file: Path, name: str) -> YamlFile:
         loader.dispose()
     if not isinstance(values, dict):
         raise UserError(f"{name}: expected options with values, such as 'train:' and 'max_steps: 100' below it")
-    return YamlFile(values, lines)
+    return YamlFile(values, lines, repeated)
 
 
-def _find_lines(node: yaml.Node, name: str, lines: dict[str, int], sizes: dict[int, int | None]) -> int:
+def _find_lines(
+    node: yaml.Node, name: str, lines: dict[str, int], sizes: dict[int, int | None], repeated: dict[str, int]
+) -> int:
     """Record the line of each option below a node, and return the number of values with aliases expanded.
 
     Runs before any value is constructed, so that expanding aliases cannot exhaust memory.
@@ -97,6 +102,7 @@ def _find_lines(node: yaml.Node, name: str, lines: dict[str, int], sizes: dict[i
         name: The dotted name of the node.
         lines: Lines by name, filled here.
         sizes: Sizes of visited nodes by id; None while a node is being visited.
+        repeated: Lines of keys that are written twice, by name, filled here.
 
     Raises:
         yaml.MarkedYAMLError: An alias inside its own node, too many values, or a key that a config cannot have.
@@ -108,7 +114,7 @@ def _find_lines(node: yaml.Node, name: str, lines: dict[str, int], sizes: dict[i
         return size
     sizes[id(node)] = None
     sizes[id(node)] = size = 1 + sum(
-        _find_lines(value, inner, lines, sizes) for inner, value in _below(node, name, lines)
+        _find_lines(value, inner, lines, sizes, repeated) for inner, value in _below(node, name, lines, repeated)
     )
     if size > MAX_VALUES:
         problem = f"more than {MAX_VALUES:,} values after its aliases are expanded"
@@ -116,18 +122,20 @@ def _find_lines(node: yaml.Node, name: str, lines: dict[str, int], sizes: dict[i
     return size
 
 
-def _below(node: yaml.Node, name: str, lines: dict[str, int]) -> Iterator[tuple[str, yaml.Node]]:
+def _below(
+    node: yaml.Node, name: str, lines: dict[str, int], repeated: dict[str, int]
+) -> Iterator[tuple[str, yaml.Node]]:
     """Yield (dotted name, node) of the values directly below a node, and record the lines of keys."""
     keys = set()
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.MarkedYAMLError(problem="a key is not text: quote {{...}}", problem_mark=key.start_mark)
-            if key.value in keys:
-                raise yaml.MarkedYAMLError(problem=f"{key.value} is written twice", problem_mark=key.start_mark)
-            keys.add(key.value)
             inner = f"{name}.{key.value}" if name else key.value
             lines[inner] = key.start_mark.line + 1
+            if key.value in keys:
+                repeated[inner] = lines[inner]
+            keys.add(key.value)
             yield inner, value
     elif isinstance(node, yaml.SequenceNode):
         yield from ((f"{name}[{i}]", item) for i, item in enumerate(node.value))

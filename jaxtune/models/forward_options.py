@@ -32,6 +32,7 @@ class ForwardOptions(NamedTuple):
         neftune_alpha: scale of the noise on embeddings (NEFTune); needs `noise`.
         hidden_dropout: dropout rate of values added to the residual stream; needs `noise`.
         attention_dropout: dropout rate of attention probabilities; needs `noise`.
+        dropout_layers: the number of layers, if both rates rise with a layer's number, from 0; else None.
     """
 
     dtype: jnp.dtype
@@ -49,7 +50,13 @@ class ForwardOptions(NamedTuple):
     neftune_alpha: float = 0.0
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
+    dropout_layers: int | None = None
 
     def layer(self, number: Int[Array, ""]) -> "ForwardOptions":
         """Return the call for a layer: the same options, with the layer's noise."""
-        return self if self.noise is None else self._replace(noise=self.noise.layer(number))
+        if self.noise is None:
+            return self
+        noise = self.noise.layer(number)
+        if self.dropout_layers is not None:
+            noise = noise._replace(share=noise.rate(1.0) * number / self.dropout_layers)
+        return self._replace(noise=noise)

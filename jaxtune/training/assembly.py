@@ -192,6 +192,7 @@ def forward_of(config: Config, model: Model) -> Forward:
         neftune_alpha=config.train.neftune_alpha,
         hidden_dropout=config.train.hidden_dropout,
         attention_dropout=config.train.attention_dropout,
+        dropout_layers=len(model.spec.layers) if config.train.dropout_by_depth else None,
     )
     return Forward(model.graph, recipe, call)
 

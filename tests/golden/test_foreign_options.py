@@ -318,9 +318,42 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         ),
         "do_eval": (EVALUATED, {"data.eval_datasets[0].path": "e.jsonl"}),
         "eval_dataset_path": ({"eval_dataset_path": "e.jsonl"}, {"data.eval_datasets": ()}),
+        "hidden_dropout_prob": (
+            {"hidden_dropout_prob": 0.25},
+            {"train.hidden_dropout": 0.25, "train.dropout_by_depth": True},
+        ),
+        "attention_probs_dropout_prob": (
+            {"attention_probs_dropout_prob": 0.25},
+            {"train.attention_dropout": 0.25, "train.dropout_by_depth": True},
+        ),
+        "do_train": ({**EVALUATED, "do_train": False}, {"data.datasets": (), "data.eval_datasets[0].path": "e.jsonl"}),
+        "learning_rate": ({**DPO, "lora": True}, {"optim.learning_rate": 1e-5}),
+        "weight_decay": ({"weight_decay": 0.1}, {"optim.weight_decay": 0.1, "optim.no_decay": "norm|bias"}),
+        "mix_strategy": (
+            {**TWO, "mix_strategy": "interleave_under"},
+            {"data.mixing": "interleave_under", "data.datasets[0].weight": 0.8},
+        ),
+        "num_samples_each_epoch": ({"num_samples_each_epoch": 500}, {"data.samples_per_epoch": 500}),
+        "moe_multimodal_dispatch_use_allgather": (
+            {"moe_multimodal_dispatch_use_allgather": ""},
+            {"experts.dispatch": "all_gather"},  # no experts on a mesh: the option has no effect
+        ),
+        "unified_checkpoint_config": (
+            {"unified_checkpoint_config": "async_save ignore_merge_optimizer"},
+            {"ckpt.save_optimizer": True},
+        ),
+        "amp_custom_white_list": ({"amp_custom_white_list": "matmul flash_attn"}, {"precision.recipe": "bf16"}),
+        "amp_custom_black_list": ({"amp_custom_black_list": "reduce_sum sin"}, {"precision.recipe": "bf16"}),
+        "use_lowprecision_moment": ({"use_lowprecision_moment": True}, {"optim.state_dtype": "bfloat16"}),
+        # An evaluation takes each set whole: a name of its own keeps it out of the mixing of the training data.
         "eval_dataset_prob": (
-            {**EVALUATED, "eval_dataset_path": "e,f", "eval_dataset_prob": "0.25,0.75"},
-            {"data.eval_datasets[0].path": "e", "data.eval_datasets[1].path": "f"},
+            {**EVALUATED, **TWO, "eval_dataset_path": "e,f,g", "eval_dataset_prob": "0.25,0,0.75"},
+            {
+                "data.eval_datasets[0].path": "e",
+                "data.eval_datasets[1].path": "g",
+                "data.eval_datasets[1].name": "g",
+                "data.eval_datasets[1].weight": None,
+            },
         ),
         "eval_dataset_type": (
             {**EVALUATED, "eval_dataset_type": "alpaca"},
@@ -809,6 +842,56 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         },
     },
     "qefficient": {
+        "model.torch_dtype": (
+            {"model.torch_dtype": "bf16", "model.use_peft": False},
+            {"model.dtype": "bfloat16", "precision.recipe": "bf16", "precision.master_dtype": "bfloat16"},
+        ),
+        "training.dtype": ({"training.dtype": "bf16"}, {"precision.recipe": "bf16", "model.dtype": "bfloat16"}),
+        "training.torch_dtype": ({"training.torch_dtype": "fp32"}, {"precision.recipe": "fp32"}),
+        "training.fp16": (
+            {"model.torch_dtype": "fp32", "training.fp16": True},
+            {"precision.recipe": "fp16", "model.dtype": "float32"},
+        ),
+        "training.bf16": ({"training.bf16": True}, {"precision.recipe": "bf16", "model.dtype": "bfloat16"}),
+        "training.type": ({"training.type": "dpo"}, {"preference.loss": "sigmoid", "preference.beta": 0.1}),
+        "dataset.dataset_type": (
+            {"training.type": "dpo", "dataset.dataset_type": "pairs"},
+            {"data.datasets[0].type": "preference", "data.datasets[0].prompt_field": "Sum up: {text}"},
+        ),
+        "dataset.config_name": ({**SPLIT, "dataset.config_name": "main"}, {"data.datasets[0].subset": "main"}),
+        "dataset.dataset_num_samples": ({"dataset.dataset_num_samples": 7}, {"data.datasets[0].samples": 7}),
+        "dataset.data_seed": ({"dataset.data_seed": 7}, {"train.seed": 42, "data.seed": 7}),
+        "training.seed": ({"training.seed": 7}, {"train.seed": 7, "data.seed": 7}),
+        "training.deepspeed_config": (
+            {"training.deepspeed_config": {"zero_optimization": {"stage": 2}}},
+            {"mesh.fsdp": -1, "parallel.zero": 2},
+        ),
+        "training.ddp_degree": (
+            {"training.tp_degree": 2, "training.ddp_degree": 4},
+            {"mesh.tensor": 2, "mesh.data": 4, "mesh.fsdp": 1},
+        ),
+        "optimizers.optimizer": ({"optimizers.optimizer": "sgd"}, {"optim.name": "sgd", "optim.beta1": 0.0}),
+        "optimizers.optimizer_name": (
+            {"optimizers.optimizer_name": "AdamW", "optimizers.weight_decay": 0.25},
+            {"optim.name": "adamw", "optim.weight_decay": 0.25},
+        ),
+        "optimizers.weight_decay": (
+            {"model.use_peft": False, "optimizers.weight_decay": 0.25},
+            {"optim.weight_decay": 0.25, "optim.no_decay": "norm|bias"},
+        ),
+        "scheduler.scheduler": ({"scheduler.scheduler": "linear"}, {"optim.schedule": "linear"}),
+        "scheduler.scheduler_name": (
+            {"scheduler.scheduler_name": "polynomial"},
+            {"optim.schedule": "polynomial", "optim.min_lr": 1e-7},
+        ),
+        "scheduler.lr_scheduler_kwargs": (
+            {
+                "scheduler.scheduler_name": "warmup_stable_decay",
+                "scheduler.lr_scheduler_kwargs": {"num_decay_steps": 5},
+            },
+            {"optim.schedule": "wsd", "optim.cooldown_steps": 5},
+        ),
+        "scheduler.warmup_ratio": ({"scheduler.warmup_ratio": 0.25}, {"optim.warmup_ratio": 0.25}),
         "dataset.tokenizer_name": ({"dataset.tokenizer_name": "my/model"}, {"model.path": "my/model"}),
         "dataset.dataset_name": (SPLIT, {"data.datasets[0].path": "x/y"}),
         "dataset.json_file_path": ({"dataset.dataset_name": "x/y"}, {"data.datasets[0].path": "a.json"}),

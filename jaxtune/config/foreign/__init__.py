@@ -171,6 +171,7 @@ def translate(written: yaml_file.YamlFile, dialect: str) -> Translation:
     """Translate every option of a file, and the defaults of its system, to our options."""
     lines = list(_lines(written.values, table(dialect), DIALECTS[dialect]))
     lines += _contradictions(lines)
+    lines += _repeats(written)
     problems = []
     # A conversion that reads several options fails for each of them: blame those that the file states.
     blamed = {line.text for line in lines if line.wrong and line.stated}
@@ -244,6 +245,7 @@ def _lines(
     odd = {name for name, value in from_file.items() if name in table and not _fits(value, table[name])}
     options |= {name: value for name, value in from_file.items() if value is not None and name not in odd}
     options |= {name: True for name in from_file if name in table and table[name].present}
+    faults: dict[str, str | None] = {}
     for name, row in table.items():
         value = True if row.present else from_file.get(name, options.get(name))
         if row.entries and isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value):
@@ -254,6 +256,11 @@ def _lines(
             yield Line(f"{theirs}{name}", value, True, {}, f"expected a value such as {sample!r}", wrong=True)
         elif name in from_file or (name in options and not (row.reason or row.later)):
             settings, text, wrong = _translate_value(row, value, options)
+            if wrong and row.convert:
+                if text not in faults:
+                    faults[text] = _find_fault(text, options, from_file, table)
+                if faults[text] not in (None, name):
+                    text, wrong = f"see {faults[text]}", False
             settings = {f"{ours}{key}": setting for key, setting in settings.items()}
             yield Line(f"{theirs}{name}", value, name in from_file, settings, text, wrong)
     # Users of several systems also write our own names: lora_rank for lora.rank, which is lora_r there.
@@ -263,6 +270,31 @@ def _lines(
         nearest = difflib.get_close_matches(name, by_name, n=1, cutoff=0.5)
         text = f"no such option of {system}" + (f"; nearest: {by_name[nearest[0]]}" if nearest else "")
         yield Line(f"{theirs}{name}", from_file[name], True, {}, text, wrong=True)
+
+
+def _find_fault(
+    text: str, options: Options, from_file: Mapping[str, Any], table: Mapping[str, ForeignOption]
+) -> str | None:
+    """Return the option of the file that causes an error of a conversion, which several options share.
+
+    Without the option its conversion has no such error. One that the error names comes first, then one that causes it
+    without the others. None: no single option does.
+    """
+    failing = [
+        name
+        for name, row in table.items()
+        if name in from_file and row.convert and _translate_value(row, from_file[name], options)[1] == text
+    ]
+
+    def fails_without(name: str, others: list[str]) -> bool:
+        defaults = {other: table[other].default for other in others if table[other].default is not _NO_DEFAULT}
+        changed = {other: value for other, value in options.items() if other not in others} | defaults
+        return _translate_value(table[name], options.get(name), changed)[1] == text
+
+    causes = [name for name in failing if not fails_without(name, [name])]
+    named = [name for name in causes if re.search(rf"\b{re.escape(name)}\b", text)]
+    alone = [name for name in causes if fails_without(name, [other for other in failing if other != name])]
+    return next(iter([*named, *alone, *causes]), None)
 
 
 def _fits(value: Any, row: ForeignOption) -> bool:
@@ -322,6 +354,17 @@ def _contradictions(lines: list[Line]) -> list[Line]:
                     Line(line.option, line.value, True, {}, f"{first} already sets {key} to {before!r}", wrong=True)
                 )
     return errors
+
+
+def _repeats(written: yaml_file.YamlFile) -> Iterator[Line]:
+    """Yield a note for each key that is written twice: PyYAML, with which these systems read files, takes the last."""
+    for name, line in written.repeated.items():
+        value: Any = written.values
+        for part in re.findall(r"[^.\[\]]+", name):
+            value = (
+                value[int(part)] if isinstance(value, list) else value.get(part) if isinstance(value, dict) else None
+            )
+        yield Line(name, value, True, {}, f"line {line}: written twice; this value, the last, counts")
 
 
 def _gather_entries(settings: Settings) -> Settings:

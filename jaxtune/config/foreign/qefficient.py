@@ -14,19 +14,21 @@ from jaxtune.config.foreign.conversions import (
     saves_of,
     strategy_of,
 )
+from jaxtune.config.foreign.trl import trl_schedule, zero_of
 
 
 def qefficient_data(o: Options) -> Settings:
     """A file has priority over a dataset name. Validation data is the named split, or a part of the training data."""
     file, name, label = o["dataset.json_file_path"], o["dataset.dataset_name"], o.get("dataset.target_column")
     entry = {"path": file or name, "type": "classification" if label else "instruction"}
+    if _qefficient_dpo(o):
+        entry["type"] = "preference"
     if label:
         columns = names_of(o["dataset.input_columns"])
         text = columns[0] if len(columns) == 1 else " ".join(f"{{{column}}}" for column in columns)
         entry |= {"target_column": label, "text_field": text}
-    subset = o["dataset.dataset_subset"]
     if not file:
-        entry |= {"split": o["dataset.train_split"]} | ({"subset": subset} if subset != "default" else {})
+        entry |= {"split": o["dataset.train_split"]} | _qefficient_subset(o)
     settings: Settings = {"data.datasets": [entry]} | ({"model.head": "classification"} if label else {})
     if not o["training.do_eval"] or o["training.eval_strategy"] == "no":
         return settings
@@ -34,6 +36,43 @@ def qefficient_data(o: Options) -> Settings:
         return settings | {"data.eval_datasets": [entry | {"split": o["dataset.test_split"]}]}
     # Rounded, because 1 - 0.8 is 0.19999999999999996 in floating point.
     return settings | {"data.validation_split": round(1 - o["dataset.split_ratio"], 6)}
+
+
+def _qefficient_subset(o: Options) -> Settings:
+    """Two options for the subset; config_name is the one that load_dataset gets in their newer code."""
+    names = {o[f"dataset.{option}"] for option in ("dataset_subset", "config_name")} - {"default"}
+    if len(names) > 1:
+        raise Unsupported(f"two subsets, {' and '.join(sorted(map(str, names)))}; leave out dataset.dataset_subset")
+    return {"subset": names.pop()} if names else {}
+
+
+def qefficient_samples(o: Options) -> Settings:
+    """The first samples of each split; -1: all."""
+    most = o["dataset.dataset_num_samples"]
+    return {"data.datasets[i].samples": most} if most > 0 else {}
+
+
+def qefficient_type(o: Options) -> Settings:
+    """sft and base train on next tokens; dpo is TRL's DPOTrainer, with its defaults, as no file can set its options.
+
+    See finetune/experimental/core/trainer/dpo_trainer.py.
+    """
+    known = ("sft", "base", "dpo")
+    if o["training.type"] not in known:
+        raise Unsupported(f"type is one of {', '.join(known)}; train.plugins can add an objective")
+    return {"preference.loss": "sigmoid", "preference.beta": 0.1} if _qefficient_dpo(o) else {}
+
+
+def _qefficient_dpo(o: Options) -> bool:
+    return o["training.type"] == "dpo"
+
+
+def qefficient_kind(o: Options) -> Settings:
+    """The kind of samples, which training.type decides for DPO."""
+    known = ("seq_completion", "sft_dataset")
+    if o["dataset.dataset_type"] not in known and not _qefficient_dpo(o):
+        raise Unsupported(f"dataset_type is one of {', '.join(known)}; data.datasets[i].function reads any other")
+    return {}
 
 
 def qefficient_function(o: Options) -> Settings:
@@ -51,26 +90,35 @@ def qefficient_function(o: Options) -> Settings:
         raise Unsupported("a function that is not written as FILE:NAME")
     # Their paths leave out the suffix .py; a place without a slash is a module.
     function = f"{place}:{name}" if place.endswith(".py") or "/" not in place else f"{place}.py:{name}"
-    written = {"prompt_format": "{returned}"} if prompt else {"output_field": "returned"}
+    written = {_prompt_key(o): "{returned}"} if prompt else {"output_field": "returned"}
     return {f"data.datasets[i].{key}": value for key, value in {"function": function, **written}.items()}
+
+
+def _prompt_key(o: Options) -> str:
+    return "prompt_field" if _qefficient_dpo(o) else "prompt_format"
 
 
 def qefficient_prompt(o: Options) -> Settings:
     """A template with columns, possibly written as a Python f-string, f"...\\n", as in their grammar example."""
-    return _qefficient_text("prompt_format", o["dataset.prompt_template"])
+    return _qefficient_text(_prompt_key(o), o["dataset.prompt_template"])
 
 
 def qefficient_completion(o: Options) -> Settings:
-    """A template with columns."""
-    return _qefficient_text("output_field", o["dataset.completion_template"])
+    """A template with columns; pairs of answers have none."""
+    return {} if _qefficient_dpo(o) else _qefficient_text("output_field", o["dataset.completion_template"])
 
 
 def _qefficient_text(key: str, template: Any) -> Settings:
     if template is None:
         return {}
     text = str(template)
-    if re.fullmatch(r'f"(?:[^"\\]|\\.)*"', text):
-        text = ast.literal_eval(text[1:])
+    if re.fullmatch(r"""f(["'])(?:(?!\1)[^\\]|\\.)*\1\s*""", text, re.DOTALL):
+        # Text in the quotes of YAML has real line ends, which a Python string has only as \n.
+        code = text.strip()[1:].replace("\r", "\\r").replace("\n", "\\n")
+        try:
+            text = ast.literal_eval(code)
+        except (SyntaxError, ValueError):
+            raise Unsupported("a Python text that cannot be read; write it without the f and its quotes") from None
     return {f"data.datasets[i].{key}": text}
 
 
@@ -95,13 +143,23 @@ def qefficient_save(o: Options) -> Settings:
 
 
 def qefficient_log(o: Options) -> Settings:
-    """Progress lines by steps, or none."""
-    return lines_of(o["training.logging_strategy"], o["training.logging_steps"])
+    """Progress lines by steps, or none. Lines by epoch are by steps too, which shows more and changes no result."""
+    strategy = o["training.logging_strategy"]
+    return lines_of("steps" if strategy == "epoch" else strategy, o["training.logging_steps"])
 
 
 def qefficient_devices(o: Options) -> Settings:
-    """FSDP over all devices, or a replica on each."""
-    return {"mesh.fsdp": -1} if o["training.fsdp_config"] else {"mesh.fsdp": 1, "mesh.data": -1}
+    """ZeRO of DeepSpeed, or FSDP, over all devices; else a replica on each.
+
+    With tensor or pipeline parallelism, ddp_degree is the number of replicas, else the launcher's processes are
+    (validate_config in finetune/experimental/core/config_manager.py).
+    """
+    if o["training.deepspeed_config"]:
+        return zero_of(o["training.deepspeed_config"])
+    if o["training.fsdp_config"]:
+        return {"mesh.fsdp": -1}
+    divided = o["training.tp_degree"] > 1 or o["training.pp_degree"] > 1
+    return {"mesh.fsdp": 1, "mesh.data": o["training.ddp_degree"] if divided else -1}
 
 
 def qefficient_device(o: Options) -> Settings:
@@ -111,10 +169,87 @@ def qefficient_device(o: Options) -> Settings:
     return {"device.platform": o["training.device"]} if o["training.device"] in ("cuda", "cpu") else {}
 
 
+def qefficient_precision(o: Options) -> Settings:
+    """The dtype of the weights and of the computation.
+
+    Older files have one option for both (training.dtype, earlier training.torch_dtype). Newer ones load the weights in
+    model.torch_dtype and compute in it too, unless training.bf16 or fp16 ask for autocast; weights in bfloat16 are then
+    trained as they are, and adapters in float32 (peft).
+    """
+    stored = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    dtype, loaded = o.get("training.torch_dtype") or o["training.dtype"], o.get("model.torch_dtype")
+    if wrong := {dtype, loaded} - {None, *stored}:
+        raise Unsupported(f"{wrong.pop()}; dtype and torch_dtype are one of {', '.join(stored)}")
+    cast = [name for name in ("bf16", "fp16") if o[f"training.{name}"]]
+    if len(cast) > 1:
+        raise Unsupported("training.bf16 with training.fp16; at most one can be true")
+    recipe = cast[0] if cast else loaded or dtype
+    settings: Settings = {"precision.recipe": recipe, "model.dtype": stored[loaded or (recipe if cast else dtype)]}
+    if loaded == "bf16" and not o["model.use_peft"] and recipe != "fp16":
+        settings["precision.master_dtype"] = "bfloat16"
+    return settings
+
+
+def qefficient_seeds(o: Options) -> Settings:
+    """The seed of dropout and weights, and that of the data order, which is the same unless data_seed is set."""
+    order = o.get("dataset.data_seed")
+    return {"train.seed": o["training.seed"], "data.seed": o["training.seed"] if order is None else order}
+
+
+def qefficient_optimizer(o: Options) -> Settings:
+    """torch's optimizer by name, in small letters or as the class is spelt. Its SGD has no momentum."""
+    name = _qefficient_optimizer(o)
+    settings: dict[str, Settings] = {
+        "adamw": {"optim.name": "adamw"},
+        "adam": {"optim.name": "adamw"},
+        "sgd": {"optim.name": "sgd", "optim.beta1": 0.0},
+    }
+    if name not in settings:
+        raise Unsupported(f"the optimizers are {', '.join(settings)}; train.plugins can add one")
+    return settings[name]
+
+
+def _qefficient_optimizer(o: Options) -> str:
+    names = {str(o.get(f"optimizers.{option}") or "").lower() for option in ("optimizer", "optimizer_name")} - {""}
+    if len(names) > 1:
+        raise Unsupported(f"two optimizers, {' and '.join(sorted(names))}; leave out optimizers.optimizer")
+    return names.pop() if names else "adamw"
+
+
+def qefficient_decay(o: Options) -> Settings:
+    """Weight decay of all but norms and biases, as in transformers' Trainer; adapters are neither.
+
+    torch's Adam adds the decay to the gradient before the moments, which no rule here does. Without decay Adam and
+    AdamW are the same.
+    """
+    decay = o.get("optimizers.weight_decay") or 0.0
+    if decay and _qefficient_optimizer(o) == "adam":
+        raise Unsupported(
+            "weight_decay of Adam, which torch adds to the gradient; set optimizer_name: adamw, whose decay is "
+            "decoupled, or weight_decay: 0"
+        )
+    decays = {"optim.weight_decay": decay}
+    return decays if o["model.use_peft"] or not decay else decays | {"optim.no_decay": "norm|bias"}
+
+
+def qefficient_schedule(o: Options) -> Settings:
+    """The schedule and its arguments, as in transformers."""
+    name = o.get("scheduler.scheduler") or o["scheduler.scheduler_name"]
+    if o["scheduler.scheduler_name"] not in (name, "cosine"):
+        raise Unsupported(f"two schedules, {name} and {o['scheduler.scheduler_name']}; leave out scheduler.scheduler")
+    given = o.get("scheduler.lr_scheduler_kwargs") or {}
+    needed = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "warmup_stable_decay": ("num_decay_steps",)}
+    if name in needed and not given.keys() & set(needed[name]):
+        raise Unsupported(f"{name} without scheduler.lr_scheduler_kwargs: {{{needed[name][0]}: ...}}, which it needs")
+    return trl_schedule({"lr_scheduler_type": name, "lr_scheduler_kwargs": given})
+
+
 def qefficient_warmup(o: Options) -> Settings:
-    """Warm-up steps; a value below 1 is a fraction of all steps."""
-    warmup = o["scheduler.warmup_steps"]
-    return {"optim.warmup_ratio": warmup} if 0 < warmup < 1 else {"optim.warmup_steps": int(warmup)}
+    """Warm-up steps; a value below 1 is a fraction of all steps. Steps come before a ratio, as in transformers."""
+    warmup = o.get("scheduler.warmup_steps") or 0
+    if warmup >= 1:
+        return {"optim.warmup_steps": int(warmup)}
+    return {"optim.warmup_ratio": warmup or o.get("scheduler.warmup_ratio") or 0.0}
 
 
 def qefficient_workers(o: Options) -> Settings:
@@ -123,8 +258,9 @@ def qefficient_workers(o: Options) -> Settings:
 
 
 def qefficient_length(o: Options) -> Settings:
-    """Row length; longer documents are cut at the end."""
-    return {"data.seq_len": o["dataset.max_seq_length"], "data.truncation": "right"}
+    """Row length; longer documents are cut at the end, and pairs of answers that are longer are left out."""
+    cut = {} if _qefficient_dpo(o) else {"data.truncation": "right"}
+    return {"data.seq_len": o["dataset.max_seq_length"], **cut}
 
 
 def qefficient_tokenizer(o: Options) -> Settings:

@@ -39,6 +39,7 @@ IGNORED_LABEL = -100
 
 # Column names to try if the entry does not set the option; the first one that the sample has is used.
 KNOWN = {
+    "text_field": ("text", "tgt"),  # tgt: ERNIEKit's stage PT
     "messages_field": ("messages", "conversations", "conversation"),
     "instruction_field": ("instruction", "prompt", "question", "query", "problem", "input"),
     "output_field": ("output", "completion", "answer", "response", "solution", "targets", "target", "answer_key"),
@@ -261,7 +262,7 @@ def make_format(
                     "the tokenizer has no end-of-sequence token, so no document would have an end and generation "
                     "would never stop; set eos_token in its tokenizer_config.json"
                 )
-            return lambda sample: Rendered(_text(sample, entry.text_field, "text_field"), append_eos=True)
+            return lambda sample: Rendered(_running_text(sample, entry.text_field), append_eos=True)
         case "tokenized":
             return partial(_read_tokens, len(tokenizer))
         case "conversation":
@@ -397,6 +398,14 @@ def _text(sample: Sample, field: str, option: str) -> str:
         hint = f"; {option}='{{{field}}}' writes numbers as text" if is_number else ""
         raise UserError(f"column {field!r} must be text, found {clip(repr(value))}{hint}")
     return value
+
+
+def _running_text(sample: Sample, field: str) -> str:
+    """Return the text of a column; a list of one text is that text, as ERNIEKit writes samples of stage PT."""
+    value = sample.get(field)
+    if isinstance(value, list) and len(value) == 1:
+        sample = {**sample, field: value[0]}
+    return _text(sample, field, "text_field")
 
 
 def _optional(sample: Sample, field: str | None, option: str) -> str:

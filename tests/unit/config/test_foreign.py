@@ -6,8 +6,9 @@ import re
 import pytest
 
 from jaxtune import options
-from jaxtune.config import foreign, keys, read_recipe
+from jaxtune.config import foreign, keys, read_recipe, yaml_file
 from jaxtune.errors import UserError
+from jaxtune.train import train
 
 SUROGATE = "model: my/model\ndatasets: [{path: a.jsonl, type: conversation}]\nsequence_len: 512\n"
 XORL = "model: {model_path: my/model}\ndata: {datasets: [{path: a.jsonl}]}\ntrain: {output_dir: out}\n"
@@ -275,6 +276,40 @@ TRANSLATED = [
     (QEFFICIENT, "training: {save_strategy: steps, save_steps: 5}\n", {"ckpt.save_steps": 5}),
     (QEFFICIENT, "training: {num_train_epochs: 3}\n", {"ckpt.save_epochs": 1.0, "eval.epochs": 1.0}),
     (QEFFICIENT, "callbacks:\n  early_stopping:\n", {"eval.patience": 3, "eval.min_improvement": 0.01}),
+    (
+        QEFFICIENT.replace("'Sum up: {text}'", "'f\"Sum up:\n\n\n{text}\\n\"'"),
+        "",
+        {"data.datasets[0].prompt_format": "Sum up:\n\n{text}\n"},
+    ),
+    (QEFFICIENT.replace("lr: 1e-4", "optimizer_name: adam"), "", {"optim.name": "adamw", "optim.weight_decay": 0.0}),
+    (QEFFICIENT, "training: {seed: 1, logging_strategy: epoch, seed: 2}\n", {"train.seed": 2, "log.every": 10}),
+    (ERNIEKIT, "stage: PT\n", {"data.datasets[0].type": "text", "optim.learning_rate": 3e-5}),
+    (ERNIEKIT, "stage: DPO\n", {"data.datasets[0].type": "preference", "optim.learning_rate": 1e-6}),
+    (ERNIEKIT, "lora: true\nlearning_rate: 1e-3\n", {"optim.learning_rate": 1e-3}),
+    (ERNIEKIT, "lora: true\n", {"optim.learning_rate": 3e-4}),
+    (ERNIEKIT, "compute_type: wint4/8\nlora: true\n", {"quant.format": "weight_only_mix", "precision.recipe": "bf16"}),
+    (ERNIEKIT, "compute_type: wint8\nfine_tuning: LoRA\n", {"quant.format": "int8", "lora.enabled": True}),
+    (ERNIEKIT, "compute_type: fp8\nlora: true\n", {"quant.format": "fp8", "precision.recipe": "bf16"}),
+    (
+        ERNIEKIT,
+        "compute_type: fp8\n",
+        {"optim.state_dtype": "bfloat16", "memory.offload_optimizer": True, "precision.recipe": "fp8_hybrid"},
+    ),
+    (
+        ERNIEKIT,
+        "offload_optim: true\npipeline_parallel_degree: 2\n",
+        {"mesh.stage": 2, "memory.offload_optimizer": False},
+    ),
+    (ERNIEKIT, "fine_tuning: Full\nlora: true\n", {"lora.enabled": False}),
+    (ERNIEKIT, "use_flash_attention: false\n", {"attention.backend": "xla"}),
+    (ERNIEKIT, "packing: false\n", {"data.packing": False}),
+    (ERNIEKIT, "split_multi_turn: true\nuse_sp_callback: true\n", {"data.packing": True}),
+    (
+        ERNIEKIT.replace("a.jsonl", "a.jsonl,b.jsonl"),
+        'train_dataset_type: erniekit\ntrain_dataset_prob: "0.5,0.5"\nmix_strategy: concat\n',
+        {"data.mixing": "concat", "data.datasets[0].weight": None, "data.datasets[0].system_field": "system"},
+    ),
+    (ERNIEKIT, "num_samples_each_epoch: 500\nmix_strategy: concat\n", {"data.samples_per_epoch": None}),
     (ERNIEKIT, "save_strategy: epoch\n", {"ckpt.save_epochs": 1.0, "ckpt.save_steps": 0}),
     (ERNIEKIT, "", {"ckpt.at_end": False}),
     (XORL.replace("out}", "out, load_checkpoint_path: other/run}"), "", {"ckpt.start": "other/run"}),
@@ -345,8 +380,54 @@ def test_options_become_ours(system, more, expected):
         ),
         (ERNIEKIT + "stage: GRPO\n", "stage = 'GRPO': not supported yet: the stages are SFT, PT and DPO"),
         (
+            ERNIEKIT + "do_train: false\n",
+            "do_train = False: not supported yet: a file that neither trains nor evaluates",
+        ),
+        (ERNIEKIT + "compute_type: int3\n", "compute_type = 'int3': not supported yet: compute_type is one of bf16, "),
+        (ERNIEKIT + "mix_strategy: all\n", "mix_strategy = 'all': not supported yet: mix_strategy is one of random, "),
+        (
+            ERNIEKIT + "train_dataset_type: kto\n",
+            "train_dataset_type = 'kto': .* train_dataset_type is one of erniekit",
+        ),
+        (
+            ERNIEKIT + "unified_checkpoint_config: async_save fast\n",
+            "unified_checkpoint_config = 'async_save fast': not supported yet: fast; the words of",
+        ),
+        (
+            ERNIEKIT + "amp_custom_white_list: matmul softmax\n",
+            "amp_custom_white_list = 'matmul softmax': not supported yet: jaxtune computes softmax in float32",
+        ),
+        (
+            ERNIEKIT + "amp_custom_black_list: matmul_v2\n",
+            "amp_custom_black_list = 'matmul_v2': .* computes matmul_v2 in the recipe's dtype",
+        ),
+        (QEFFICIENT + "training: {type: ppo}\n", "training.type = 'ppo': not supported yet: type is one of sft, base"),
+        (
+            QEFFICIENT.replace("a.json", "a.json, dataset_type: mine"),
+            "dataset_type = 'mine': not supported yet: dataset",
+        ),
+        (QEFFICIENT + "training: {fp16: true, bf16: true}\n", "training.fp16 = True: .* at most one can be true"),
+        (QEFFICIENT + "training: {dtype: int8}\n", "training.dtype = 'int8': not supported yet: int8; dtype and torch"),
+        (
+            QEFFICIENT.replace("lr: 1e-4", "optimizer_name: Adam, weight_decay: 0.01"),
+            "optimizers.weight_decay = 0.01: not supported yet: weight_decay of Adam, which torch adds to the gradient",
+        ),
+        (QEFFICIENT.replace("lr: 1e-4", "optimizer_name: lamb"), "the optimizers are adamw, adam, sgd"),
+        (
+            QEFFICIENT + "scheduler: {scheduler_name: cosine_with_min_lr}\n",
+            "cosine_with_min_lr without scheduler.lr_scheduler_kwargs: {min_lr: ...}, which it needs",
+        ),
+        (
+            QEFFICIENT.replace("json_file_path: a.json", "dataset_name: x/y, dataset_subset: a, config_name: b"),
+            "dataset.dataset_subset = 'a': .* two subsets, a and b",
+        ),
+        (
+            QEFFICIENT.replace("'Sum up: {text}'", """'f"\\x"'"""),
+            "prompt_template = .*: not supported yet: a Python text that cannot be read",
+        ),
+        (
             ERNIEKIT + "stage: DPO\nloss_type: ppo\n",
-            "loss_type = 'ppo': not supported yet: .* with loss_type sigmoid, ipo",
+            "loss_type = 'ppo': not supported yet: for DPO, loss_type is one of sigmoid, ipo",
         ),
         (ERNIEKIT + "save_strategy: weekly\n", "save_strategy = 'weekly': not supported yet: the strategies are steps"),
         (
@@ -420,6 +501,35 @@ def test_options_become_ours(system, more, expected):
 def test_what_cannot_be_translated_is_an_error_by_name(text, told):
     with pytest.raises(UserError, match=told):
         resolve_text(text)
+
+
+@pytest.mark.parametrize(
+    "lines, named",
+    [
+        ("stage: KTO\nbeta: 0.2\nloss_type: sigmoid\nmax_prompt_len: 5\n", "stage"),
+        ("stage: DPO\nloss_type: ppo\nbeta: 0.2\n", "loss_type"),
+        ("compute_type: int3\nweight_quantize_algo: nf4\napply_hadamard: false\n", "compute_type"),
+        ("train_dataset_prob: a\nmix_strategy: concat\n", "train_dataset_prob"),
+        ("beta: 0.5\nlabel_smoothing: 0.1\nsync_ref_model: true\n", "sync_ref_model"),
+    ],
+)
+def test_one_wrong_value_is_one_error(lines, named):
+    dialect, least = ("trl", TRL) if "sync" in lines else ("erniekit", ERNIEKIT)
+    pathlib.Path("its.yaml").write_text(least + lines)
+    problems = foreign.translate(yaml_file.read(pathlib.Path("its.yaml"), "its.yaml"), dialect).problems
+    assert [problem.keys for problem in problems] == [(named,)]
+
+
+def test_a_file_that_only_evaluates_is_refused_by_train():
+    config = resolve_text(ERNIEKIT + "do_train: false\ndo_eval: true\neval_dataset_path: e.jsonl\n")
+    assert not config.data.datasets and config.data.eval_datasets[0].path == "e.jsonl"
+    with pytest.raises(UserError, match="nothing to train on: .* evaluate only, with jaxtune evaluate"):
+        train(config)
+
+
+def test_a_key_that_is_written_twice_is_noted():
+    notes = resolve_text(QEFFICIENT + "training:\n  seed: 1\n  seed: 2\n").notes
+    assert "  training.seed = 2 -> line 6: written twice; this value, the last, counts" in notes
 
 
 LLAMA_FACTORY = "model_name_or_path: a\nstage: sft\nfinetuning_type: lora\ntemplate: llama3\ncutoff_len: 2048\n"

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import byte_tokenizer
 
+from jaxtune.config import foreign
 from jaxtune.config.schema import Dataset
+from jaxtune.config.yaml_file import YamlFile
 from jaxtune.data.cache.documents import tokenize
 from jaxtune.data.chat.messages import check_messages
 from jaxtune.data.formats.dialects import messages_in
@@ -32,7 +34,7 @@ PAIRS = {
 def test_a_question_and_its_answer_are_known_by_many_names(read, columns, sample):
     texts, notes = read(sample)
     assert texts == [CHAT] and len(notes) == 1
-    assert notes[0].startswith(f"instruction from {columns}, 1 documents")
+    assert notes[0].startswith(f"instruction from {columns}, 1 document")
 
 
 CONVERSATIONS = {
@@ -75,7 +77,7 @@ CONVERSATIONS = {
 @pytest.mark.parametrize("sample, columns, text", CONVERSATIONS.values(), ids=CONVERSATIONS)
 def test_a_conversation_is_known_in_many_forms(read, sample, columns, text):
     texts, notes = read(sample)
-    assert texts == [text] and notes[0].startswith(f"conversation from {columns}, 1 documents") and len(notes) == 1
+    assert texts == [text] and notes[0].startswith(f"conversation from {columns}, 1 document") and len(notes) == 1
 
 
 def test_the_history_of_an_instruction_comes_before_it(read):
@@ -95,6 +97,37 @@ def test_a_type_that_is_given_knows_the_same_columns(read):
     assert read({"query": "Hi", "answer": "Yo", "text": "x"}, type="instruction")[0] == [CHAT]
     assert read({"src": ["Hi"], "tgt": ["Yo"], "text": "x"}, type="conversation")[0] == [CHAT]
     assert read({"question": "Hi", "answer": "Yo", "text": "x"}, type="text")[0] == ["«x<|im_end|>»"]
+
+
+SYSTEM = "<|im_start|>system\nBe.<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    "stage, kind, sample, text",
+    [
+        ("SFT", "erniekit", {"system": "Be.", "src": ["Hi"], "tgt": ["Yo"]}, SYSTEM + CHAT),
+        ("SFT", "erniekit", {"src": ["Hi"], "tgt": ["Yo"]}, CHAT),
+        ("SFT", "alpaca", {"instruction": "H", "input": "i", "output": "Yo", "system": "Be."}, SYSTEM + CHAT),
+        ("SFT", "alpaca", {"instruction": "Hi", "input": "", "output": "Yo"}, CHAT),
+        ("SFT", "messages", {"messages": [{"role": "system", "content": "Be."}, HI, YO]}, SYSTEM + CHAT),
+        ("PT", "erniekit", {"tgt": ["x"]}, "«x<|im_end|>»"),
+        ("PT", "erniekit", {"text": "x"}, "«x<|im_end|>»"),
+        ("DPO", "erniekit", {"src": ["Hi"], "tgt": [], "response": [["Yo"], ["No"]], "sort": [1, 0]}, CHAT),
+        ("DPO", "alpaca", {"system": "Be.", "question": "Hi", "chosen": "Yo", "rejected": "No"}, SYSTEM + CHAT),
+    ],
+)
+def test_the_samples_of_erniekit_are_read_as_its_config_names_them(read, stage, kind, sample, text):
+    config = {"model_name_or_path": "m", "train_dataset_path": "a", "stage": stage, "train_dataset_type": kind}
+    ((entry, *_),) = [foreign.translate(YamlFile(config, {}), "erniekit").stated["data.datasets"]]
+    texts, notes = read(
+        sample, **{key: value for key, value in entry.items() if key not in ("path", "max_prompt_tokens")}
+    )
+    assert texts[0] == text and not [note for note in notes if "not used" in note]
+
+
+def test_a_list_of_one_text_is_that_text(read):
+    with pytest.raises(UserError, match="column 'tgt' must be text, found"):
+        read({"tgt": ["x", "y"]}, type="text")
 
 
 def test_a_column_that_the_entry_names_is_never_replaced_by_a_known_one(read):

@@ -3,18 +3,21 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import spec
 
 from jaxtune.config.checks import check
 from jaxtune.config.schema import Config, DataOptions, Dataset, MemoryOptions, ModelOptions, TrainOptions
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.options import AttentionOptions
 from jaxtune.models.parameters import randomize
 from jaxtune.optim.options import OptimOptions
 from jaxtune.parallel.layout import RULES, Rules
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
+from jaxtune.parallel.random import Noise
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import Base
@@ -62,6 +65,22 @@ def test_dropout_rises_and_is_the_same_on_a_mesh_and_without_recomputation():
     assert losses(MeshOptions(fsdp=1, stage=2, tensor=2), 4, MemoryOptions("none"), **DROPPING) == pytest.approx(
         dropped, rel=1e-6
     )
+
+
+def test_dropout_by_depth_begins_at_0_in_the_first_layer():
+    """Rates are those of ERNIE's LayerwiseDropoutCallback: the rate of the step times layer / layers."""
+    call = ForwardOptions(jnp.float32, Noise(jax.random.key(0), jnp.arange(2), share=jnp.float32(0.5)))
+    rates = [float(call._replace(dropout_layers=4).layer(jnp.int32(i)).noise.rate(0.4)) for i in range(4)]
+    assert rates == pytest.approx([0, 0.05, 0.1, 0.15])
+    assert float(call.layer(jnp.int32(3)).noise.rate(0.4)) == pytest.approx(0.2)
+
+
+def test_dropout_by_depth_is_the_same_on_a_mesh():
+    by_depth = {**DROPPING, "dropout_warmup_steps": 0, "dropout_by_depth": True}
+    dropped = losses(MeshOptions(fsdp=1), 1, **by_depth)
+    same = losses(MeshOptions(fsdp=1, stage=2, tensor=2), 4, MemoryOptions("none"), **by_depth)
+    assert dropped == pytest.approx(same, rel=1e-6)
+    assert dropped[0] != pytest.approx(losses(MeshOptions(fsdp=1), 1, **{**by_depth, "dropout_by_depth": False})[0])
 
 
 @pytest.mark.parametrize(("backend", "refused"), [("auto", False), ("xla", False), ("triton", True)])

@@ -12,6 +12,7 @@ from jaxtune.config.schema import (
     CkptOptions,
     Config,
     DataOptions,
+    Dataset,
     LogOptions,
     ModelOptions,
     TrainOptions,
@@ -28,7 +29,8 @@ from jaxtune.train import train
 def config(tmp_path):
     """Return the config of a run whose model does not exist."""
     train = TrainOptions(output_dir=str(tmp_path / "runs"), run_name="a")
-    return Config(model=ModelOptions(path=str(tmp_path / "nowhere")), train=train)
+    data = DataOptions(datasets=(Dataset(path="nowhere.jsonl"),))
+    return Config(model=ModelOptions(path=str(tmp_path / "nowhere")), data=data, train=train)
 
 
 def test_what_is_ready_stays_as_it_is(config, tmp_path):
