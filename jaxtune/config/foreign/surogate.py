@@ -308,8 +308,9 @@ def surogate_checkpoints(o: Options) -> Settings:
 
 def _dpo(o: Options) -> bool:
     """Whether the file is for `surogate dpo`: it names that loss, or has pairs of answers."""
-    entries = o.get("datasets") if isinstance(o.get("datasets"), list) else []
-    pairs = any(isinstance(entry, Mapping) and entry.get("type") == "preference" for entry in entries)
+    entries = o.get("datasets")
+    named = entries if isinstance(entries, list) else []
+    pairs = any(isinstance(entry, Mapping) and entry.get("type") == "preference" for entry in named)
     return o["loss.type"] is not None or pairs
 
 

@@ -228,7 +228,7 @@ class Tokeniser:
 
 def _cut(unit: Unit, most: int, way: Literal["delete", "left", "right", "split"]) -> list[Unit]:
     """Return the parts of a long document that are kept and have a target; documents in a unit are never cut."""
-    if way == "delete" or len(unit.documents) > 1:
+    if way == "delete" or len(unit.documents) != 1:
         return []
     (document,) = unit.documents
     length = len(document.tokens)
