@@ -170,7 +170,9 @@ def surogate_backward(o: Options) -> Settings:
     """The dtype of gradients of activations, bfloat16, or of backward products, which is fixed by the recipe."""
     known = {"fp8_hybrid": ("e5m2", "fp8_e5m2"), "nvfp4": ("fp4", "fp4_e2m1", "nvfp4")}
     of_recipe = known.get(str(o["recipe"]).replace("-", "_"), ())
-    # DPO's gradients are float32 by default (docs/reference/config.md), for adapters as here.
+    if _dpo(o) and o["gradient_dtype"] in ("fp32", "float32"):
+        # DPO's default, for the gradients of its adapters (dpo/config.py), which are float32 here too.
+        return {NOTE: "of the adapters' gradients"}
     if o["gradient_dtype"] not in (None, "bf16", "bfloat16", *of_recipe):
         names = ", ".join(("bf16", *of_recipe[:1]))
         raise Unsupported(f"gradients of activations in another dtype; with this recipe they are {names}")
