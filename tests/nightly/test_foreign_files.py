@@ -24,7 +24,7 @@ TRAINED: dict[str, tuple[int, str, dict[str, object]]] = {
     "xorl/muon_and_experts": (8, "Qwen3Moe", {"data.datasets[0].dummy_length": 64}),
     "surogate/adapters": (1, "Qwen3", {"data.datasets[0].max_tokens": 24, "ckpt.resume": "auto"}),
     "surogate/preferences": (1, "Qwen3", {"data.seq_len": 256}),
-    "surogate/streamed_from_the_host": (2, "Qwen3", {}),
+    "surogate/streamed_from_the_host": (2, "Qwen3", {"data.seq_len": 256}),
 }
 
 
