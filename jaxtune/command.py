@@ -19,8 +19,7 @@ from typing import Any
 from absl import flags
 
 from jaxtune.command_flags import COMMANDS
-from jaxtune.config import keys, read_recipe
-from jaxtune.config.foreign import DIALECTS
+from jaxtune.config import foreign, keys, read_recipe, yaml_file
 from jaxtune.config.recipe import own_recipes
 from jaxtune.config.schema import Config, ModelOptions
 from jaxtune.errors import UserError, hide_secrets, printable
@@ -87,7 +86,7 @@ def run(
         meaning = "your own Python file, run as a plugin (train.plugins); may be given several times"
         flags.DEFINE_multi_string("plugin", [], meaning, flag_values=values)
         meaning = "system that the YAML file was written for; default: recognised by its keys"
-        flags.DEFINE_enum("dialect", None, list(DIALECTS), meaning, flag_values=values)
+        flags.DEFINE_enum("dialect", None, list(foreign.DIALECTS), meaning, flag_values=values)
     if {"-h", "--help", "-help"} & set(arguments):
         head = docstring(module) if module else inspect.getdoc(sys.modules[define_flags.__module__])
         return run_guarded(lambda: print(f"{head}\n\n{_flags_help(values)}"))
@@ -167,7 +166,7 @@ def _parse(
         settings = _define_settings(values, arguments) if with_config else []
         _, *rest = values(["jaxtune", *arguments])
     except flags.UnrecognizedFlagError as error:
-        suggestion = _suggestion(error.flagname, values, with_config)
+        suggestion = _suggestion(error.flagname, values, with_config, arguments)
         raise UserError(f"--{error.flagname}: no such flag; {suggestion}") from error
     except (flags.Error, ValueError) as error:
         missing = re.fullmatch(r"flag --(\w+)=None: .*", str(error))
@@ -218,14 +217,30 @@ def _define_settings(values: flags.FlagValues, arguments: list[str]) -> list[str
     return settings
 
 
-def _suggestion(name: str, values: flags.FlagValues, with_config: bool) -> str:
-    """Return a hint at the flag or option with the nearest name."""
+def _suggestion(name: str, values: flags.FlagValues, with_config: bool, arguments: list[str]) -> str:
+    """Return a hint at the flag or option with the nearest name, or at what another system's flag is here."""
+    if with_config and keys.lookup(name) is None and (meant := _of_other_system(name, arguments)):
+        return meant
     command_flags = [flag for flag in values if not flag.startswith("config.")]
     near = difflib.get_close_matches(name, command_flags, n=1, cutoff=0.7)
     if near:
         return f"nearest: --{near[0]}"
     option = keys.nearest_option(name) if with_config else None
     return f"nearest: --config.{option.key}" if option else "--help lists them"
+
+
+def _of_other_system(name: str, arguments: list[str]) -> str | None:
+    """Return our flags for a flag that another system has, such as XORL's `--train.lr 2e-5`; None if none has it."""
+    # The argument itself, up to its value, which may be the next argument.
+    index = next(i for i, argument in enumerate(arguments) if argument.lstrip("-").partition("=")[0] == name)
+    _, equals, text = arguments[index].partition("=")
+    if not equals and index + 1 < len(arguments):
+        text = arguments[index + 1]
+    if (translated := foreign.translate_flag(name, yaml_file.parse_value(text))) is None:
+        return None
+    system, settings = translated
+    ours = " ".join(f"--config.{key}={value}" for key, value in settings.items())
+    return f"{system}'s option is here {ours}"
 
 
 def _flags_help(values: flags.FlagValues) -> str:

@@ -71,6 +71,9 @@ class Dataset:
         also="shards_idx dataset_shard_idx")
     max_tokens: int | None = option(None, "leave out documents with more tokens; unset: data.truncation decides",
         "tokens [2, inf)", of_prompts=False)
+    longer: Literal["delete", "left", "right", "split"] = option("delete",
+        "documents with more than max_tokens: delete, cut off the beginning (left) or the end (right), or split",
+        when="max_tokens is not None", of_prompts=False)
     max_prompt_tokens: int | None = option(None,
         "cut off the beginning of longer prompts; the prompt is everything before the answer", "tokens [1, inf)",
         when="type in ('auto', 'preference', 'unpaired_preference')", also="max_prompt_length max_prompt_len")

@@ -90,6 +90,14 @@ def read(file: Path, name: str) -> YamlFile:
     return YamlFile(values, lines, repeated)
 
 
+def parse_value(text: str) -> Any:
+    """Return the value that a text would be in a YAML file; text that is not YAML stays text."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        return text
+
+
 def _find_lines(
     node: yaml.Node, name: str, lines: dict[str, int], sizes: dict[int, int | None], repeated: dict[str, int]
 ) -> int:

@@ -49,6 +49,8 @@ def decays(optim: OptimOptions, hf_names: Mapping[str, tuple[str, ...]]) -> dict
     names = _all(hf_names)
     if optim.no_decay is None:
         without = frozenset(name for name in names if re.search(NO_DECAY, name))
+    elif not optim.no_decay:
+        without = frozenset()
     else:
         without = select(optim.no_decay, names, "optim.no_decay")
         if without >= set(names):

@@ -140,7 +140,7 @@ class OptimOptions:
         when="optim.layerwise_lr_decay == 1")
     weight_decay: float = option(0.0, "decoupled weight decay", "[0, inf)", basic=True)
     no_decay: str | None = option(None,
-        "parameters without weight decay, by Hugging Face name; unset: norms, biases and embeddings", "regex",
+        "parameters without weight decay, by Hugging Face name; unset: norms, biases and embeddings; '': none", "regex",
         when="optim.weight_decay")
     decay_multipliers: tuple[str, ...] = option((), "weight-decay factors by Hugging Face name; the last match counts",
         "REGEX=FACTOR", when="optim.weight_decay")

@@ -48,6 +48,7 @@ EARLY = {
     "callbacks.early_stopping.early_stopping_patience": 5,
     "callbacks.early_stopping.early_stopping_threshold": 0.25,
 }
+PAIRS = {"path": "a.jsonl", "type": "preference"}
 # Options that others need to have an effect, by their names or by the first parts of their keys here.
 BESIDE: dict[str, dict[str, Any]] = {
     "surogate": {
@@ -64,11 +65,17 @@ BESIDE: dict[str, dict[str, Any]] = {
         "log.wandb": {"report_to": "wandb"},
         "log.aim": {"report_to": "aim"},
         "init_projections_to_zero": {"lora": False},
+        "from_scratch": {"lora": False},
+        "no_fp4_": {"recipe": "nvfp4", "lora": False},
+        "prompt_field": {"datasets": [PAIRS]},
+        "chosen_field": {"datasets": [PAIRS]},
+        "rejected_field": {"datasets": [PAIRS]},
     },
     "xorl": {
         "data.dataset_shard_idx": {"data.dataset_shard_num": 4},
         "data.dataset_shard_num": {"data.dataset_shard_idx": 0},
         "model.ep_dispatch": {"train.expert_parallel_size": 2},
+        "train.pipeline_parallel_virtual_stages": {"train.pipeline_parallel_size": 2},
         "train.lr_start": {"train.lr_warmup_ratio": 0.1},
         "train.lr_decay_ratio": {"train.lr_decay_style": "linear"},
         "train.muon_": {"train.optimizer": "muon"},
@@ -152,6 +159,7 @@ TYPED = {
 }
 GRPO = {"reward_funcs": ["my_rewards.right"]}
 GKD = {"teacher_model_name_or_path": "big/one", "lmbda": 0.0}
+SYSTEM = {"system_prompt_field": "sysp", "system_prompt": "FIXED"}
 POLYNOMIAL = {"lr_scheduler_type": "polynomial"}
 EVALUATED = {"do_eval": True, "eval_dataset_path": "e.jsonl"}
 TWO = {
@@ -173,6 +181,82 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "recompute_ffn": ({**OFF, "recompute_ffn": True}, {"memory.remat": "ffn"}),
         "recompute_qkv": ({**OFF, "recompute_qkv": True}, {"memory.remat": "qkv"}),
         "offload_residual": ({"offload_residual": True}, {"memory.remat": "offload"}),
+        "recompute": ({"recompute": False}, {"memory.remat": "none"}),
+        "recompute_lora": ({**OFF, "recompute_lora": True}, {"memory.remat": "block"}),
+        "cpu_training": (
+            {"lora": False, "cpu_training": True},
+            {
+                "memory.offload_master": True,
+                "memory.offload_gradients": True,
+                "memory.offload_optimizer": True,
+                "parallel.zero": 3,
+                "optim.name": "adamw",
+            },
+        ),
+        "offload_master": ({"lora": False, "zero_level": 3, "offload_master": True}, {"memory.offload_master": True}),
+        "offload_quants": ({"qlora_bnb": True, "offload_quants": True}, {"memory.offload_quants": True}),
+        "offload_optimizer": ({"offload_optimizer": True}, {"memory.offload_optimizer": True}),
+        "offload_grads": ({"lora": False, "zero_level": 3, "offload_grads": True}, {"memory.offload_gradients": True}),
+        "qlora_offload_experts": (
+            {"qlora_fp8": True, "qlora_offload_experts": True, "ep_size": 2, "gpus": 2},
+            {"memory.offload_quants": True, "mesh.expert": 1, "parallel.zero": 3},
+        ),
+        "parallelism": ({"gpus": 2, "parallelism": "dispatch_pp"}, {"parallel.zero": 3, "mesh.stage": 1}),
+        "ep_size": ({"gpus": 4, "ep_size": 2}, {"mesh.expert": 2, "mesh.fsdp": -1, "parallel.zero": 1}),
+        "distributed.num_nodes": (
+            {"distributed.num_nodes": 2, "distributed.gpus_per_node": 8, "sequence_parallel_size": 2},
+            {"mesh.fsdp": 8, "mesh.sequence": 2, "device.gpus": 8},
+        ),
+        "optimizer": ({"optimizer": "normuon"}, {"optim.name": "normuon"}),
+        "warmup_ratio": ({"warmup_ratio": 0.25}, {"optim.warmup_ratio": 0.25}),
+        "weight_decay": (
+            {"lora": False, "weight_decay": 0.25},
+            {"optim.weight_decay": 0.25, "optim.no_decay": "norm|bias"},
+        ),
+        "sequence_len": ({"sequence_len": 512}, {"data.seq_len": 512}),
+        "per_device_train_batch_size": ({"per_device_train_batch_size": 3}, {"train.micro_batch_size": 3}),
+        "sample_packing": ({"sample_packing": "bin"}, {"data.packing": True}),
+        "template": ({"template": "llama3"}, {"chat.template": "llama3"}),
+        "system": ({"system": "Be\\nkind"}, {"data.datasets[0].system_prompt": "Be\nkind"}),
+        "response_prefix": ({"response_prefix": "A\\n"}, {"chat.response_prefix": "A\n"}),
+        "max_length": (
+            {"max_length": 64, "truncation_strategy": "right"},
+            {"data.datasets[0].max_tokens": 64, "data.datasets[0].longer": "right", "data.truncation": "right"},
+        ),
+        "truncation_strategy": ({"truncation_strategy": "left"}, {"data.truncation": "left"}),
+        **{
+            f"{entries}.{name}": (
+                {entries: [{"path": "a", "type": "instruction", "system_prompt_type": kind, **SYSTEM}]},
+                {f"{ours}[0].system_field": column, f"{ours}[0].system_prompt": text},
+            )
+            for entries, ours in (("datasets", "data.datasets"), ("validation_datasets", "data.eval_datasets"))
+            for name, kind, column, text in (
+                ("system_prompt_type", None, None, None),
+                ("system_prompt_field", "field", "sysp", None),
+                ("system_prompt", "fixed", None, "FIXED"),
+            )
+        },
+        "loss.type": (
+            {"loss.type": "dpo", "datasets": [PAIRS], "per_device_train_batch_size": 8},
+            {"preference.loss": "sigmoid", "train.micro_batch_size": 4, "data.packing": False, "data.seq_len": 1024},
+        ),
+        "loss.dpo_beta": ({"datasets": [PAIRS], "loss.dpo_beta": 0.5}, {"preference.beta": 0.5}),
+        "loss.length_norm": ({"datasets": [PAIRS], "loss.length_norm": True}, {"preference.loss": "sigmoid_norm"}),
+        "loss.reference_free": ({"datasets": [PAIRS], "loss.reference_free": True}, {"preference.reference": None}),
+        "loss.target_margin": (
+            {"datasets": [PAIRS], "loss.length_norm": True, "loss.reference_free": True, "loss.target_margin": 0.75},
+            {"preference.loss": "simpo", "preference.simpo_gamma": 0.75},
+        ),
+        **{
+            f"distillation.{name}": ({"distillation.teacher_model": "t", f"distillation.{name}": given}, expected)
+            for name, given, expected in (
+                ("teacher_model", "t", {"distill.teacher": "t", "distill.weight": 0.5, "distill.top_k": 32}),
+                ("top_k", 8, {"distill.top_k": 8}),
+                ("temperature", 2.0, {"distill.temperature": 2.0, "distill.weight": 0.8}),
+                ("kd_weight", 0.25, {"distill.weight": 0.25}),
+                ("ce_weight", 1.5, {"distill.weight": 0.25}),
+            )
+        },
         "zero_level": ({"zero_level": 2}, {"parallel.zero": 2}),
         "shard_weights": ({"shard_weights": True}, {"parallel.zero": 3}),
         "shard_gradients": ({"shard_gradients": True}, {"parallel.zero": 2}),
@@ -235,7 +319,11 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"data.packing_method": "sequential"},
         ),
         "train.data_parallel_mode": ({"train.data_parallel_mode": "ddp"}, {"mesh.data": -1, "mesh.fsdp": 1}),
-        "train.data_parallel_shard_size": ({"train.data_parallel_shard_size": 4}, {"mesh.data": 1, "mesh.fsdp": 4}),
+        "train.data_parallel_shard_size": ({"train.data_parallel_shard_size": 4}, {"mesh.data": -1, "mesh.fsdp": 4}),
+        "train.expert_parallel_size": (
+            {"train.data_parallel_shard_size": 8, "train.expert_parallel_size": 4},
+            {"mesh.data": -1, "mesh.fsdp": 2, "mesh.expert": 4},
+        ),
         "train.data_parallel_replicate_size": (
             {"train.data_parallel_replicate_size": 2},
             {"mesh.data": 2, "mesh.fsdp": -1},
@@ -244,6 +332,61 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"train.pipeline_parallel_size": 2, "train.pipeline_parallel_schedule": "GPipe"},
             {"parallel.pipeline": "gpipe"},
         ),
+        "data.datasets.path": (
+            {"data.datasets": [{"path": "dummy"}], "data.select_columns": ["input_ids", "labels"]},
+            {
+                "data.datasets[0].samples": 4096,
+                "data.datasets[0].dummy_length": 32000,
+                "data.datasets[0].select_columns": None,
+            },
+        ),
+        "data.datasets.shards": ({"data.datasets": [{"path": "a", "shards": 4}]}, {"data.datasets[0].shard_idx": 0}),
+        "data.datasets.shards_idx": (
+            {"data.datasets": [{"path": "a", "shards": 4, "shards_idx": 2}]},
+            {"data.datasets[0].shards": 4, "data.datasets[0].shard_idx": 2},
+        ),
+        "data.test_datasets.path": (
+            {"data.test_datasets": [{"path": "dummy", "max_seq_len": 64, "num_samples": 9}]},
+            {"data.eval_datasets[0].samples": 9, "data.eval_datasets[0].dummy_length": 64},
+        ),
+        "data.test_datasets.shards": (
+            {"data.test_datasets": [{"path": "a", "shards": 4}]},
+            {"data.eval_datasets[0].shard_idx": 0},
+        ),
+        "data.test_datasets.shards_idx": (
+            {"data.test_datasets": [{"path": "a", "shards": 4, "shards_idx": 2}]},
+            {"data.eval_datasets[0].shard_idx": 2},
+        ),
+        "data.select_columns": (
+            {"data.datasets": [{"path": "dummy"}, {"path": "a"}], "data.select_columns": ["x"]},
+            {"data.datasets[0].select_columns": None, "data.datasets[1].select_columns": ("x",)},
+        ),
+        "data.shuffle_merged_datasets": ({"data.shuffle_merged_datasets": False}, {"data.shuffle": False}),
+        "data.shuffle_before_merging_datasets": (
+            {"data.datasets": [{"path": "a"}, {"path": "b"}], "data.shuffle_merged_datasets": False},
+            {"data.shuffle": True, "data.shuffle_each": True},
+        ),
+        "train.gradient_checkpointing_method": (
+            {"train.gradient_checkpointing_method": "recompute_before_dispatch"},
+            {"memory.remat": "attention+qkv"},
+        ),
+        "lora.lora_target_modules": (
+            {"lora.enable_lora": True, "lora.lora_target_modules": ["qkv_proj", "o_proj", "gate_up_proj"]},
+            {"lora.target_modules": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")},
+        ),
+        "lora.save_lora_only": ({"lora.enable_lora": True}, {"export.merge": True}),
+        **{
+            f"distill.{name}": (
+                {"distill.enable_distillation": True, "distill.teacher_model_path": "t", f"distill.{name}": given},
+                {"distill.teacher": "t", "distill.divergence": divergence, "distill.weight": 1.0},
+            )
+            for name, given, divergence in (
+                ("enable_distillation", True, "forward_kl"),
+                ("teacher_model_path", "t", "forward_kl"),
+                ("distillation_loss_type", "reverse_kl", "reverse_kl"),
+                ("distillation_loss_weight", 1.0, "forward_kl"),
+            )
+        },
         "train.optimizer": ({"train.optimizer": "sgd"}, {"optim.name": "sgd", "optim.beta1": 0.0}),
         "train.optimizer_dtype": (
             {"train.optimizer": "anyprecision_adamw", "train.optimizer_dtype": "fp32"},
@@ -964,7 +1107,8 @@ def promises(row: ForeignOption, key: str) -> Iterator[tuple[Any, dict[str, Any]
     for text, ours in row.values.items():
         value = {"true": True, "false": False}.get(str(text).lower(), text)
         value = int(value) if str(value).lstrip("-").isdigit() else value
-        yield value, dict(ours) if isinstance(ours, Mapping) else {} if ours is None else dict.fromkeys(row.keys, ours)
+        settings = ours if isinstance(ours, Mapping) else {} if ours is None else dict.fromkeys(row.keys, ours)
+        yield value, {key: tuple(one) if isinstance(one, list) else one for key, one in settings.items()}
     if key and (row.others or not row.values):
         value = another(key, row.default)
         yield value, dict.fromkeys(row.keys, tuple(value) if isinstance(value, list) else value)

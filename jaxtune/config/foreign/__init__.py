@@ -27,7 +27,7 @@ from typing import Any
 
 from jaxtune.config import keys, yaml_file
 from jaxtune.config.foreign import axolotl, erniekit, qefficient, surogate, trl, xorl
-from jaxtune.config.foreign.conversions import Options, Settings, Unsupported
+from jaxtune.config.foreign.conversions import FILE, NOTE, Options, Settings, Unsupported
 from jaxtune.errors import UserError, shorten
 from jaxtune.option_field import Problem
 
@@ -187,6 +187,16 @@ def translate(written: yaml_file.YamlFile, dialect: str) -> Translation:
     return Translation(dialect, tuple(_worth_showing(lines)), defaults, stated, problems)
 
 
+def translate_flag(name: str, value: Any) -> tuple[str, Settings] | None:
+    """Return (the system, our settings) of an option that has a dotted name on a command line elsewhere; else None."""
+    for dialect, system in DIALECTS.items():
+        if "." in name and name in table(dialect):
+            lines = translate(yaml_file.YamlFile({name: value}, {}), dialect).lines
+            settings = next((line.settings for line in lines if line.option == name), {})
+            return (system, settings) if settings else None
+    return None
+
+
 def _refuse_other_systems(values: Mapping[str, Any], name: str) -> None:
     """Raise UserError for a config of a system without a table here."""
     for system, marks in MARKS.items():
@@ -228,7 +238,12 @@ def _flat(values: Mapping[str, Any], table: Mapping[str, ForeignOption], prefix:
 
 
 def _lines(
-    values: Mapping[str, Any], table: Mapping[str, ForeignOption], system: str, theirs: str = "", ours: str = ""
+    values: Mapping[str, Any],
+    table: Mapping[str, ForeignOption],
+    system: str,
+    theirs: str = "",
+    ours: str = "",
+    file: Mapping[str, Any] | None = None,
 ) -> Iterator[Line]:
     """Yield a line for each option that is given or has a default.
 
@@ -238,6 +253,7 @@ def _lines(
         system: The name of the system, for errors.
         theirs: Prefix of their option names, for a list entry.
         ours: Prefix of our keys, for a list entry.
+        file: The options of the file, for a list entry.
     """
     from_file = _flat(values, table)
     options = {name: row.default for name, row in table.items() if row.default is not _NO_DEFAULT}
@@ -246,11 +262,12 @@ def _lines(
     options |= {name: value for name, value in from_file.items() if value is not None and name not in odd}
     options |= {name: True for name in from_file if name in table and table[name].present}
     faults: dict[str, str | None] = {}
+    options |= {} if file is None else {FILE: file}
     for name, row in table.items():
         value = True if row.present else from_file.get(name, options.get(name))
         if row.entries and isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value):
             for i, entry in enumerate(value):
-                yield from _lines(entry, row.of, f"{system}'s {name}", f"{name}[{i}].", f"{row.entries}[{i}].")
+                yield from _lines(entry, row.of, f"{system}'s {name}", f"{name}[{i}].", f"{row.entries}[{i}].", options)
         elif name in odd:
             sample = next(iter(row.values), None) if row.sample is None else row.sample
             yield Line(f"{theirs}{name}", value, True, {}, f"expected a value such as {sample!r}", wrong=True)
@@ -269,7 +286,14 @@ def _lines(
     for name in (name for name in from_file if name not in table):
         nearest = difflib.get_close_matches(name, by_name, n=1, cutoff=0.5)
         text = f"no such option of {system}" + (f"; nearest: {by_name[nearest[0]]}" if nearest else "")
-        yield Line(f"{theirs}{name}", from_file[name], True, {}, text, wrong=True)
+        off = _is_off(from_file[name])
+        text = f"left out: the table of {system} lacks it, and its value switches nothing on" if off else text
+        yield Line(f"{theirs}{name}", from_file[name], True, {}, text, wrong=not off)
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a value of any option switches nothing on: null, false, 0, nothing, or a section of such values."""
+    return all(map(_is_off, value.values())) if isinstance(value, Mapping) else not value
 
 
 def _find_fault(
@@ -328,8 +352,9 @@ def _translate_value(row: ForeignOption, value: Any, options: Mapping[str, Any])
         )
     if row.convert and (value is not None or row.default is not _NO_DEFAULT):
         try:
-            settings = CONVERSIONS[row.convert](options)
-            return settings, row.note or ("" if settings else "jaxtune's default"), False
+            settings = dict(CONVERSIONS[row.convert](options))
+            note = settings.pop(NOTE, row.note)
+            return settings, note or ("" if settings else "jaxtune's default"), False
         except Unsupported as error:
             return {}, f"not supported yet: {error}", True
     settings = {}

@@ -1,6 +1,6 @@
 """Shared helpers of the modules that translate options of other systems.
 
-Each conversion function gets all options of its file, or of a list entry in it.
+Each conversion function gets all options of its file, or of a list entry in it and of its file (under FILE).
 """
 
 import json
@@ -9,6 +9,10 @@ from typing import Any
 
 Settings = dict[str, Any]
 Options = Mapping[str, Any]
+FILE = "(file)"
+"""The options of a list entry have those of the file under this name."""
+NOTE = "(note)"
+"""A conversion's text for the user, among its settings; otherwise it is the row's note."""
 
 
 class Unsupported(Exception):

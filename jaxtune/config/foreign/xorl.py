@@ -1,9 +1,26 @@
-"""Options of XORL that are translated together (see `conversions`)."""
+"""Options of XORL that are translated together (see `conversions`). Files named below are in its src/xorl."""
 
+import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
-from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, conversions_of, model_overrides, names_of
+from jaxtune.config.foreign.conversions import (
+    FILE,
+    NOTE,
+    Options,
+    Settings,
+    Unsupported,
+    conversions_of,
+    model_overrides,
+    names_of,
+)
+
+DUMMY = "dummy"
+DUMMY_SAMPLES = 4096
+"""The number of made-up samples (data/prepare/prepare_datasets.py)."""
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Layers that XORL fuses, by their parts in Hugging Face's files, whose names adapters have here."""
 
 
 def xorl_model(o: Options) -> Settings:
@@ -31,35 +48,100 @@ def xorl_foundation(o: Options) -> Settings:
     return model_overrides(entries)
 
 
+def xorl_path(o: Options) -> Settings:
+    """The path; made-up samples have a number and a length in XORL (data/prepare/prepare_datasets.py)."""
+    if o["path"] != DUMMY:
+        return {"path": o["path"]}
+    longest = o["max_seq_len"] if o.get("max_seq_len") is not None else o[FILE]["data.sample_packing_sequence_len"]
+    settings = {"path": DUMMY, "dummy_length": longest, NOTE: "of random tokens; XORL's are up to as long"}
+    return settings if o.get("num_samples") is not None else settings | {"samples": DUMMY_SAMPLES}
+
+
+def xorl_shards(o: Options) -> Settings:
+    """The part of a dataset, which is the first one if no index is given (data/prepare/prepare_datasets.py)."""
+    return {} if o.get("shards") is None else {"shards": o["shards"], "shard_idx": o.get("shards_idx") or 0}
+
+
+def xorl_columns(o: Options) -> Settings:
+    """The columns of each dataset that is read from somewhere; made-up samples have tokens only."""
+    columns = o["data.select_columns"]
+    if columns is None:
+        return {}
+    settings: Settings = {}
+    for theirs, ours in (("data.datasets", "data.datasets"), ("data.test_datasets", "data.eval_datasets")):
+        entries = _entries(o, theirs)
+        real = [i for i, entry in enumerate(entries) if entry.get("path") != DUMMY]
+        settings |= {f"{ours}[{i}].select_columns": columns for i in real}
+    return settings
+
+
+def xorl_shuffle(o: Options) -> Settings:
+    """The order: without shuffling after the merge, several datasets are shuffled each (data/prepare/shared.py)."""
+    if o["data.shuffle_merged_datasets"]:
+        return {"data.shuffle": True}
+    each = o["data.shuffle_before_merging_datasets"] and len(_entries(o, "data.datasets")) > 1
+    return {"data.shuffle": True, "data.shuffle_each": True} if each else {"data.shuffle": False}
+
+
 def xorl_packing(o: Options) -> Settings:
-    """The packing method: multipack sorts by length; sample_packing_sequentially overrides it."""
-    sequential = o["data.sample_packing_sequentially"] or o["data.sample_packing_method"] == "sequential"
-    return {"data.packing_method": "sequential" if sequential else "first_fit_decreasing"}
+    """The packing method; sample_packing_sequentially overrides it.
+
+    multipack puts each document into the first row with room. It sorts nothing (data/prepare/packing.py), so in an
+    order that is kept it is best_fit here.
+    """
+    if o["data.sample_packing_sequentially"] or o["data.sample_packing_method"] == "sequential":
+        return {"data.packing_method": "sequential"}
+    if o["data.sample_packing_method"] != "multipack":
+        raise Unsupported("sample_packing_method is sequential or multipack")
+    kept = xorl_shuffle(o) != {"data.shuffle": True}
+    return {"data.packing_method": "best_fit" if kept else "first_fit_decreasing"}
 
 
-def xorl_data_parallel(o: Options) -> Settings:
-    """Shards and replicas; -1 means all devices for shards, and one for replicas."""
-    mode = o["train.data_parallel_mode"]
-    if mode == "none":
-        return {"mesh.data": 1, "mesh.fsdp": 1}
-    if mode == "ddp":
-        return {"mesh.data": -1, "mesh.fsdp": 1}
-    if mode != "fsdp2":
+def xorl_mesh(o: Options) -> Settings:
+    """Replicas, shards, and the devices of the experts.
+
+    XORL's devices are stages x replicas x shards x ring x Ulysses x tensor (arguments.py), whatever the number of
+    devices of the experts: experts are divided among the devices of a stage (distributed/parallel_state.py). Those
+    that shard rows can be our axis of experts. Over all others, experts are sharded like other weights.
+    """
+    mode, experts = o["train.data_parallel_mode"], o["train.expert_parallel_size"]
+    if mode not in ("none", "ddp", "fsdp2"):
         raise Unsupported("data_parallel_mode is none, ddp or fsdp2")
-    replicas = o["train.data_parallel_replicate_size"]
-    return {"mesh.data": 1 if replicas == -1 else replicas, "mesh.fsdp": o["train.data_parallel_shard_size"]}
+    if mode != "fsdp2":
+        if experts > 1:
+            raise Unsupported("experts on several devices without data_parallel_mode fsdp2")
+        return {"mesh.data": 1 if mode == "none" else -1, "mesh.fsdp": 1}
+    replicas, shards = o["train.data_parallel_replicate_size"], o["train.data_parallel_shard_size"]
+    # Muon needs whole matrices, so it takes experts that are sharded like other weights.
+    if experts <= 1 or o["train.optimizer"] == "muon":
+        apart = 1
+    elif shards > 0:
+        apart = math.gcd(experts, shards)
+    else:
+        apart = experts if o["train.ulysses_parallel_size"] * o["train.ringattn_parallel_size"] == 1 else 1
+    # Of replicas and shards, XORL computes the one that is not given; if neither is, all devices are shards.
+    data = replicas if replicas > 0 else -1 if shards > 0 else 1
+    mesh = {"mesh.data": data, "mesh.fsdp": shards // apart if shards > 0 else -1}
+    if apart == experts or experts <= 1:
+        return mesh | ({"mesh.expert": apart} if experts > 1 else {})
+    told = "the same devices and losses: over the others experts are sharded like other weights, and gathered"
+    return mesh | {"mesh.expert": apart, NOTE: told}
 
 
 def xorl_pipeline(o: Options) -> Settings:
-    """The pipeline schedule, whose name differs only in case."""
-    schedule = str(o["train.pipeline_parallel_schedule"])
-    if schedule.lower() not in ("1f1b", "gpipe"):
-        raise Unsupported("the schedules are 1F1B and GPipe; Interleaved1F1B is 1F1B with parallel.virtual_stages")
-    return {"parallel.pipeline": schedule.lower()} if o["train.pipeline_parallel_size"] > 1 else {}
+    """The pipeline schedule, whose name differs in case; Interleaved1F1B is 1F1B with several stages a device."""
+    schedules = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "1f1b"}
+    schedule = str(o["train.pipeline_parallel_schedule"]).lower()
+    if schedule not in schedules:
+        raise Unsupported("the schedules are 1F1B, Interleaved1F1B and GPipe")
+    return {"parallel.pipeline": schedules[schedule]} if o["train.pipeline_parallel_size"] > 1 else {}
 
 
 def xorl_optimizer(o: Options) -> Settings:
-    """The optimizer; two optimizers read optimizer_dtype, and SGD has no momentum, as in torch."""
+    """The optimizer; two optimizers read optimizer_dtype, SGD has no momentum, AdamW's second beta is 0.95.
+
+    No option sets the betas; these are the defaults of optim/optimizer.py, also beside Muon.
+    """
     name = o["train.optimizer"]
     if name not in ("adamw", "anyprecision_adamw", "sgd", "muon"):
         raise Unsupported("the optimizers are adamw, anyprecision_adamw, sgd and muon")
@@ -67,7 +149,7 @@ def xorl_optimizer(o: Options) -> Settings:
     if name in ("anyprecision_adamw", "muon"):
         dtype = o["train.optimizer_dtype"]
         settings["optim.state_dtype"] = {"bf16": "bfloat16", "fp32": "float32"}.get(dtype, dtype)
-    return settings | ({"optim.beta1": 0.0} if name == "sgd" else {})
+    return settings | ({"optim.beta1": 0.0} if name == "sgd" else {"optim.beta2": 0.95})
 
 
 def xorl_rates(o: Options) -> Settings:
@@ -81,14 +163,21 @@ def xorl_muon_rate(o: Options) -> Settings:
 
 
 def xorl_no_decay(o: Options) -> Settings:
-    """Name parts, as one regular expression.
-
-    With adapters, parts for norms, biases and embeddings are dropped, because those are not trained.
-    """
+    """Name parts, as one regular expression. Without any, every parameter decays (optim/optimizer.py)."""
     parts = names_of(o["train.no_decay_modules"]) + names_of(o["train.no_decay_params"])
     if xorl_qlora(o)["lora.enabled"]:
-        parts = [part for part in parts if not re.search("norm|bias|embed", part)]
-    return {"optim.no_decay": "|".join(map(re.escape, parts))} if parts else {}
+        # Parts of what is not trained with adapters would match nothing.
+        trained = [part for part in parts if not re.search("norm|bias|embed", part, re.IGNORECASE)]
+        told = {NOTE: "norms, biases and embeddings are not trained with adapters"} if len(trained) < len(parts) else {}
+        return told if not trained else {"optim.no_decay": "|".join(map(re.escape, trained))}
+    # Modules may be named by their class, such as Qwen3RMSNorm and Embedding.
+    for pattern, ours in {"norm$": "norm", "^embedding$": "embed_tokens"}.items():
+        parts = [ours if re.search(pattern, part, re.IGNORECASE) else part for part in parts]
+    if parts:
+        return {"optim.no_decay": "|".join(map(re.escape, dict.fromkeys(parts)))}
+    if not o["train.weight_decay"]:
+        return {}
+    return {"optim.no_decay": "", NOTE: "every parameter decays, norms and embeddings too, as in XORL"}
 
 
 def xorl_remat(o: Options) -> Settings:
@@ -96,8 +185,14 @@ def xorl_remat(o: Options) -> Settings:
     if o["train.enable_activation_offload"]:
         # With a limit, part of the activations stays on the GPU, which 'auto' decides from the memory.
         return {"memory.remat": "auto" if o["train.activation_gpu_limit"] > 0 else "offload"}
+    methods = {"recompute_full_layer": "block", "recompute_before_dispatch": "attention+qkv", "no_recompute": "none"}
+    method = o.get("train.gradient_checkpointing_method")
+    if method is not None and method not in methods:
+        raise Unsupported(f"gradient_checkpointing_method is one of {', '.join(methods)}")
     if not o["train.enable_gradient_checkpointing"]:
         return {"memory.remat": "none"}
+    if method is not None:
+        return {"memory.remat": methods[method]}
     # moe_act recomputes only the experts, whatever recompute_modules lists.
     if o["train.moe_checkpoint_method"] == "moe_act":
         return {"memory.remat": "experts"}
@@ -129,6 +224,18 @@ def xorl_qlora(o: Options) -> Settings:
     return settings | ({"quant.block_size": size} if size is not None else {})
 
 
+def xorl_targets(o: Options) -> Settings:
+    """Module names, with the parts of fused layers instead of those."""
+    names = [part for name in names_of(o["lora.lora_target_modules"]) for part in FUSED.get(name, (name,))]
+    return {"lora.target_modules": list(dict.fromkeys(names))} if names else {}
+
+
+def xorl_merge(o: Options) -> Settings:
+    """The whole model as the result, unless only adapters are saved; with merges on the way it always is."""
+    adapters = xorl_qlora(o)["lora.enabled"] and not o["lora.merge_lora_interval"]
+    return {"export.merge": True} if adapters and not o["lora.save_lora_only"] else {}
+
+
 def xorl_exclude(o: Options) -> Settings:
     """Module names, as one regular expression."""
     names = names_of(o.get("lora.exclude_modules"))
@@ -140,10 +247,33 @@ def xorl_noise(o: Options) -> Settings:
     return {"quant.noise": 0.01 * o["lora.aqn_alpha"]} if o["lora.enable_aqn"] and o["lora.enable_qlora"] else {}
 
 
+def xorl_distillation(o: Options) -> Settings:
+    """The teacher, which scores the documents once before the first step."""
+    if not o["distill.enable_distillation"]:
+        return {}
+    if o.get("distill.teacher_model_path") is None:
+        raise Unsupported("distillation without distill.teacher_model_path: jaxtune lets the teacher score the data")
+    if o["distill.distillation_loss_weight"] != 1.0:
+        raise Unsupported("distillation_loss_weight other than 1.0; distill.weight mixes it with the cross-entropy")
+    kinds = ("forward_kl", "reverse_kl")
+    if o["distill.distillation_loss_type"] not in kinds:
+        raise Unsupported(f"distillation_loss_type is one of {', '.join(kinds)}")
+    teacher = {"distill.teacher": o["distill.teacher_model_path"]}
+    return teacher | {"distill.divergence": o["distill.distillation_loss_type"]}
+
+
 def xorl_resume(o: Options) -> Settings:
     """auto continues the run of that name; a path is the checkpoint to start from if that run has none."""
     path = o["train.load_checkpoint_path"]
+    if not path:
+        return {}
     return {"ckpt.resume": "auto"} | ({"ckpt.start": path} if path != "auto" else {})
+
+
+def _entries(o: Options, name: str) -> list[Mapping[str, Any]]:
+    """Return the entries of a list of datasets."""
+    entries = o.get(name)
+    return [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
 
 
 CONVERSIONS = conversions_of(vars(), "xorl")

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxtune.columns import LABEL, Column
 from jaxtune.config.schema import ChatOptions, Dataset
@@ -132,11 +133,12 @@ class Tokeniser:
                     if self.entry.max_prompt_tokens is not None:
                         cut = tuple(cut_prompt(document, self.entry.max_prompt_tokens) for document in unit.documents)
                         unit = dataclasses.replace(unit, documents=cut)
+                    kept = [unit]
                     if most is not None and sum(len(document.tokens) for document in unit.documents) > most:
-                        longer += 1
-                    else:
-                        units.append(unit)
-                        places.append(place)
+                        kept = _cut(unit, most, self.entry.longer)
+                        longer += not kept
+                    units += kept
+                    places += [place] * len(kept)
                 pending, chars = [], 0
         said, across = list(self._said), self._across
         return TokenisedBlock(units, places, longer, problems, said, self._unused, self._characters, across)
@@ -222,6 +224,21 @@ class Tokeniser:
 
     def _count(self, characters: int) -> None:
         self._characters += characters
+
+
+def _cut(unit: Unit, most: int, way: Literal["delete", "left", "right", "split"]) -> list[Unit]:
+    """Return the parts of a long document that are kept and have a target; documents in a unit are never cut."""
+    if way == "delete" or len(unit.documents) != 1:
+        return []
+    (document,) = unit.documents
+    length = len(document.tokens)
+    starts = {"left": range(length - most, length, most), "right": range(0, most, most)}.get(
+        way, range(0, length, most)
+    )
+    parts = [
+        Encoded(document.tokens[start : start + most], document.loss_weights[start : start + most]) for start in starts
+    ]
+    return [dataclasses.replace(unit, documents=(part,)) for part in parts if part.loss_weights[1:].any()]
 
 
 def say_across(count: int, first: str) -> str:

@@ -56,6 +56,30 @@ TRANSLATED = [
     (SUROGATE, "zero_level: 1\nshard_gradients: true\n", {"parallel.zero": 2}),
     (SUROGATE, "shard_weights: true\n", {"parallel.zero": 3}),
     (SUROGATE, "gpus: 0\n", {"device.gpus": None}),
+    (SUROGATE, "recipe: fp8-hybrid\ngradient_dtype: bf16\n", {"precision.recipe": "fp8_hybrid"}),
+    (SUROGATE, "qlora_fp8: true\nrecipe: fp8-hybrid\nskip_quant_last_layers: 1\n", {"precision.skip_last_layers": 1}),
+    (SUROGATE, "max_length: 64\ntruncation_strategy: left\n", {"data.datasets[0].longer": "left"}),
+    (SUROGATE, "max_length: 64\n", {"data.datasets[0].max_tokens": 64, "data.datasets[0].longer": "delete"}),
+    (SUROGATE, "max_length: 512\ntruncation_strategy: right\n", {"data.datasets[0].max_tokens": None}),
+    (SUROGATE, "system: 'Be\\nkind'\n", {"data.datasets[0].system_prompt": "Be\nkind"}),
+    (SUROGATE, "template: my/own.jinja\n", {"chat.template": "my/own.jinja"}),
+    (SUROGATE, "template: qwen3_5\n", {"chat.template": None}),
+    (SUROGATE, "report_to: [surogate, wandb]\nlogging_steps: 5\n", {"log.wandb.enabled": True, "log.every": 5}),
+    (SUROGATE, "padding_free: true\nsample_packing: false\n", {"data.packing": False}),
+    (SUROGATE, "warmup_ratio: 0.1\nwarmup_steps: 5\n", {"optim.warmup_steps": 5, "optim.warmup_ratio": 0.0}),
+    (SUROGATE, "lora: false\nweight_decay: 0.1\n", {"optim.no_decay": "norm|bias"}),
+    (SUROGATE, "weight_decay: 0.1\n", {"optim.no_decay": None}),
+    (SUROGATE, "gpus: 4\nep_size: 4\nep_load_balance_threshold: 1.0\n", {"mesh.expert": 4, "mesh.fsdp": -1}),
+    (
+        SUROGATE,
+        "gpus: 4\nep_size: 4\nqlora_bnb: true\nqlora_offload_experts: true\n",
+        {"mesh.expert": 1, "parallel.zero": 3, "memory.offload_quants": True},
+    ),
+    (SUROGATE, "gpus: 2\nep_size: 2\noptimizer: normuon\n", {"mesh.expert": 1, "parallel.zero": 3}),
+    (SUROGATE, "qlora_offload_experts: false\ncpu_training: false\n", {"memory.offload_quants": False}),
+    (SUROGATE, "distributed: {num_nodes: 2, gpus_per_node: 8}\nep_size: 4\n", {"mesh.fsdp": 4, "mesh.expert": 4}),
+    (SUROGATE, "auto_lr_reduction: true\n", {"guard.action": "lower_rate", "guard.deviations": 3.0}),
+    (SUROGATE, "trackio_space: null\nuse_new_kernel: false\nnoise: {a: 0, b: []}\n", {"model.path": "my/model"}),
     (SUROGATE, "gpus: 2\ndistributed: {gpus_per_node: 8}\n", {"device.gpus": 8}),
     (SUROGATE, "use_cuda_graphs: false\n", {"device.command_buffers": "off"}),
     (SUROGATE, "qlora_bnb: true\nqlora_bnb_block_size: 128\n", {"quant.format": "nf4", "quant.block_size": 128}),
@@ -157,6 +181,52 @@ TRANSLATED = [
         "",
         {"prof.start_step": 3, "prof.steps": 2},
     ),
+    (XORL.replace("a.jsonl", "dummy"), "", {"data.datasets[0].samples": 4096, "data.datasets[0].dummy_length": 32000}),
+    (XORL.replace("out}", "out, data_parallel_shard_size: 2}"), "", {"mesh.data": -1, "mesh.fsdp": 2}),
+    (
+        XORL.replace("out}", "out, data_parallel_shard_size: 4, expert_parallel_size: 4}"),
+        "",
+        {"mesh.data": -1, "mesh.fsdp": 1, "mesh.expert": 4},
+    ),
+    (
+        XORL.replace("out}", "out, data_parallel_shard_size: 1, ulysses_parallel_size: 8, expert_parallel_size: 8}"),
+        "",
+        {"mesh.data": -1, "mesh.fsdp": 1, "mesh.expert": 1, "mesh.sequence": 8},
+    ),
+    (
+        XORL.replace(
+            "out}",
+            "out, pipeline_parallel_size: 2, data_parallel_shard_size: 2, ringattn_parallel_size: 2, "
+            "expert_parallel_size: 4, data_parallel_replicate_size: 1}",
+        ),
+        "",
+        {"mesh.data": 1, "mesh.stage": 2, "mesh.fsdp": 1, "mesh.expert": 2, "mesh.context": 2},
+    ),
+    (
+        XORL.replace("out}", "out, optimizer: muon, data_parallel_shard_size: 8, expert_parallel_size: 8}"),
+        "",
+        {"mesh.fsdp": 8, "mesh.expert": 1, "optim.name": "muon"},
+    ),
+    (
+        XORL.replace("out}", "out, expert_parallel_size: 8}"),
+        "",
+        {"mesh.data": 1, "mesh.fsdp": -1, "mesh.expert": 8},
+    ),
+    (XORL.replace("out}", "out, weight_decay: 0.1}"), "", {"optim.no_decay": "", "optim.beta2": 0.95}),
+    (XORL.replace("out}", "out, weight_decay: 0.1, no_decay_modules: [Qwen3RMSNorm]}"), "", {"optim.no_decay": "norm"}),
+    (XORL, "lora: {enable_lora: true}\n", {"export.merge": True}),
+    (XORL, "lora: {enable_lora: true, save_lora_only: true}\n", {"export.merge": False}),
+    (
+        XORL.replace("out}", "out, enable_mixed_precision: false}"),
+        "",
+        {"precision.recipe": "bf16", "precision.master_dtype": "bfloat16"},
+    ),
+    (
+        XORL.replace("}\ntrain", ", shuffle_merged_datasets: false, sample_packing_method: multipack}\ntrain"),
+        "",
+        {"data.shuffle": False, "data.shuffle_each": False, "data.packing_method": "best_fit"},
+    ),
+    (XORL.replace("out}", "out, ce_mode: quack_linear, load_weights_mode: grouped}"), "", {"train.output_dir": "out"}),
     (XORL, "lora: {enable_qlora: true, quant_format: nf4}\n", {"lora.enabled": True, "quant.format": "nf4"}),
     (XORL.replace("model_path: my/model", "config_path: my/model"), "", {"model.from_scratch": True}),
     (
@@ -356,7 +426,10 @@ def test_options_become_ours(system, more, expected):
             SUROGATE + "report_to: [mlflow]\n",
             r"report_to = \['mlflow'\]: not supported yet; supported are aim, wandb, tensor",
         ),
-        (SUROGATE + "template: minicpm\n", "template = 'minicpm': not supported yet; supported are auto, chatml, qwen"),
+        (
+            SUROGATE + "template: minicpm\n",
+            "template = 'minicpm': not supported yet: template is one of chatml, q",
+        ),
         (TRL + "save_steps: .nan\n", "save_steps = nan: expected a value such as 500"),
         (SUROGATE + "zero_level: two\n", "zero_level = 'two': expected a value such as 1"),
         (
@@ -368,6 +441,20 @@ def test_options_become_ours(system, more, expected):
             "expected a list of datasets with a path",
         ),
         (SUROGATE + "lora_rank: -1\n", "its.yaml: lora.rank = -1: must be at least 1"),
+        (
+            SUROGATE + "distributed: {num_nodes: 2}\ngpus: 0\n",
+            "num_nodes = 2: not supported yet: several nodes without",
+        ),
+        (SUROGATE + "loss: {ratio_type: token}\n", "loss.ratio_type = 'token': not supported yet: GRPO's trainer"),
+        (SUROGATE + "early_stop: true\n", "early_stop = True: not supported yet: its four criteria; --config.eval"),
+        (SUROGATE + "distillation: {teacher_model: t, teacher_api_base: 'http://a'}\n", "a teacher behind a server"),
+        (
+            SUROGATE.replace("conversation", "instruction, system_prompt_type: fixed"),
+            "system_prompt_type = 'fixed': not supported yet: system_prompt_type fixed without system_prompt",
+        ),
+        (XORL.replace("out}", "out, load_weights_mode: skip}"), "load_weights_mode = 'skip': not supported yet"),
+        (XORL.replace("out}", "out, enable_fp8_training: true}"), "enable_fp8_training = True: not supported yet: FP8"),
+        (XORL.replace("out}", "out, data_parallel_mode: ddp, expert_parallel_size: 2}"), "without data_parallel_mode"),
         (TRL + "eval_delay: 5\n", "line 4: eval_delay = 5: not supported yet: evaluations that begin later"),
         (XORL.replace("my/model}", "my/model, foundation: [a]}"), "foundation = .*: expected a value such as {}"),
         (SUROGATE + "rope_scaling: 3\n", "rope_scaling = 3: not supported yet: .* linear, dynamic, yarn or JSON"),
@@ -448,7 +535,7 @@ def test_options_become_ours(system, more, expected):
         ),
         (
             SUROGATE + "gradient_dtype: fp32\n",
-            "gradient_dtype = 'fp32': not supported yet: backward products in a dtype other than the recipe's",
+            "gradient_dtype = 'fp32': not supported yet: gradients of activations in another dtype; .* they are bf16",
         ),
         (TRL + "optim: galore_adamw\n", "optim = 'galore_adamw': not supported yet: the optimizers are adamw_torch,"),
         (TRL + "gradient_acumulation_steps: 1\n", "no such option of TRL; nearest: gradient_accumulation_steps"),
@@ -567,6 +654,20 @@ def test_marks_of_systems_without_a_table_are_options_of_no_other():
         resolve_text("base: qwen_lora:my/model\nlora: {lora_target: all}\n")
 
 
+def test_what_switches_nothing_on_is_a_note():
+    notes = "\n".join(resolve_text(SUROGATE + "trackio_space: null\n").notes)
+    assert (
+        "trackio_space = None -> left out: the table of Surogate lacks it, and its value switches nothing on" in notes
+    )
+
+
+def test_a_flag_of_another_system_is_answered_with_ours():
+    assert foreign.translate_flag("train.lr", 2e-5) == ("XORL", {"optim.learning_rate": 2e-5})
+    assert foreign.translate_flag("lora.enable_lora", True) == ("XORL", {"lora.enabled": True})
+    assert foreign.translate_flag("training.num_train_epochs", 3) == ("QEfficient", {"train.epochs": 3})
+    assert foreign.translate_flag("train.gc_steps", 3) is foreign.translate_flag("train.foo", 3) is None
+
+
 def test_a_line_says_what_a_user_would_look_for_elsewhere():
     text = "output_dir: ./out\nspecial_tokens: {pad_token: <p>}\nloss_watchdog_threshold: 5.0\n"
     notes = "\n".join(resolve_text(AXOLOTL + text).notes)
@@ -652,7 +753,7 @@ def test_options_from_shows_what_becomes_of_a_config_without_training(capsys):
     )
     assert shown.err == (
         "jaxtune: error: its.yaml: does not run as it is; change 1 option:\n  line 4: report_to = 'mlflow': not "
-        "supported yet; supported are aim, wandb, tensorboard, none -> write one of these\n"
+        "supported yet; supported are aim, wandb, tensorboard, surogate, none -> write one of these\n"
     )
     pathlib.Path("its.yaml").write_text("base: qwen_lora\n")
     assert options.main(["--from=its.yaml"]) == 2

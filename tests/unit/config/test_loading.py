@@ -360,6 +360,8 @@ def test_argument_for_a_recipe_that_takes_none(capsys, tmp_path):
     [
         (["--stpe=3"], "--stpe: no such flag; nearest: --step"),
         (["--train.seed=3"], "nearest: --config.train.seed"),
+        (["--train.lr", "2e-5"], "--train.lr: no such flag; XORL's option is here --config.optim.learning_rate=2e-05"),
+        (["--lora.lora_rank=4"], "--lora.lora_rank: no such flag; XORL's option is here --config.lora.rank=4"),
         (["--step=x"], "--step=x"),
         (["--step"], "--step"),
         (["stray"], "'stray' does not belong to a flag; write --name=value"),

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import errno
+import itertools
 import json
 import re
 import socket
@@ -306,6 +307,23 @@ def test_documents_that_are_longer_than_an_entry_allows_are_left_out_and_counted
     assert documents.losses == (f"{path}: 2 documents of more than 5 tokens left out",)
     with pytest.raises(UserError, match="no sample that can be trained on; 4 documents of more than 2 tokens left out"):
         read(path, max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("longer", "kept"),
+    [
+        ("left", [[7, 8], [3, 4, 5, 6]]),
+        ("right", [[7, 8], [1, 2, 3, 4]]),
+        ("split", [[7, 8], [1, 2, 3, 4], [5, 6]]),
+    ],
+)
+def test_documents_that_are_longer_than_an_entry_allows_are_cut(tmp_path, tokenizer, longer, kept):
+    rows = [{"input_ids": [7, 8]}, {"input_ids": [1, 2, 3, 4, 5, 6]}]
+    entry = Dataset(path=str(jsonl(tmp_path / "a.jsonl", rows)), max_tokens=4, longer=longer)
+    documents = tokenize((entry,), tokenizer, tmp_path / "cache")
+    tokens, ends = documents.parts[0].values["tokens"], documents.parts[0].offsets.tolist()
+    assert [tokens[start:end].tolist() for start, end in itertools.pairwise(ends)] == kept
+    assert not documents.losses
 
 
 def test_tokenized_samples_are_taken_as_they_are(tmp_path, tokenizer):

@@ -67,6 +67,10 @@ def test_no_decay_takes_the_place_of_the_default():
     same(decays(OptimOptions(weight_decay=0.1, no_decay=r"layers\.1\.mlp"), NAMES), expected)
 
 
+def test_an_empty_no_decay_lets_every_parameter_decay():
+    same(decays(OptimOptions(weight_decay=0.1, no_decay=""), NAMES), dict.fromkeys(NAMES, 0.1))
+
+
 def test_the_last_multiplier_that_matches_counts():
     entries = ("layers=0.5", r"layers\.[02]\.mlp=2", "head=0", "(?=n)norm=3")
     expected = dict.fromkeys(NAMES, 0.5) | {"embed.weight": 1.0, "layers.down.weight": [2.0, 0.5, 2.0]}
