@@ -102,7 +102,8 @@ def _translate(path: str, dialect: str | None) -> None:
         raise UserError("\n  ".join([str(error), *origins])) from error
     for line in config.startup_notes[len(translation.notes(path)) :]:
         print(line)
-    print(f"{path} runs as it is: jaxtune train {path}")
+    command = "train" if config.data.datasets else "evaluate"  # ERNIEKit's files may hold evaluation data only
+    print(f"{path} runs as it is: jaxtune {command} {path}")
 
 
 def _describe(option: keys.Option, width: int) -> str:

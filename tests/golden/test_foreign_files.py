@@ -197,7 +197,7 @@ def _values(config: Config):
 
 
 def _fits(config: Config, devices: int) -> bool:
-    """Whether the mesh can be made of so many devices."""
+    """Whether the mesh can be made of this number of devices."""
     sizes = dataclasses.astuple(config.mesh)
     known = math.prod(size for size in sizes if size != -1)
     return devices % known == 0 if -1 in sizes else devices == known

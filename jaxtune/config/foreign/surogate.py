@@ -83,7 +83,7 @@ def surogate_experts(o: Options) -> Settings:
 
 
 def surogate_offload(o: Options) -> Settings:
-    """What waits in the host's memory.
+    """Weights, gradients and states that are kept in the host's memory.
 
     cpu_training streams all weights. In full training its gradients and optimizer state are there too, in float32
     (docs/reference/config.md). qlora_offload_experts offloads quantized experts, here all quantized weights.

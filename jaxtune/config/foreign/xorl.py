@@ -140,7 +140,7 @@ def xorl_pipeline(o: Options) -> Settings:
 def xorl_optimizer(o: Options) -> Settings:
     """The optimizer; two optimizers read optimizer_dtype, SGD has no momentum, AdamW's second beta is 0.95.
 
-    No option sets the betas; these are the defaults of optim/optimizer.py, also beside Muon.
+    No option sets the betas; these are the defaults of optim/optimizer.py, with Muon too.
     """
     name = o["train.optimizer"]
     if name not in ("adamw", "anyprecision_adamw", "sgd", "muon"):
