@@ -107,7 +107,7 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tokenizer, tmp_path, good, b
     assert len(str(raised.value)) < 500
     documents = tokenize(entries, tokenizer, tmp_path / "cache", "skip")
     assert len(documents) == 3 and documents.skipped == 1
-    assert "1 samples skipped" in documents.losses[0] and f"{file}:3" in documents.losses[0]
+    assert "1 sample skipped" in documents.losses[0] and f"{file}:3" in documents.losses[0]
     again = tokenize(entries, tokenizer, tmp_path / "cache", "skip")  # from the cache
     assert again.skipped == 1 and again.losses == documents.losses
 

@@ -35,7 +35,7 @@ def folders(cache) -> int:
 
 def test_entries_are_listed_with_size_and_origin_the_last_used_at_the_end(cache):
     first, second = call("jaxtune.cache", f"--folder={cache}").splitlines()
-    assert "old.txt: text from text, 1 documents" in first and "new.txt" in second
+    assert "old.txt: text from text, 1 document" in first and "new.txt" in second
     assert "MB  last used" in first
     assert folders(cache) == 2
 

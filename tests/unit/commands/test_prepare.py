@@ -32,7 +32,7 @@ def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "left out: recipe: optim.power = 2.0: has no effect" in out
     assert "data.jsonl: instruction from instruction, output" in out
-    assert "1 documents, 23 tokens (2 trained) in 1 rows, 35.9% full" in out
+    assert "1 document, 23 tokens (2 trained) in 1 row, 35.9% full" in out
     assert "H(39|-100|0) <|im_end|>(258|-100|0) \\n(198|-100|0)" in out
     assert "Y(56|56|1) <|im_end|>(258|258|1) \\n(198|-100|0)" in out
 
@@ -46,7 +46,7 @@ def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
     shards = [f"--shard={shard}" for shard in ("0/2", "1/2", "2/2", "a")]
     assert [prepare.main([*command, "--config.data.datasets[0].samples=1", shard]) for shard in shards] == [0, 0, 2, 2]
     printed = capsys.readouterr()
-    assert "1 documents in the 1 parts of shard 0/2; of all 1 parts 1 are there" in printed.out
+    assert "1 document in the 1 parts of shard 0/2; of all 1 parts 1 are there" in printed.out
     assert "0 documents in the 0 parts of shard 1/2" in printed.out
     assert "--shard=2/2: must be I/N" in printed.err and "--shard=a: must be I/N" in printed.err
 
