@@ -172,5 +172,5 @@ def test_tokenising_is_repeated_at_every_start(tokenizer, tmp_path, monkeypatch)
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}))
     entries = (Dataset(path=str(tmp_path / "a.jsonl")),)
     first = tokenize(entries, tokenizer, tmp_path / "cache")
-    monkeypatch.setattr(documents, "_write", None)  # the function that tokenises
+    monkeypatch.setattr(documents, "write_entry", None)  # the function that tokenises
     assert tokenize(entries, tokenizer, tmp_path / "cache").key == first.key
