@@ -26,7 +26,6 @@ from jaxtune.data_options import Dataset
 from jaxtune.errors import UserError, printable, shorten
 
 WIDTH = 100  # characters: a longer dataset has a line for each of its options
-DEFAULT = "jaxtune's default"  # the text of a line whose value needs no setting here
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,11 +85,7 @@ def recipe_text(config: Config, translation: foreign.Translation, source: str, o
         f'"""The options of {source.replace(chr(92), "/")}, a config of {system}, as a recipe of jaxtune.\n\n'
         f'    python -m jaxtune.train --config={output.replace(chr(92), "/")}\n"""'
     )
-    uses = (
-        "from jaxtune.config import dataset, new_config"
-        if config.data.datasets
-        else ("from jaxtune.config import new_config")
-    )
+    uses = f"from jaxtune.config import {'dataset, ' if config.data.datasets else ''}new_config"
     head = 'def get_config():\n    """Return the config."""\n    config = new_config()'
     function = f"{head}\n{body}\n    return config\n"
     return f"{docstring}\n\n{uses}\n\n\n{function}" + (comments if left_out else "")
@@ -109,7 +104,7 @@ def _settings(config: Config) -> Iterator[tuple[str, Any]]:
 def _left_out(config: Config, translation: foreign.Translation) -> Iterator[str]:
     """Yield a line about each option that has no meaning here, and about each value that was without effect."""
     for line in translation.lines:
-        told = line.text.startswith(("together with ", "translated together with ")) or line.text == DEFAULT
+        told = line.text.startswith(("together with ", "translated together with ")) or line.text == foreign.DEFAULT
         if line.stated and line.value is not None and not line.settings and not told:
             yield _one_line(f"{line.option} = {line.value!r}: {line.text}")
     for said in config.said:

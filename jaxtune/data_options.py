@@ -245,7 +245,7 @@ def check_data(config: Config) -> Iterator[Problem]:
     data = config.data
     if not config.model.path:
         yield problem(config, "model.path", "must name a Hugging Face folder or hub id")
-    if not data.datasets and not data.eval_datasets:  # with eval_datasets alone, a model can be evaluated
+    if not data.datasets and not data.eval_datasets:  # with only eval_datasets, a model can be evaluated
         yield problem(config, "data.datasets", "no training data; add an entry: jaxtune.config.dataset(path=...)")
     for name in ("datasets", "eval_datasets"):
         for key, entry in config.entries(name):

@@ -184,7 +184,7 @@ def derive(dialect: str, entries: str, name: str) -> dict[str, list[Any]]:
 
 
 def derived(seed: str, option: str) -> dict[str, list[Any]] | None:
-    """Return the keys that an option of a row sets, in whichever section it is; None if it is no option."""
+    """Return the keys that an option of a row sets, in whichever section it is; None if it is not an option."""
     dialect = seed.removesuffix("_modes")
     found: dict[str, list[Any]] = defaultdict(list)
     rows = [(entries, name) for entries, name, _ in options(dialect) if option in (name, name.rpartition(".")[2])]

@@ -1,6 +1,6 @@
 """Whole files of Axolotl and in the shape of TRL's, as users write them: their settings here, and their recipes.
 
-Each file in foreign/files stands for files of its kind: its options stand together in the files of the system's users.
+Each file in foreign/files combines options as that system's users do.
 """
 
 import pathlib

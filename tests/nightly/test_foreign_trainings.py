@@ -18,7 +18,7 @@ SIZES = dict(
     max_position_embeddings=512,
 )
 EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1)
-# file: (devices, the model's class, options besides paths and sizes)
+# file: (devices, the model's class, options other than paths and sizes)
 TRAINED: dict[str, tuple[int, str, dict[str, object]]] = {
     "xorl/full_made_up": (8, "Qwen3", {"data.datasets[0].max_tokens": 64, "data.datasets[0].dummy_length": 64}),
     "xorl/muon_and_experts": (8, "Qwen3Moe", {"data.datasets[0].dummy_length": 64}),

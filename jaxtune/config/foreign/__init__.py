@@ -44,6 +44,7 @@ CONVERSIONS: dict[str, Callable[[Options], Settings]] = {
     for module in (surogate, xorl, erniekit, qefficient, trl, axolotl)
     for name, function in module.CONVERSIONS.items()
 }
+DEFAULT = "jaxtune's default"  # the text of a line whose value needs no setting here
 MARKS = {
     "LLaMA-Factory": "finetuning_type cutoff_len neat_packing lora_target quantization_bit "
     "dataset_dir pref_loss pref_beta pref_ftx plot_loss overwrite_cache mask_history",
@@ -173,7 +174,7 @@ def translate(written: yaml_file.YamlFile, dialect: str) -> Translation:
     lines += _contradictions(lines)
     lines += _repeats(written)
     problems = []
-    # A conversion that reads several options fails for each of them: blame those that the file states.
+    # A conversion that reads several options fails once per option: blame the options that the file states.
     blamed = {line.text for line in lines if line.wrong and line.stated}
     for line in lines:
         if line.wrong and (line.stated or line.text not in blamed):
@@ -354,7 +355,7 @@ def _translate_value(row: ForeignOption, value: Any, options: Mapping[str, Any])
         try:
             settings = dict(CONVERSIONS[row.convert](options))
             note = settings.pop(NOTE, row.note)
-            return settings, note or ("" if settings else "jaxtune's default"), False
+            return settings, note or ("" if settings else DEFAULT), False
         except Unsupported as error:
             return {}, f"not supported yet: {error}", True
     settings = {}
@@ -365,7 +366,7 @@ def _translate_value(row: ForeignOption, value: Any, options: Mapping[str, Any])
         ours = row.values.get(word, item)
         several = word in row.values and isinstance(ours, Mapping)
         settings |= ours if several else dict.fromkeys(row.keys, ours) if ours is not None else {}
-    return settings, row.note or ("" if settings else "jaxtune's default"), False
+    return settings, row.note or ("" if settings else DEFAULT), False
 
 
 def _contradictions(lines: list[Line]) -> list[Line]:

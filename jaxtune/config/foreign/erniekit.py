@@ -47,7 +47,7 @@ def ernie_eval(o: Options) -> Settings:
 
 
 def ernie_samples(o: Options) -> Settings:
-    """Samples in an epoch, for the strategy 'random' alone (docs/datasets.md); their default is no limit."""
+    """Samples in an epoch, only for the strategy 'random' (docs/datasets.md); by default there is no limit."""
     limit = o["num_samples_each_epoch"]
     return {"data.samples_per_epoch": limit} if limit != 6000000 and o.get("mix_strategy", "random") == "random" else {}
 
@@ -243,7 +243,7 @@ _FORMATS = {"weight_only_mix": "weight_only_mix", "weight_only_int8": "int8", "f
 
 
 def _ernie_algorithm(o: Options) -> str | None:
-    """Return the algorithm that quantizes weights; a compute_type decides alone, as in FinetuningArguments."""
+    """Return the algorithm that quantizes weights; only compute_type decides, as in FinetuningArguments."""
     if kind := o.get("compute_type"):
         return "fp8_linear" if kind == "fp8" else _WEIGHTS_BY_TYPE.get(kind)
     algorithm = o.get("weight_quantize_algo")
@@ -263,7 +263,7 @@ def ernie_lora(o: Options) -> Settings:
 
 
 def _ernie_lora(o: Options) -> bool:
-    """Whether adapters are trained. A fine_tuning decides alone (ModelArguments.__post_init__)."""
+    """Whether adapters are trained. Only fine_tuning decides (ModelArguments.__post_init__)."""
     method = o.get("fine_tuning")
     return bool(o["lora"]) if method is None else str(method).lower() == "lora"
 

@@ -112,7 +112,7 @@ def surogate_warmup(o: Options) -> Settings:
 
 
 def surogate_decay(o: Options) -> Settings:
-    """The weight decay of all parameters but norms and biases; with adapters neither of these is trained."""
+    """The weight decay of all parameters but norms and biases; with adapters, neither is trained."""
     return {"optim.weight_decay": o["weight_decay"]} | (
         {} if o["lora"] or not o["weight_decay"] else {"optim.no_decay": "norm|bias"}
     )

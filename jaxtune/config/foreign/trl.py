@@ -151,7 +151,7 @@ def _grpo(o: Options) -> Settings:
 
 
 def _reward(name: str) -> str:
-    """Return the reward function that a name stands for, as MODULE:NAME; its module must be installed."""
+    """Return the reward function of a name, as MODULE:NAME; its module must be installed."""
     if name in _REWARDS:
         return _REWARDS[name]
     module, dot, function = name.rpartition(".")

@@ -225,7 +225,7 @@ def xorl_qlora(o: Options) -> Settings:
 
 
 def xorl_targets(o: Options) -> Settings:
-    """Module names, with the parts of fused layers instead of those."""
+    """Module names; a fused layer is replaced by the names of its parts."""
     names = [part for name in names_of(o["lora.lora_target_modules"]) for part in FUSED.get(name, (name,))]
     return {"lora.target_modules": list(dict.fromkeys(names))} if names else {}
 

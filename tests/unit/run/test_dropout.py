@@ -68,7 +68,7 @@ def test_dropout_rises_and_is_the_same_on_a_mesh_and_without_recomputation():
 
 
 def test_dropout_by_depth_begins_at_0_in_the_first_layer():
-    """Rates are those of ERNIE's LayerwiseDropoutCallback: the rate of the step times layer / layers."""
+    """Rates equal ERNIE's LayerwiseDropoutCallback: the rate of the step times layer / layers."""
     call = ForwardOptions(jnp.float32, Noise(jax.random.key(0), jnp.arange(2), share=jnp.float32(0.5)))
     rates = [float(call._replace(dropout_layers=4).layer(jnp.int32(i)).noise.rate(0.4)) for i in range(4)]
     assert rates == pytest.approx([0, 0.05, 0.1, 0.15])
