@@ -1,4 +1,4 @@
-"""The README's table of predicted speeds: predictions of `jaxtune plan` for common models and recipes; no step is run.
+"""The tables of predicted speeds: predictions of `jaxtune plan` for common models and recipes; no step is run.
 
     JAX_PLATFORMS=cpu python benchmarks/predicted_speeds.py --out=benchmarks/results/predicted_speeds.json [--only=fp8]
 
@@ -20,7 +20,39 @@ from jaxtune.plan.prediction import TargetGpus, predict
 
 QWEN = ("0.6B", "1.7B", "4B", "8B")
 NONE = {"memory.remat": "none"}
-# Name of a row: recipe, model, GPU, number of GPUs, options.
+# The shapes of results/published_speeds.json, which has the sources. A host has 8 GPUs. If the source recomputes parts
+# of a layer in its own way, the row has the policy of jaxtune that is nearest.
+_TITAN = {"data.seq_len": "8192", "train.micro_batch_size": "2", "train.grad_accum_steps": "1", "memory.remat": "dots"}
+_LORA = {"data.seq_len": "4096", "train.micro_batch_size": "2", "mesh.tensor": "2", "memory.remat": "block"}
+_BF16 = {"precision.master_dtype": "bfloat16", "precision.gradient_dtype": "bfloat16"}
+_PRETRAIN = _BF16 | {"data.seq_len": "8192", "train.micro_batch_size": "1", "train.grad_accum_steps": "4"}
+_MIXTURE = _BF16 | {
+    "data.seq_len": "4096",
+    "train.micro_batch_size": "2",
+    "train.grad_accum_steps": "16",
+    "memory.remat": "block",
+}
+_MAXTEXT = _TITAN | {"data.seq_len": "4096", "memory.remat": "none"}
+_LLAMA, _CONTEXT = "meta-llama/Llama-3.1-", {"mesh.context": "2", "memory.remat": "block"}
+CLUSTERS = {
+    "torchtitan 8B, 8": ("qwen_full", f"{_LLAMA}8B", "h100", 8, _TITAN),
+    "torchtitan 8B, 128": ("qwen_full", f"{_LLAMA}8B", "h100", 8, _TITAN, 16),
+    "AutoModel LoRA 32B, 8": ("qwen_lora", "Qwen/Qwen2.5-32B", "h100", 8, _LORA | {"train.grad_accum_steps": "4"}),
+    "AutoModel LoRA 32B, 16": ("qwen_lora", "Qwen/Qwen2.5-32B", "h100", 8, _LORA | {"train.grad_accum_steps": "2"}, 2),
+    "AutoModel LoRA 70B, 8": ("qwen_lora", f"{_LLAMA}70B", "h100", 8, _LORA | {"train.grad_accum_steps": "4"}),
+    "AutoModel LoRA 70B, 16": ("qwen_lora", f"{_LLAMA}70B", "h100", 8, _LORA | {"train.grad_accum_steps": "2"}, 2),
+    "AutoModel 70B, 64": ("qwen_full", f"{_LLAMA}70B", "h100", 8, _PRETRAIN | _CONTEXT, 8),
+    "AutoModel 30B-A3B, 8": (
+        "qwen_full",
+        "Qwen/Qwen3-30B-A3B",
+        "h100",
+        8,
+        _MIXTURE | {"train.micro_batch_size": "4", "train.grad_accum_steps": "16"},
+    ),
+    "AutoModel gpt-oss-20b, 8": ("qwen_full", "openai/gpt-oss-20b", "h100", 8, _MIXTURE),
+    "MaxText 7B, 8": ("qwen_full", "meta-llama/Llama-2-7b-hf", "h100", 8, _MAXTEXT),
+}
+# Name of a row: recipe, model, GPU, GPUs of a host, options; number of hosts if there are several.
 ROWS = {
     **{f"LoRA, bf16 {size}": ("qwen_lora", f"Qwen/Qwen3-{size}", "h100", 1, NONE) for size in QWEN},
     **{f"LoRA on NF4 {size}": ("qwen_qlora_nf4", f"Qwen/Qwen3-{size}", "h100", 1, NONE) for size in QWEN},
@@ -30,16 +62,26 @@ ROWS = {
     "LoRA, bf16, unrolled 0.6B": ("qwen_lora", "Qwen/Qwen3-0.6B", "h100", 1, NONE | {"memory.unroll": "True"}),
     "LoRA on NF4 Llama-3 70B": ("qwen_qlora_nf4", "meta-llama/Llama-3.1-70B", "h200", 1, NONE),
     "full, 8-bit AdamW, 8 GPUs 8B": ("qwen_full_8bit", "Qwen/Qwen3-8B", "h100", 8, {}),
+    "LoRA, bf16 Nemotron-3 Nano": (
+        "nemotron3_lora",
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        "h100",
+        1,
+        {"memory.remat": "block"},
+    ),
+    "LoRA on NF4 Qwen3.5 27B": ("qwen3_5_27b_qlora", "Qwen/Qwen3.5-27B", "h100", 1, NONE),
+    **CLUSTERS,
 }
 
 
-def predict_row(recipe: str, model: str, gpu: str, gpus: int, options: dict[str, str]) -> dict:
+def predict_row(recipe: str, model: str, gpu: str, gpus: int, options: dict[str, str], hosts: int = 1) -> dict:
     """Return the plan of a row in the form of the JSON file."""
     config = resolve(load_recipe(recipe, model), recipe, list(options.items()))
-    plan = predict(config, TargetGpus(gpu, gpus), calibration.find(gpu))
+    plan = predict(config, TargetGpus(gpu, gpus, hosts), calibration.find(gpu))
     return {
         "gpu": gpu,
         "gpus": gpus,
+        "hosts": hosts,
         "options": options,
         "remat": plan.config.memory.remat,
         "rows": config.train.micro_batch_size,
@@ -47,7 +89,9 @@ def predict_row(recipe: str, model: str, gpu: str, gpus: int, options: dict[str,
         "fits": plan.fits,
         "launches": plan.launches,
         "compile_seconds": plan.seconds,
-        "tokens_per_second": {name: speed.tokens_per_second / gpus for name, speed in plan.speeds.items()},
+        "tokens_per_second": {name: speed.tokens_per_second / gpus / hosts for name, speed in plan.speeds.items()},
+        "exposed_communication": sum(one.exposed_ms for one in plan.collectives)
+        / (1e3 * plan.speeds["central"].seconds),
         "mfu": {name: speed.mfu for name, speed in plan.speeds.items()},
     }
 

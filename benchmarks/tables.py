@@ -51,6 +51,8 @@ def predicted_variants() -> str:
         "full, 8-bit AdamW 8B": ("Qwen3-8B, `qwen_full_8bit`, 8 rows", "one H100"),
         "full, 8-bit AdamW, 8 GPUs 8B": ("Qwen3-8B, `qwen_full_8bit`", "8 H100, for each"),
         "LoRA on NF4 Llama-3 70B": ("Llama 3 70B, LoRA on NF4", "one H200"),
+        "LoRA on NF4 Qwen3.5 27B": ("Qwen3.5 27B, `qwen3_5_27b_qlora`", "one H100"),
+        "LoRA, bf16 Nemotron-3 Nano": ("Nemotron-3 Nano 30B-A3B, `nemotron3_lora`, a row", "one H100"),
     }
     return table(
         ["model and recipe", "GPU", "`memory.remat`", "thousands of tokens a second", "peak GB"],
@@ -65,6 +67,46 @@ def _speed(row: dict[str, Any]) -> str:
     speed = {name: value / 1e3 for name, value in row["tokens_per_second"].items()}
     spread = f"{speed['pessimistic']:.1f} - {speed['optimistic']:.1f}"
     return f"{speed['central']:.1f} ({spread}), {row['mfu']['central']:.0%}"
+
+
+def clusters() -> str:
+    """Speeds that others published on several GPUs, and the prediction for jaxtune's own step of that shape."""
+    expected, others = read("predicted_speeds"), read("published_speeds")
+    published = others["rows"]
+    sources = "\n".join(f"- {system}: {source}" for system, source in others["sources"].items())
+
+    def cells(name: str) -> list[str]:
+        row, theirs = expected[name], published[name]
+        speed = row["tokens_per_second"]
+        spread = f"{speed['pessimistic'] / 1e3:.2f} - {speed['optimistic'] / 1e3:.2f}"
+        return [
+            theirs["system"],
+            theirs["what"],
+            f"{row['gpus'] * row['hosts']}",
+            f"{theirs['tokens_per_second'] / 1e3:.2f}",
+            f"{speed['central'] / 1e3:.2f} ({spread})",
+            f"{speed['central'] / theirs['tokens_per_second'] - 1:+.0%}",
+            f"{row['exposed_communication']:.0%}",
+        ]
+
+    head = ["system", "step", "H100", "published", "predicted for jaxtune", "difference", "exposed communication"]
+    return f"{table(head, map(cells, published))}\n\n{sources}"
+
+
+def scaling() -> str:
+    """Speed per GPU on more GPUs over that on fewer, of the same step: published, and predicted."""
+    expected, published = read("predicted_speeds"), read("published_speeds")["rows"]
+    pairs = (("AutoModel LoRA 32B", 8, 16), ("AutoModel LoRA 70B", 8, 16), ("torchtitan 8B", 8, 128))
+
+    def cells(name: str, few: int, many: int) -> list[str]:
+        theirs, ours = (
+            [value(rows[f"{name}, {count}"]["tokens_per_second"]) for count in (few, many)]
+            for rows, value in ((published, float), (expected, lambda speed: speed["central"]))
+        )
+        what = f"{published[f'{name}, {few}']['what']} ({published[f'{name}, {few}']['system']})"
+        return [what, f"{few} to {many}", f"{theirs[1] / theirs[0]:.2f}", f"{ours[1] / ours[0]:.2f}"]
+
+    return table(["step", "H100", "published", "predicted"], (cells(*pair) for pair in pairs))
 
 
 def measured() -> str:
@@ -128,6 +170,8 @@ def tokenising() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "predicted": predicted,
     "predicted variants": predicted_variants,
+    "clusters": clusters,
+    "scaling": scaling,
     "measured": measured,
     "cpu": cpu,
     "tokenising": tokenising,

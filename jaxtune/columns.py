@@ -41,9 +41,21 @@ UNIT_IDS = Column("unit_ids", np.int32, "unit")  # 1, 2, ... in a row
 KEY_START = Column("key_start", np.int32, "document", "seq_len")
 LAST = Column("last", np.bool_)  # whether the token is the last one of its document
 PLACE = Column("place", np.int32)  # the token's position in the row, if rows are dealt to devices: see `deal`
-MADE = frozenset(column.name for column in (TOKENS, TARGETS, POSITIONS, SEGMENT_IDS, UNIT_IDS, KEY_START, LAST))
-
 LOSS_WEIGHT = Column("loss_weight", np.float32)  # weight of the loss of predicting the target
+
+
+def further_columns(modules: int) -> tuple[Column, Column]:
+    """Return the columns of the tokens 2, ..., modules + 1 after each token of the same document, and of their weights.
+
+    The weight of a token is its loss_weight, also if the next token has none; a token after the document's end has 0.
+    """
+    targets = Column("further_targets", np.int32, width=modules)
+    return targets, Column("further_loss_weight", np.float32, width=modules)
+
+
+_MADE = (TOKENS, TARGETS, POSITIONS, SEGMENT_IDS, UNIT_IDS, KEY_START, LAST, *further_columns(1))
+MADE = frozenset(column.name for column in _MADE)
+
 # The number of a document's label, from 0; for regression, the value.
 LABEL = Column("label", np.float32, "document")
 # Whether a unit's answer is wanted, 1 or 0.
@@ -57,6 +69,8 @@ REFERENCE = Column("reference_log_prob", np.float32, "document")
 ADVANTAGE = Column("advantage", np.float32, "document")
 # The log-probability of each token under the policy before it is trained on the completion.
 OLD_LOG_PROB = Column("old_log_prob", np.float32)
+# The log-probability of each token by the engine that sampled it; NaN: unknown.
+SAMPLED_LOG_PROB = Column("sampled_log_prob", np.float32)
 
 
 def teacher_columns(top_k: int) -> tuple[Column, Column]:

@@ -231,15 +231,16 @@ def _suggestion(name: str, values: flags.FlagValues, with_config: bool, argument
 
 def _of_other_system(name: str, arguments: list[str]) -> str | None:
     """Return our flags for a flag that another system has, such as XORL's `--train.lr 2e-5`; None if none has it."""
-    # The argument itself, up to its value, which may be the next argument.
+    # The argument itself, up to its value, which may be the next argument; a flag without a value switches on.
     index = next(i for i, argument in enumerate(arguments) if argument.lstrip("-").partition("=")[0] == name)
     _, equals, text = arguments[index].partition("=")
-    if not equals and index + 1 < len(arguments):
-        text = arguments[index + 1]
+    if not equals:
+        following = arguments[index + 1 : index + 2]
+        text = "true" if not following or following[0].startswith("--") else following[0]
     if (translated := foreign.translate_flag(name, yaml_file.parse_value(text))) is None:
         return None
     system, settings = translated
-    ours = " ".join(f"--config.{key}={value}" for key, value in settings.items())
+    ours = " ".join(f"--config.{key.replace('[i]', '[0]')}={value}" for key, value in settings.items())
     return f"{system}'s option is here {ours}"
 
 

@@ -234,7 +234,9 @@ class ChatOptions:
     response_prefix: str | None = option(None, "text that begins each answer of generate --chat, such as '<think>\\n'")
     template: str | None = option(None,
         "chat template: chatml, qwen3, qwen3_nothinking, llama3, gemma3, mistral_v3, mistral_v7, phi4, deepseek, "
-        "gpt_oss, glm4, ernie, zephyr, alpaca, vicuna, a Jinja file, or Jinja text; unset: the tokenizer's own",
+        "gpt_oss, glm4, ernie, zephyr, alpaca, vicuna, qwen3_2507, qwen3_5, qwen3_5_nothinking, qwen3_6, qwen3_8, "
+        "gemma4, glm4_moe, nemotron_3_nano, nemotron_3_super, lfm2, lfm2_5, a Jinja file, or Jinja text; unset: the "
+        "tokenizer's own",
         basic=True,
         also="chat_template chat_template_path chat_template_jinja")
 # fmt: on

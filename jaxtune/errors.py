@@ -49,6 +49,13 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
+def sized(size: float, digits: int = 2) -> str:
+    """Return a number of bytes with its unit: "1.50 GB", below 1 GB "1.5 MB", and below 0.1 MB "1.5 kB"."""
+    if size >= 1e9:
+        return f"{size / 1e9:.{digits}f} GB"
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
+
+
 def near_paths(path: Path) -> str:
     """Return " (near it: ...)" with up to three existing paths whose names resemble a missing one, or ""."""
     parent = path.expanduser().parent

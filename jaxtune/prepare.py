@@ -33,11 +33,13 @@ from jaxtune.data import (
     Documents,
     Rows,
     Stream,
+    is_chat,
     open_documents,
     open_prompt_sets,
     open_validation,
     prepare_documents,
     rows_to_evaluate,
+    say_template,
 )
 from jaxtune.data.formats.sample_formats import IGNORED_LABEL
 from jaxtune.errors import UserError
@@ -121,6 +123,8 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
     if config.rollout.rewards:
         train, validation = open_prompt_sets(config, tokenizer)
         validating = f", {len(validation):,} to validate with" if validation else ""
+        for line in say_template(tokenizer, config.chat, masks=False):
+            console.print(line, markup=False)
         console.print(f"prompts: {len(train):,}, {sum(len(prompt.tokens) for prompt in train):,} tokens{validating}")
         for i, prompt in enumerate(train[: values.show]):
             console.print(Text(f"\nprompt {i}: {_in_a_line(tokenizer, prompt.tokens, [])}"))
@@ -136,7 +140,8 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
     for loss in dict.fromkeys(losses):
         console.print(f"warning: {loss}", style="yellow", markup=False)
     notes = (note for documents in (train, *validation.values()) for note in documents.notes)
-    for note in dict.fromkeys((*config.startup_notes, *notes)):
+    template = say_template(tokenizer, config.chat) if is_chat(config, train) else ()
+    for note in dict.fromkeys((*config.startup_notes, *template, *notes)):
         console.print(note, markup=False)
     console.print(f"training: {training.counts}")
     for name, rows in validating.items():

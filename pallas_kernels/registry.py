@@ -18,7 +18,8 @@ class Backend:
     """One implementation of an op.
 
     Attributes:
-        name: the value of the op's `backend` argument.
+        name: the value of the op's `backend` argument. Two backends may have one name if each refuses what the other
+            runs.
         run: the implementing function, or a module with several.
         refuses: given a device and a request, why the backend cannot run the request on the device, or None if it can.
         proofs: where the backend's numbers were checked, by compute capability (`ANY_GPU`: interpreted, or plain XLA).
@@ -60,9 +61,10 @@ def choose(
             raise CannotRun(f"{op}: no backend can run this on {device}: {reasons}")
         _log_choice(op, chosen.name, str(device), f"checked by {chosen.proof(device)}")
         return chosen
-    chosen = next((backend for backend in backends if backend.name == wanted), None)
+    named = [backend for backend in backends if backend.name == wanted]
+    chosen = next((backend for backend in named if backend.refuses(device, request) is None), *named[:1] or [None])
     if chosen is None:
-        names = ", ".join(repr(backend.name) for backend in backends)
+        names = ", ".join(dict.fromkeys(repr(backend.name) for backend in backends))
         raise CannotRun(f"{op}: unknown backend {wanted!r}; choose from 'auto', {names}")
     reason = chosen.refuses(device, request)
     if reason is not None and fallback == "warn":

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from tiny import VOCABULARY
 
+from jaxtune.columns import further_columns
 from jaxtune.models.decoder import bind
 from jaxtune.models.forward_options import ForwardOptions, Remat
 from jaxtune.models.score import hidden_states, score
@@ -21,8 +22,11 @@ def tokens(batch: int, sequence: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCABULARY, (batch, sequence))
 
 
-def make_batch(rows: np.ndarray, mesh, lengths: list[int] | None = None) -> dict[str, jax.Array]:
-    """Return a micro-batch of rows, each packed with documents of these lengths (default: one), all tokens trained."""
+def make_batch(rows: np.ndarray, mesh, lengths: list[int] | None = None, modules: int = 0) -> dict[str, jax.Array]:
+    """Return a micro-batch of rows, each packed with documents of these lengths (default: one), all tokens trained.
+
+    modules: number of multi-token-prediction modules to have further targets for.
+    """
     batch, sequence = rows.shape
     lengths = lengths or [sequence]
     starts = np.cumsum([0, *lengths])
@@ -32,6 +36,8 @@ def make_batch(rows: np.ndarray, mesh, lengths: list[int] | None = None) -> dict
     fields["tokens"] = rows.astype(np.int32)
     fields["loss_weight"] = np.zeros((batch, sequence), np.float32)
     fields["key_start"][:] = np.arange(sequence)
+    for column in further_columns(modules) if modules else ():
+        fields[column.name] = np.zeros((batch, sequence, modules), column.dtype)
     for number, (start, length) in enumerate(zip(starts, lengths), start=1):
         part = slice(start, start + length)
         fields["targets"][:, start : start + length - 1] = rows[:, start + 1 : start + length]
@@ -39,6 +45,10 @@ def make_batch(rows: np.ndarray, mesh, lengths: list[int] | None = None) -> dict
         fields["positions"][:, part] = np.arange(length)
         fields["segment_ids"][:, part] = number
         fields["key_start"][:, part] = start
+        for module in range(min(modules, length - 2)):
+            predicting, ahead = slice(start, start + length - 2 - module), module + 2
+            fields["further_targets"][:, predicting, module] = rows[:, start + ahead : start + length]
+            fields["further_loss_weight"][:, predicting, module] = 1.0
     placed = {name: jax.device_put(x, jax.NamedSharding(mesh, by_token())) for name, x in fields.items()}
     row = jax.device_put(np.arange(batch, dtype=np.int32), jax.NamedSharding(mesh, jax.P(by_token()[0])))
     return placed | {"row": row}
@@ -64,7 +74,7 @@ def sums_and_logits(model, objective, parameters, batch, remat: Remat = "none") 
     with jax.default_matmul_precision("highest"):
         decoder, call = bind(model.graph, parameters), ForwardOptions(jnp.dtype("float32"), remat=remat)
         hidden = hidden_states(decoder, batch, call)
-        scores = score(decoder, batch, call, hidden, head_gradient=True)
+        scores = score(decoder, batch, call, hidden, objective.score, head_gradient=True)
         return objective.loss(scores, batch), logits_of(decoder, hidden[0])
 
 

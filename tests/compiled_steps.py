@@ -6,6 +6,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from published_configs import GEMMA4_31B
+
 from jaxtune.config import load_recipe, resolve
 from jaxtune.host.process import compiler_options
 from jaxtune.parallel.mesh import make_mesh
@@ -43,6 +45,11 @@ OTHERS = {
             "head_dim": 256,
             "sliding_window": 1024,
         },
+    },
+    "Gemma 4 31B": {
+        "model_type": "gemma4",
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "text_config": GEMMA4_31B | {"num_hidden_layers": 60, "layer_types": GEMMA4_31B["layer_types"] * 10},
     },
     "Qwen3.5 9B": {
         "model_type": "qwen3_5",

@@ -27,6 +27,8 @@ class CompletionServer:
     """Whether adapters can be loaded (VLLM_ALLOW_RUNTIME_LORA_UPDATING)."""
     token_ids: bool = True
     """Whether it knows return_token_ids."""
+    log_probs: float | None = -1.5
+    """The log-probability of every token; None: the server does not know them."""
     key: str | None = None
     models: list[str] = field(default_factory=lambda: ["base"])
     adapters: dict[str, str] = field(default_factory=dict)
@@ -107,6 +109,8 @@ class CompletionServer:
             choice = {"index": index, "text": "", "finish_reason": "stop" if stops else "length"}
             if self.token_ids and body.get("return_token_ids"):
                 choice["token_ids"] = tokens[: stops[0] + 1] if stops else tokens
+            if self.log_probs is not None and body.get("logprobs") is not None:
+                choice["logprobs"] = {"token_logprobs": [self.log_probs] * len(choice["token_ids"])}
             choices.append(choice)
         return 200, {"object": "text_completion", "choices": choices}
 

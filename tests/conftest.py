@@ -28,7 +28,7 @@ LONGEST = (
     *("test_low_precision_accuracy.py", "test_gpu_suite_smoke.py", "test_mesh_product.py", "test_whole_quickstart.py"),
     *("test_families.py", "test_qlora.py", "test_recipes.py", "test_quickstart.py", "test_resume.py"),
     *("test_flash_attention.py", "test_lora_peft.py", "test_moe_lora.py", "test_foreign.py", "test_preferences.py"),
-    *("test_step.py", "test_decode.py", "test_experts.py", "test_wheel.py", "test_lora.py"),
+    *("test_step.py", "test_decode.py", "test_experts.py", "test_lora.py"),
     *("test_meshes.py", "test_train.py", "test_low_precision_step.py", "test_qlora_step.py"),
 )
 
@@ -44,6 +44,18 @@ def pytest_terminal_summary(terminalreporter, config):
 def pytest_collection_modifyitems(items):
     """Sort the slowest files first; keep the order of the others."""
     items.sort(key=lambda item: (*LONGEST, item.path.name).index(item.path.name))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compilation_cache(tmp_path_factory):
+    """Return the folder in which a worker keeps compiled programs, as many files compile the same ones.
+
+    It is set before anything is compiled, as jax looks for it once a process.
+    """
+    folder = str(tmp_path_factory.mktemp("programs"))
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # smaller ones cost more to store
+    return folder
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -5,15 +5,18 @@
     python tests/lanes.py nightly --all            all files
     python tests/lanes.py nightly random_kills     the recorded files with this in their names
     python tests/lanes.py nightly --within=5       one file after another; none starts after 5 minutes
+    python tests/lanes.py mesh --quick             a part of the lane, unless the whole lane is on record
 
 The lanes and their minutes are in lanes.toml next to this file. Options that follow are passed to pytest. A test file
 may list the paths it covers in COVERS. Once it has passed, it is on record (passed.json) and runs again only after a
-covered path has changed. So is a lane that has `covers` in lanes.toml; --all runs it anyway.
+covered path has changed. So is a lane that has `covers` in lanes.toml; --all runs it anyway, and --quick runs the
+arguments `quick` of lanes.toml instead. A file with TAKES_LONG does not start within a limit of time.
 """
 
 import ast
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -23,6 +26,7 @@ from functools import cache
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -33,6 +37,7 @@ LEFT_OUT = {
     "hosts": "several processes: python tests/lanes.py hosts",
     "aot": "steps and kernels compiled for GPUs that need not be there: pip install -e '.[aot]' && pytest tests/aot",
     "gpu": "on a GPU: pip install -e '.[cuda13]' && pytest -n 0 tests/gpu",
+    "package": "the wheel in a fresh environment: python tests/lanes.py package",
     "nightly": "long tests: python tests/lanes.py nightly",
 }
 
@@ -45,6 +50,8 @@ def main(arguments: list[str]) -> int:
         return 2
     name, *more = arguments
     lane, record = lanes[name], f"{name}, jax {version('jax')}"
+    if quick := "--quick" in more:
+        more.remove("--quick")
     parts = list(takewhile(lambda argument: argument == "--all" or not argument.startswith("-"), more))
     options = more[len(parts) :]
     known = recorded_files(lane["arguments"])
@@ -62,6 +69,9 @@ def main(arguments: list[str]) -> int:
     if whole and not parts and whole.items() <= read_passed().get(record, {}).items():
         print(f"{name}: nothing it covers has changed since it last passed")
         return 0
+    if quick and "quick" in lane and not parts:
+        print(f"{name}: changed since all of it last passed; a part of it now. All: python tests/lanes.py {name}")
+        lane["arguments"], chosen, whole = lane["quick"], [], {}  # a part is not put on record
     start = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-q", "--durations=10", *lane["arguments"], *left_out, *options]
     code = subprocess.call(command, cwd=ROOT)
@@ -84,12 +94,15 @@ def main(arguments: list[str]) -> int:
 
 def run_within(minutes: float, lane: str, files: list[Path], options: list[str]) -> int:
     """Run a lane file by file until the time is up; print the files that were not run."""
-    start, codes = time.monotonic(), []
-    while files and (time.monotonic() - start) / 60 < minutes:
-        codes.append(main([lane, files.pop(0).stem, *options]))
-    if files:
-        names = " ".join(file.stem for file in files)
-        print(f"{lane}: no time was left for {len(files)} files: python tests/lanes.py {lane} {names}", flush=True)
+    start, codes, left = time.monotonic(), [], []
+    for file in files:
+        if (time.monotonic() - start) / 60 < minutes and not assigned(file, "TAKES_LONG", False):
+            codes.append(main([lane, file.stem, *options]))
+        else:
+            left.append(file)
+    if left:
+        names = " ".join(file.stem for file in left)
+        print(f"{lane}: no time was left for {len(left)} files: python tests/lanes.py {lane} {names}", flush=True)
     return max(codes, default=0)
 
 
@@ -125,8 +138,13 @@ def read_passed() -> dict[str, dict[str, str]]:
 
 def covers(test: Path) -> tuple[str, ...]:
     """Return the COVERS of a test file; () if it has none."""
-    assigned = (node for node in ast.parse((ROOT / test).read_text()).body if isinstance(node, ast.Assign))
-    return next((ast.literal_eval(node.value) for node in assigned if ast.unparse(node.targets[0]) == "COVERS"), ())
+    return assigned(test, "COVERS", ())
+
+
+def assigned(test: Path, name: str, default: Any) -> Any:
+    """Return the literal that a test file assigns to a name; `default` if it assigns none."""
+    nodes = (node for node in ast.parse((ROOT / test).read_text()).body if isinstance(node, ast.Assign))
+    return next((ast.literal_eval(node.value) for node in nodes if ast.unparse(node.targets[0]) == name), default)
 
 
 def digest(paths: Sequence[str]) -> str:
@@ -150,7 +168,7 @@ def content(file: Path) -> bytes:
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if documented and ast.get_docstring(node) is not None:
             node.body = node.body[1:]
-    return ast.dump(tree).encode()
+    return re.sub(r"\w+=\[\](, )?|, \w+=\[\]", "", ast.dump(tree)).encode()  # versions of Python show other empty lists
 
 
 if __name__ == "__main__":

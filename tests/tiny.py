@@ -19,8 +19,10 @@ from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.data.formats.units import Documents, TokenisedDataset
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models import families
+from jaxtune.models.mixers import Heads, Rope
 from jaxtune.models.parameters import Parameter, declare
-from jaxtune.models.spec import FeedForward, Heads, Layer, ModelSpec, Norm, Rope
+from jaxtune.models.spec import FeedForward, Layer, ModelSpec, Norm
+from jaxtune.precision.options import PrecisionOptions
 from jaxtune.quant.options import QuantOptions
 from jaxtune.weights.model import declare_model, read_base
 from jaxtune.weights.values import read_parameters
@@ -120,8 +122,11 @@ def random_values(declared: Mapping[str, Parameter], seed: int = 0) -> dict[str,
     return {name: jax.device_put(draw(name, parameter), parameter.sharding) for name, parameter in declared.items()}
 
 
-def write_model_folder(folder: Path, kind: str = "Qwen3", **sizes) -> Path:
-    """Write a model of random weights with a byte tokenizer, as transformers saves it, but without torch."""
+def write_model_folder(folder: Path, kind: str = "Qwen3", mtp: bool = False, **sizes) -> Path:
+    """Write a model of random weights with a byte tokenizer, as transformers saves it, but without torch.
+
+    mtp: whether with the multi-token-prediction modules that the sizes count, as a publisher saves it.
+    """
     tokenizer = byte_tokenizer(folder)
     fields = dict(
         vocab_size=len(tokenizer),
@@ -139,7 +144,7 @@ def write_model_folder(folder: Path, kind: str = "Qwen3", **sizes) -> Path:
     )
     config = getattr(transformers, f"{kind}Config")(**{**fields, **sizes})
     config.save_pretrained(folder)
-    spec = families.read_spec(json.loads((folder / "config.json").read_text()))
+    spec = families.read_spec(json.loads((folder / "config.json").read_text()), mtp)
     rng, tensors = np.random.default_rng(0), {}
     for parameter in declare(spec)[1].values():
         shape = parameter.matrix
@@ -161,7 +166,11 @@ def save_torch_model(name: str, folder: Path, **sizes):
     torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
     transformers = pytest.importorskip("transformers")
     kind, fields = FAMILIES[name]
-    if "text_config" in fields:
+    model_type = fields.get("model_type")
+    fields = {key: value for key, value in fields.items() if key != "model_type"}
+    if kind == "Mistral4Config" and "num_labels" not in sizes:  # AutoModelForCausalLM lacks it
+        auto, fields = transformers.AutoModelForImageTextToText, {**SIZES, **fields, **sizes}
+    elif "text_config" in fields:
         auto = transformers.AutoModelForImageTextToText
         fields = fields | {"text_config": {**SIZES, **fields["text_config"], **sizes}}
     else:
@@ -172,14 +181,21 @@ def save_torch_model(name: str, folder: Path, **sizes):
     model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name or "bias" in parameter_name:
+            if any(word in parameter_name for word in ("norm", "bias", "scale")):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             if "A_log" in parameter_name:  # slow decay: if states forget quickly, its gradients are mere rounding
                 parameter.sub_(5)
         for buffer_name, buffer in model.named_buffers():
-            if "correction" in buffer_name:
+            if any(word in buffer_name for word in ("correction", "expert_bias", "layer_scalar")):
                 buffer.add_(torch.randn_like(buffer) * 0.1)
+    if kind == "OlmoHybridConfig":  # without its renamings, norms have the names in published files
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        model._weight_conversions = [one for one in get_model_conversion_mapping(model) if hasattr(one, "operations")]
     model.save_pretrained(folder)
+    if model_type is not None:
+        written = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(written | {"model_type": model_type}))
     return model.eval()
 
 
@@ -189,11 +205,11 @@ def read_model(
     dtype: str = "float32",
     lora: LoraOptions = LoraOptions(),
     quant: QuantOptions = QuantOptions(),
+    precision: PrecisionOptions = PrecisionOptions(),
     train=False,
 ):
     """Return a folder's declared model, its values, and the config they were read with; adapters are not read."""
-    config = Config(
-        model=ModelOptions(path=str(folder), dtype=dtype), data=DataOptions(seq_len=64), lora=lora, quant=quant
-    )
+    model, data = ModelOptions(path=str(folder), dtype=dtype), DataOptions(seq_len=64)
+    config = Config(model=model, data=data, lora=lora, quant=quant, precision=precision)
     model = declare_model(read_base(config), config, mesh, train=train)
     return model, read_parameters(model, model.whole), config

@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "log-sum-exp": {"lse": True},
     "offset": {"queries": 70, "query_offset": 230},
     "one-key-head": {"heads": 8, "kv_heads": 1, "documents": PACKED},
-    **{f"head-dim-{size}": {"head_dim": size, "documents": PACKED} for size in (64, 80, 96, 192, 256)},
+    **{f"head-dim-{size}": {"head_dim": size, "documents": PACKED} for size in (64, 80, 96, 192, 256, 512)},
     "float16": {"dtype": "float16", "documents": PACKED},
     "float32": {"dtype": "float32", "documents": PACKED, "soft_cap": 5.0},
     "float32-head-dim-64": {"dtype": "float32", "documents": PACKED, "head_dim": 64},

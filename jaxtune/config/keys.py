@@ -44,6 +44,8 @@ _WITHOUT_SECTION = {
     "steps": "train.max_steps",
     "seed": "train.seed",
     "name": "train.run_name",
+    "micro_batch_size": "train.micro_batch_size",
+    "beta": "preference.beta",
     "optim": "optim.name",
     "lora": "lora.enabled",
     "quant": "quant.format",

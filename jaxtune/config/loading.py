@@ -8,6 +8,7 @@ import math
 import re
 import types
 import typing
+import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Literal, Union
@@ -393,18 +394,25 @@ def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> A
             if value == -1 and annotation == int | None and not option_rules.in_interval(-1, rule.metadata["within"]):
                 value = None  # other toolkits write -1 for a count that is not set
             try:
-                fields[name] = _convert(value, annotation)
+                fields[name] = _convert(option_rules.entries_of(value, rule.metadata["unit"]), annotation)
             except TypeError:
                 meaning = rule.metadata["doc"]
                 expected = keys.describe(annotation)
                 if _is_infinite_or_nan(value):
                     expected = f"a finite {expected}"
                 elif isinstance(value, str) and annotation == tuple[str, ...]:
-                    expected += f" such as ({value!r},)"
+                    expected += f" such as {_as_list(value, rule.metadata['unit'])!r}"
                 near = keys.nearest_value(key, value, annotation)
                 hint = f"; nearest: {near}" if near else ""
                 problems.append(Problem((key,), f"{key} = {value!r}: expected {expected} ({meaning}){hint}"))
     return section(**fields)
+
+
+def _as_list(text: str, unit: str) -> tuple[str, ...]:
+    """Return the list of texts that a text may mean: its parts at commas if each looks like an entry of the option."""
+    within = re.fullmatch(r"[\[({](.*)[\])}]", text)
+    parts = tuple(part.strip(" '\"") for part in (within[1] if within else text).split(","))
+    return parts if "=" in unit and all("=" in part for part in parts) else (text,)
 
 
 def _is_unset(key: str, default: Any) -> bool:
@@ -462,7 +470,7 @@ def from_text(text: str, annotation: Any) -> Any:
         return _TRUTH[text.lower()]
     if keys.entry_type(annotation) is not None:
         with contextlib.suppress(ValueError, SyntaxError):
-            if isinstance(literal := ast.literal_eval(text), list | tuple | dict):
+            if isinstance(literal := _read_literal(text), list | tuple | dict):
                 return literal
         return text.split(",") if re.fullmatch(f"{_WORD}(,{_WORD})*", text) else text
     # For a union such as str | tuple[str, ...], a comma makes a list; without one the text stays a text.
@@ -470,14 +478,22 @@ def from_text(text: str, annotation: Any) -> Any:
     if re.fullmatch(f"{_WORD}(,{_WORD})*", text) and (several or _is_list_of_words(annotation)):
         return tuple(text.split(","))
     try:
-        literal = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+        literal = _read_literal({"true": "True", "false": "False"}.get(text, text))
         # A quoted string keeps its quotes: the shell already removed its own pair, so these belong to the value.
+        if isinstance(literal, dict) and annotation == tuple[str, ...]:
+            return literal  # entries such as REGEX=FACTOR, or refused
         if not isinstance(literal, str):
             return _convert(literal, annotation)
     except (ValueError, SyntaxError, TypeError):
         pass
     # Safe for regular expressions too: backslash-n and a newline match the same.
     return re.sub(r"(?<!\\)\\([nt])", lambda escape: {"n": "\n", "t": "\t"}[escape[1]], text)
+
+
+def _read_literal(text: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # regular expressions have escapes that Python warns of
+        return ast.literal_eval(text)
 
 
 def _is_list_of_words(annotation: Any) -> bool:

@@ -96,6 +96,14 @@ def find_format_error(value: Any, unit: str) -> str | None:
     return None
 
 
+def entries_of(value: Any, unit: str) -> Any:
+    """Return a dict as the entries of an option whose unit is "REGEX=FACTOR" or similar; other values unchanged."""
+    if not isinstance(value, dict) or "=" not in unit:
+        return value
+    text = json.dumps if unit == "KEY=JSON" else str
+    return [f"{key}={text(of)}" for key, of in value.items()]
+
+
 def _not_a_regex(text: str) -> str | None:
     try:
         re.compile(text)

@@ -14,7 +14,7 @@ from jaxtune.data_options import ChatOptions, DataOptions, Dataset
 from jaxtune.errors import hide_secrets, shorten
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models.options import AttentionOptions, ExpertsOptions
-from jaxtune.objectives.options import DistillOptions, GrpoOptions, PreferenceOptions, RolloutOptions
+from jaxtune.objectives.options import DistillOptions, GrpoOptions, MtpOptions, PreferenceOptions, RolloutOptions
 from jaxtune.optim.options import OptimOptions
 from jaxtune.option_field import option, section
 from jaxtune.parallel.options import MemoryOptions, MeshOptions, ParallelOptions
@@ -111,14 +111,18 @@ class TrainOptions:
     neftune_alpha: float = option(0.0,
         "scale of the noise on the embeddings of training rows (NEFTune, 2023), such as 5", "[0, inf)",
         also="neftune_noise_alpha")
+    loss: Literal["cross_entropy", "dft"] = option("cross_entropy",
+        "loss of a target token; dft: cross-entropy times the token's probability, which gets no gradient, so that "
+        "unlikely targets change the model less (Dynamic Fine-Tuning, arXiv:2508.05629)",
+        when="model.head == 'lm' and preference.loss is None and not rollout.rewards and not distill.teacher")
     label_smoothing: float = option(0.0,
         "share of a token's target that is spread over the whole vocabulary in training", "fraction [0, 1)",
         when="model.head == 'lm' and preference.loss is None and not rollout.rewards and "
-        "(not distill.teacher or distill.weight < 1)", also="label_smoothing_factor")
+        "(not distill.teacher or distill.weight < 1) and train.loss == 'cross_entropy'", also="label_smoothing_factor")
     z_loss: float = option(0.0,
         "coefficient of log(sum(exp(logits)))^2, added to the training loss of each token (PaLM, 2022)", "[0, inf)",
         when="model.head == 'lm' and preference.loss is None and not rollout.rewards and "
-        "(not distill.teacher or distill.weight < 1)")
+        "(not distill.teacher or distill.weight < 1) and train.loss == 'cross_entropy'")
     plugins: tuple[str, ...] = option((),
         "your Python files (FILE.py), which are run: callbacks, an objective, an optimizer rule, a model family "
         "(docs/guides/plugins.md)")
@@ -342,6 +346,7 @@ class Config:
     rollout: RolloutOptions = section(RolloutOptions(), when="rollout.rewards")
     grpo: GrpoOptions = section(GrpoOptions(), when="rollout.rewards")
     distill: DistillOptions = section(DistillOptions(), when="distill.teacher is not None")
+    mtp: MtpOptions = section(MtpOptions(), when="mtp.weight")
     # Not an option: the source of each value that is not the default.
     said: tuple[Provenance, ...] = dataclasses.field(default=(), compare=False, repr=False)
     # Not an option either: how another system's options were translated, and which values were recommended.

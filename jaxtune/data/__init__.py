@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxtune.data.chat.chat_template import ChatTemplate
+    from jaxtune.data.chat.template_line import say_template
     from jaxtune.data.formats.units import Documents
-    from jaxtune.data.rows.feed import Feed, open_feed, rows_to_evaluate
+    from jaxtune.data.rows.feed import Feed, is_chat, open_feed, rows_to_evaluate
     from jaxtune.data.rows.loader import abstract_batch, batches
     from jaxtune.data.rows.packed_rows import Counts, Rows
     from jaxtune.data.rows.prompt_feed import PromptFeed, open_prompt_sets, open_prompts
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "chat.chat_template": ("ChatTemplate",),
-    "rows.feed": ("Feed", "open_feed", "rows_to_evaluate"),
+    "chat.template_line": ("say_template",),
+    "rows.feed": ("Feed", "is_chat", "open_feed", "rows_to_evaluate"),
     "rows.loader": ("abstract_batch", "batches"),
     "rows.prompt_feed": ("PromptFeed", "open_prompt_sets", "open_prompts"),
     "rows.packed_rows": ("Counts", "Rows"),

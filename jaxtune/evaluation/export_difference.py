@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxtune import data, hf
 from jaxtune.config.schema import Config, MemoryOptions
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, sized
 from jaxtune.evaluation.evaluator import make_evaluate
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.forward_options import ForwardOptions
@@ -105,7 +105,7 @@ def _size(output: Path) -> int:
 
 
 def _no_room(output: Path) -> str:
-    return f"not compared: the exported model does not fit next to the run's ({_size(output) / 1e9:.1f} GB)"
+    return f"not compared: the exported model does not fit next to the run's ({sized(_size(output), 1)})"
 
 
 def _compare_logits(model: Model, before: Parameters, exported: Model, after: Parameters, output: Path) -> str:

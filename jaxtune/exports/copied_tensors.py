@@ -1,4 +1,4 @@
-"""Tensors of layers that predict more than the next token, which are not trained.
+"""Tensors of layers that predict more than the next token, which this run does not train.
 
 An export copies them from the base, or warns that it lacks them.
 """

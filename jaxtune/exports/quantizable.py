@@ -58,6 +58,9 @@ def choose(model: Model, kind: str, dtype: str, copied: Iterable[str] = ()) -> C
 
     for parameter in model.whole.values():
         for place in parameter.places if parameter.kind in _MATRICES else ():
+            if any(number >= len(model.spec.layers) for number in parameter.layers):
+                leave(place.name, None)  # multi-token-prediction modules, whose projection vLLM does not quantize
+                continue
             reason = _misfit(kind, format, parameter, place) if parameter.kind == "linear" else None
             if reason is None and parameter.kind == "linear":
                 chosen.add(place.name)

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,13 @@ from jaxtune.parallel import multihost
 from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.weights.elements import gather_element
 from jaxtune.weights.model import Model
+from jaxtune.weights.mtp_files import copied_by_modules
 
 log = logging.getLogger("jaxtune")
 
 CARD = "README.md"
+# Families whose experts, separate in the files, peft 0.21 does not convert; with it, `families.refuses_lora`.
+_UNCONVERTED = ("qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text")
 UNFINISHED = ".jaxtune-unfinished"  # in a folder from the start of an export until it is whole
 
 
@@ -65,17 +68,19 @@ def export_full(
             weight = merge_into(weight.astype(jnp.float32), values)
         return weight.astype(_export_dtype(parameter, dtype))
 
-    tensors = _tensors(model, model.whole, dtype, merge)
-    copied = copied_layers(model, config)
+    copies, copied = copied_by_modules(model.spec, config, model.folder), copied_layers(model, config)
+    tensors = _tensors(model, model.whole, dtype, merge, copies)
     warn_lost_layers(model, config)
     if model.spec.untouched is not None or copied:
         # The other parts of a larger model and the copied layers are read from the base and written unchanged.
-        tensors = hf.replace_decoder(model.folder, tensors, partial(families.is_untouched, model.spec))
+        tensors = hf.with_untouched(model.folder, tensors, partial(families.is_untouched, model.spec))
     changes = _classifier_config(model, config) if model.spec.labels else {}
     if quantize is not None:
-        chosen = choose(model, quantize, config.model.dtype, copied)
+        chosen = choose(model, quantize, config.model.dtype, [*copied, *copies])
         changes["quantization_config"] = chosen.config
         tensors = hf.quantize(tensors, quantize, chosen.weights)
+    if not config.model.from_scratch:
+        tensors = hf.named_as_in_files(model.folder, tensors)
     hf.write(output, tensors, config.export.max_shard_bytes)
     if multihost.is_main():
         options = (config.model.dtype, model.spec.vocabulary, changes, model.base.described)
@@ -114,17 +119,19 @@ def _tensors(
     parameters: Mapping[str, Parameter],
     dtype: jnp.dtype,
     value: Callable[[str, tuple[int, ...]], jax.Array],
+    copies: Mapping[str, str],
 ) -> Iterator[hf.OutputTensor]:
-    """Yield the Hugging Face tensors of these parameters; the data of each is computed when it is written.
+    """Yield the parameters as Hugging Face tensors, whose data is computed when they are written.
 
     `value` returns the array of a parameter's name and an index in its leading axes. A tensor is assembled from its
-    parts, without rows of padding.
+    parts, without rows of padding. `copies`: tensors that are written again under other names.
     """
     # Parts of each Hugging Face tensor: (place in the tensor, parameter, index in the parameter's leading axes).
     parts: dict[str, list[tuple[Place, str, tuple[int, ...]]]] = {}
     for name, parameter in parameters.items():
         for index, place in parameter.elements():
             parts.setdefault(place.name, []).append((place, name, index))
+    parts |= {copy: parts[original] for copy, original in copies.items()}
 
     def assemble(pieces: list[tuple[Place, str, tuple[int, ...]]], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         tensor = np.empty(shape, dtype)
@@ -159,19 +166,26 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
 
     every = model.trained | model.starts
     written = {name: _with_start(p) for name, p in every.items() if not name.endswith("_start")}
-    tensors = list(_tensors(model, written, jnp.dtype(config.lora.dtype), value))
+    tensors = list(_tensors(model, written, jnp.dtype(config.lora.dtype), value, {}))
     lora, base = config.lora, _absolute(config.model.path or "")
     rank, alpha = LoRA(lora.rank, lora.alpha, lora.use_rslora, init=lora.init).exported
     lora = dataclasses.replace(lora, rank=rank, alpha=alpha)
-    if lora.dropout and any(map(_is_of_experts, model.trained.values())):
-        log.warning("lora.dropout=%s is written as 0: peft has no dropout for adapters of experts", lora.dropout)
+    targets, wrapped = _targets(model, lora)
+    if lora.dropout and (wrapped or any(map(_is_of_experts, model.trained.values()))):
+        log.warning(
+            "lora.dropout=%s is written as 0: peft has no dropout for adapters of experts, nor of other layers with "
+            "the name of an expert's",
+            lora.dropout,
+        )
         lora = dataclasses.replace(lora, dropout=0.0)
     if config.model.config or model.base.described != hf.read_config(model.folders.config):
         log.warning(
             "an adapter has no config.json, and this run has changed its base's (model.config, model.overrides, "
             "model.rope_scaling): load the base with the same changes, or export a whole model with --merge"
         )
-    hf.write_adapter(output, tensors, lora, base, config.model.revision, *_targets(model), *_patterns(model, lora))
+    hf.write_adapter(
+        output, tensors, lora, base, config.model.revision, targets, wrapped, *_patterns(model, lora, wrapped)
+    )
     if multihost.is_main():
         _write_tokenizer(model, config, output)
 
@@ -187,10 +201,14 @@ def _with_start(parameter: Parameter) -> Parameter:
     )
 
 
-def _patterns(model: Model, lora: LoraOptions) -> tuple[dict[str, int], dict[str, float]]:
-    """Return peft's rank_pattern and alpha_pattern: the modules whose rank or alpha differs from `lora`."""
+def _patterns(model: Model, lora: LoraOptions, wrapped: Collection[str]) -> tuple[dict[str, int], dict[str, float]]:
+    """Return peft's rank_pattern and alpha_pattern: the modules whose rank or alpha differs from `lora`.
+
+    A module that is a target parameter (`wrapped`) has its weight's name.
+    """
     linears = [p for p in model.frozen.values() if isinstance(p.treatment.adapter, LoRA) and not _is_of_experts(p)]
-    exported = {place.name.removesuffix(".weight"): p.treatment.adapter.exported for p in linears for place in p.places}
+    names = {place.name: p.treatment.adapter.exported for p in linears for place in p.places}
+    exported = {name if name in wrapped else name.removesuffix(".weight"): own for name, own in names.items()}
     ranks = {name: rank for name, (rank, _) in exported.items() if rank != lora.rank}
     return ranks, {name: alpha for name, (_, alpha) in exported.items() if alpha != lora.alpha}
 
@@ -239,25 +257,30 @@ def _absolute(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
-def _targets(model: Model) -> tuple[list[str], list[str]]:
+def _targets(model: Model, lora: LoraOptions) -> tuple[list[str], list[str]]:
     """Return peft's target_modules and target_parameters, which match exactly the adapted modules and parameters.
 
     A target parameter is one tensor with all experts of a layer. transformers 5 stacks experts that are separate in the
-    files into such a tensor, and peft then takes every module with an expert's name for an expert. Other adapted
-    modules with such a name are therefore listed as target parameters, by their weights.
+    files into such a tensor, and peft then takes every target module with an expert's name for an expert, even if no
+    expert has an adapter. Other modules with such a name are therefore listed as target parameters, by their weights.
     """
     loaded, short = loaded_names(model.base.spec), model.spec.untouched is None
     linears = {loaded[place.name]: p for p in model.parameters.values() if p.kind == "linear" for place in p.places}
     modules = {name.removesuffix(".weight"): p for name, p in linears.items() if name.endswith(".weight")}
     stacked = {name: p for name, p in linears.items() if not name.endswith(".weight")}
     experts = {name: p for name, p in modules.items() if _is_of_experts(p)}
-    endings = {_ending(name) for name in _adapted_names(experts)}
-    alike = {f"{name}.weight" for name in _adapted_names(modules) - experts.keys() if _ending(name) in endings}
-    if bare := {_module(name) for name in experts.keys() - _adapted_names(experts)} & set(
-        map(_module, _adapted_names(experts))
-    ):
+    converts = lora.kind == "lora" and model.spec.family not in _UNCONVERTED
+    endings = {_ending(name) for name in experts if converts and not families.refuses_lora(model.spec, name)}
+    if converts and model.spec.stacked_experts:  # peft goes by the family, not by the files
+        endings = {"gate_proj", "up_proj", "down_proj"}
+    alike = {name for name in modules.keys() - experts.keys() if _ending(name) in endings}
+    adapted, adapted_alike = _adapted_names(experts), _adapted_names({name: modules[name] for name in alike})
+    if bare := set(map(_module, experts.keys() - adapted)) & set(map(_module, adapted)):
         log.warning("peft cannot load this adapter: gate, up and down of an expert (%s) must all have one", min(bare))
-    return _names(modules, short, 1), [*_names(stacked, short, 2), *sorted(alike)]
+    if adapted_alike and lora.use_dora:
+        log.warning("peft cannot load this adapter: %s has DoRA and the name of an expert's layer", min(adapted_alike))
+    named = {name: p for name, p in modules.items() if name not in alike}
+    return _names(named, short, 1), [*_names(stacked, short, 2), *sorted(f"{name}.weight" for name in adapted_alike)]
 
 
 def _adapted_names(linears: Mapping[str, Parameter]) -> set[str]:

@@ -1,5 +1,6 @@
 """Hugging Face folders, read and written: config, weights, tokenizer, PEFT adapters, model card; and uploads."""
 
+from jaxtune.hf.chat_templates import describe_template
 from jaxtune.hf.description import (
     SINGLE_MODEL_DEFAULTS,
     Folders,
@@ -8,7 +9,7 @@ from jaxtune.hf.description import (
     parse_overrides,
     read_described_config,
 )
-from jaxtune.hf.larger_model import replace_decoder
+from jaxtune.hf.larger_model import named_as_in_files, with_untouched
 from jaxtune.hf.model_card import Evaluation, write_card
 from jaxtune.hf.model_folder import label_names, read_config, read_generation_config, resolve, write_config
 from jaxtune.hf.peft import SavedAdapter, adapted_modules, read_adapter, write_adapter

@@ -1,24 +1,28 @@
-"""Write a trained decoder back into the larger model that contains it, such as a vision-language model."""
+"""Write a trained decoder as its base's files have it: under their names, and inside a larger model if there is one."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from jaxtune.hf.tensor_sources import ALL_DTYPES, check_content, current_name, older_name, open_sources, weight_files
+from jaxtune.hf.tensor_sources import ALL_DTYPES, check_content, older_name, open_sources, weight_files
 from jaxtune.hf.weights import OutputTensor
 
 
-def replace_decoder(
+def with_untouched(
     folder: Path, tensors: Iterable[OutputTensor], untouched: Callable[[str], bool]
 ) -> Iterator[OutputTensor]:
-    """Yield the decoder's `tensors` under the names used in a Hugging Face folder, then the folder's untouched tensors.
+    """Yield the decoder's `tensors`, then the folder's untouched tensors.
 
     Untouched tensors are copied bit for bit; each is read when it is written.
     """
-    sources = open_sources(weight_files(folder))
-    older = any(current_name(name) != name for name in sources)
-    for tensor in tensors:
-        yield tensor._replace(name=older_name(tensor.name) if older else tensor.name)
-    copied = {name: source for name, source in sources.items() if untouched(name)}
+    yield from tensors
+    copied = {name: source for name, source in open_sources(weight_files(folder)).items() if untouched(name)}
     check_content(copied.values())
     for name, source in copied.items():
         yield OutputTensor(name, source.shape, ALL_DTYPES[source.dtype], source.whole)
+
+
+def named_as_in_files(folder: Path, tensors: Iterable[OutputTensor]) -> Iterator[OutputTensor]:
+    """Yield the tensors under the names that a Hugging Face folder has for them."""
+    rename = older_name(open_sources(weight_files(folder)))
+    for tensor in tensors:
+        yield tensor._replace(name=rename(tensor.name))

@@ -120,8 +120,9 @@ class SavedAdapter:
         if self.kind != "lora" or not self.parameters:
             return tuple(sorted(self.modules))
         ranks = {module: self.tensors[f"{module}.lora_A.weight"].shape[0] for module in self.modules}
-        modules = {module for module, rank in ranks.items() if rank == self.rank}
-        return tuple(sorted(modules if modules == self.modules else modules | set(self.parameters)))
+        modules = {module for module, rank in ranks.items() if rank == self.of_module(module)[0]}
+        experts = {name for name in self.parameters if not name.endswith(".weight")}  # others are weights of modules
+        return tuple(sorted(modules if modules == self.modules else modules | experts))
 
     @property
     def labels(self) -> int:
@@ -324,8 +325,16 @@ def _check_pairs(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
 
 
 def _match_pattern(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
-    """The value of the first pattern that matches a module's name or its ending, as in peft's `get_pattern_key`."""
-    matches = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module))
+    """The value of the first pattern that matches the name or its ending, as in peft's `get_pattern_key`.
+
+    The name is a module's, or its weight's if the module is a target parameter.
+    """
+    names = (module, f"{module}.weight")
+    matches = (
+        value
+        for pattern, value in (patterns or {}).items()
+        if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names)
+    )
     return next(matches, default)
 
 
@@ -347,8 +356,8 @@ def _check_config(path: Path, config: dict[str, Any]) -> None:
         "bias": (config.get("bias") in ("none", "all", "lora_only", None), "'none', 'all' or 'lora_only'"),
         "modules_to_save": (_are_names(config.get("modules_to_save") or []), "names of modules"),
         "use_dora": (config.get("use_dora") in (True, False, None), "true or false"),
-        "rank_pattern": (_is_pattern(config.get("rank_pattern"), 1, bool(parameters)), "ranks by name of module"),
-        "alpha_pattern": (_is_pattern(config.get("alpha_pattern"), 0, bool(parameters)), "numbers by name of module"),
+        "rank_pattern": (_is_pattern(config.get("rank_pattern"), 1, parameters), "ranks by name of module"),
+        "alpha_pattern": (_is_pattern(config.get("alpha_pattern"), 0, parameters), "numbers by name of module"),
         "target_parameters": (_are_names(parameters), "names of parameters"),
         "init_lora_weights": (config.get("init_lora_weights") in _PLAIN_STARTS, "true (convert it with peft)"),
     }
@@ -364,17 +373,27 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _is_pattern(value: Any, least: int, experts: bool) -> bool:
+def _is_pattern(value: Any, least: int, parameters: Any) -> bool:
     """Whether a value maps patterns to numbers of at least `least` (integers if `least` is 1).
 
-    With adapters of experts, patterns are not supported, so the value must be empty.
+    Patterns are not supported for experts. With target parameters, a pattern must therefore be the name of a module, or
+    of the weight of one, and not that of experts.
     """
     if not value:
         return True
-    if experts or not isinstance(value, dict):
+    if not isinstance(value, dict):
         return False
     kinds = (int,) if least else (int, float)
+    experts = [name for name in parameters if not str(name).endswith(".weight")] if _are_names(parameters) else []
     try:
-        return all(re.compile(name) and type(number) in kinds and number >= least for name, number in value.items())
+        numbers = all(re.compile(name) and type(number) in kinds and number >= least for name, number in value.items())
     except re.error:
         return False
+    return numbers and not (parameters and any(_may_match(pattern, experts) for pattern in value))
+
+
+def _may_match(pattern: str, names: Sequence[str]) -> bool:
+    """Whether a pattern is more than an escaped name, or could match one of the names or name endings."""
+    name = re.sub(r"\\(.)", r"\1", pattern)
+    one_ends_so = any(f".{one}".endswith(f".{name}") or f".{name}".endswith(f".{one}") for one in names)
+    return re.escape(name) != pattern or one_ends_so

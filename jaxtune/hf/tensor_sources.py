@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,9 +38,12 @@ ALL_DTYPES = DTYPES | {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 _READ_AS = DTYPES | dict.fromkeys(("U8", "F8_E4M3"), np.dtype(np.uint8))
-# Name prefixes of the decoder in a vision-language model: in files by transformers before 4.52 (or by a later version
-# that had read such files), and in transformers and peft now.
-_OLDER = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
+# Name prefixes in files that differ from those in transformers and peft now: of the decoder in a vision-language model,
+# in files by transformers before 4.52 (or by a later version that had read such files), and of Nemotron-H.
+_OLDER = (
+    {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."},
+    {"backbone.": "model."},
+)
 CHECKSUM = "xxh3_64"  # key in __metadata__ of exported files: hash, in hex, of all bytes after the header
 _COMPARED = 2**24  # bytes compared at a time
 _LFS_POINTER = b"version https://git-lfs"
@@ -177,14 +180,20 @@ def open_weights(folder: Path) -> dict[str, TensorSource]:
 
 def current_name(name: str) -> str:
     """Return transformers' current name of a tensor that may have an older name in files."""
-    older = next((prefix for prefix in _OLDER if name.startswith(prefix)), "")
-    return _OLDER.get(older, "") + name.removeprefix(older)
+    return _with_prefix(name, {older: now for renamed in _OLDER for older, now in renamed.items()})
 
 
-def older_name(name: str) -> str:
-    """Return the name of a tensor in folders that use the older names."""
-    older = next((prefix for prefix, now in _OLDER.items() if name.startswith(now)), "")
-    return older + name.removeprefix(_OLDER.get(older, ""))
+def older_name(files: Iterable[str]) -> Callable[[str], str]:
+    """Return a function from a tensor's current name to its name in a folder whose tensors are named in `files`."""
+    files = tuple(files)
+    renamed = next((one for one in _OLDER if any(name.startswith(tuple(one)) for name in files)), {})
+    return functools.partial(_with_prefix, prefixes={now: older for older, now in renamed.items()})
+
+
+def _with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return the name with the first prefix that it has replaced by the other one."""
+    prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+    return prefixes.get(prefix, "") + name.removeprefix(prefix)
 
 
 def open_sources(files: Iterable[Path]) -> dict[str, TensorSource]:

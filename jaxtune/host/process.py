@@ -220,11 +220,9 @@ def on_main(work: Callable[[], None]) -> None:
         raise failure or UserError("process 0 failed; see its message")
 
 
-_OF_COLLECTIVES = (
-    "Gloo",
-    "NCCL",
-    "UNAVAILABLE",
-)  # in XLA's errors: collective libraries, or a service that does not answer
+# In XLA's errors: collective libraries, or a service that does not answer. jax raises them as JaxRuntimeError, which is
+# a RuntimeError, or as ValueError if a collective fails while a program is being called.
+_OF_COLLECTIVES = ("Gloo", "NCCL", "UNAVAILABLE")
 
 
 @contextmanager
@@ -243,7 +241,7 @@ def exit_after_failure() -> Iterator[None]:
             leave = threading.Timer(LEAVE_SECONDS, os._exit, (code,))
             leave.daemon = True
             leave.start()
-            if isinstance(error, jax.errors.JaxRuntimeError) and any(sign in str(error) for sign in _OF_COLLECTIVES):
+            if isinstance(error, RuntimeError | ValueError) and any(sign in str(error) for sign in _OF_COLLECTIVES):
                 problem = f"process {jax.process_index()}: a collective with the other processes failed: {error}"
                 advice = "If one of them has ended, its log says why. A restart continues from the last checkpoint"
                 print(f"jaxtune: error: {' '.join(problem.split())}. {advice}", file=sys.stderr, flush=True)

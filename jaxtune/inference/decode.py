@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxtune.models.decoder import Decoder, inputs_of
 from jaxtune.models.forward_options import ForwardOptions
+from jaxtune.models.layers import recurrence, short_conv
 from jaxtune.models.layers.attend import attend_cached
-from jaxtune.models.layers.delta_net import memory
+from jaxtune.models.mixers import DeltaNet, Mamba2, Mixer, ShortConv
 from jaxtune.models.score import logits
-from jaxtune.models.spec import DeltaNet, Heads, ModelSpec
+from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel.layout import P, Rules, by_head, by_token
 from jaxtune.parallel.sequence import heads_on_devices
 
@@ -38,6 +40,21 @@ class Sampling(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+
+class NextTokens(NamedTuple):
+    """The next token of each row.
+
+    Attributes:
+        tokens: the tokens.
+        log_probs: log-probability of each in nats, by the model at this temperature, of all tokens: without a
+            repetition penalty, and before any token is left out (`mask_logits`). At temperature 0, as at 1.
+        entropies: of the same distributions, in nats.
+    """
+
+    tokens: Int[Array | np.ndarray, " b"]
+    log_probs: Float[Array | np.ndarray, " b"]
+    entropies: Float[Array | np.ndarray, " b"]
 
 
 class Decoding(NamedTuple):
@@ -62,12 +79,16 @@ def rules_of_decoding(rules: Rules) -> Rules:
 
 
 def empty_cache(spec: ModelSpec, batch: int, length: int, dtype: jnp.dtype) -> Any:
-    """Return zeroed caches in the structure of the stacks: `length` keys and values, or a delta net's memory."""
+    """Return zeroed caches in the structure of the stacks: `length` keys and values, or the memory of another mixer."""
     rows, _, heads, _ = by_head()
 
-    def zeros(repeats: int, mixer: Heads | DeltaNet) -> Any:
-        if isinstance(mixer, DeltaNet):
-            shapes, spec = memory(mixer, batch, dtype), P(None, rows)
+    def zeros(repeats: int, mixer: Mixer | None) -> Any:
+        if mixer is None:
+            return None
+        if isinstance(mixer, DeltaNet | Mamba2):
+            shapes, spec = recurrence.memory(mixer, batch, dtype), P(None, rows)
+        elif isinstance(mixer, ShortConv):
+            shapes, spec = short_conv.memory(mixer, batch, dtype), P(None, rows, None, heads)
         else:
             # If devices divide more heads than there are, attention repeats heads, and the cache has the copies too.
             one = jax.ShapeDtypeStruct((batch, length, heads_on_devices(mixer.kv_heads), mixer.head_dim), dtype)
@@ -85,7 +106,7 @@ def begin(
     sampling: Sampling,
     length: int,
     dtype: jnp.dtype,
-) -> tuple[Int[Array, " b"], Decoding]:
+) -> tuple[NextTokens, Decoding]:
     """Return the first token after prompts, padded on the left, and the state, with room for `length` positions."""
     seen = None
     if sampling.repetition_penalty != 1:
@@ -104,7 +125,7 @@ def advance(
     keys: Key[Array, " b"],
     sampling: Sampling,
     dtype: jnp.dtype,
-) -> tuple[Int[Array, " b"], Decoding]:
+) -> tuple[NextTokens, Decoding]:
     """Return the token after `tokens`, on every device, and the next state; `keys`: random keys of the rows."""
     index, start = decoding.index, decoding.start
     numbers = index + jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
@@ -124,22 +145,26 @@ def advance(
     chosen = jax.shard_map(partial(choose, sampling=sampling), in_specs=rows, out_specs=rows)(*arguments)
     chosen = jax.reshard(chosen, P())
     if seen is not None:
-        seen = seen.at[jnp.arange(len(chosen)), chosen].set(True)
+        seen = seen.at[jnp.arange(len(chosen.tokens)), chosen.tokens].set(True)
     return chosen, Decoding(cache, end, start, seen)
 
 
 def choose(
     logits: Float[Array, "b v"], keys: Key[Array, " b"], seen: Bool[Array, "b v"] | None, sampling: Sampling
-) -> Int[Array, " b"]:
+) -> NextTokens:
     """Choose a token for each row."""
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32) / (sampling.temperature or 1.0))
     if seen is not None:
         penalty = sampling.repetition_penalty
         logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     if sampling.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = mask_logits(logits / sampling.temperature, sampling)
-    # A key for each row, so that a completion does not depend on the other rows.
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    else:
+        logits = mask_logits(logits / sampling.temperature, sampling)
+        # A key for each row, so that a completion does not depend on the other rows.
+        tokens = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+    of_tokens = jnp.take_along_axis(log_probs, tokens[:, None], axis=-1)[:, 0]
+    return NextTokens(tokens, of_tokens, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1))
 
 
 def mask_logits(logits: Float[Array, "b v"], sampling: Sampling) -> Float[Array, "b v"]:

@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Int
 
 from jaxtune import hf
 from jaxtune.errors import UserError
 from jaxtune.host.process import compiler_options
-from jaxtune.inference.decode import Sampling, advance, begin, rules_of_decoding
+from jaxtune.inference.decode import NextTokens, Sampling, advance, begin, rules_of_decoding
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel.layout import RULES, shards
@@ -28,8 +27,9 @@ PROMPT_BUCKET = 64
 SAMPLE = Sampling(temperature=1.0, top_p=0.95)
 """Sampling options of a run's sample: at lower temperatures, a small model only repeats likely tokens like spaces."""
 
-# (parameters, prompts, number of each prompt) -> an iterator that yields the next token of each prompt.
-Generate = Callable[..., Iterator[Int[np.ndarray, " prompts"]]]
+# (parameters, prompts, number of each prompt) -> an iterator that yields the next token of each prompt. Tokens are on
+# the host; log-probabilities stay on the devices until they are read.
+Generate = Callable[..., Iterator[NextTokens]]
 
 
 class Completion(NamedTuple):
@@ -38,10 +38,15 @@ class Completion(NamedTuple):
     Attributes:
         tokens: The generated tokens, including the end token if there is one.
         finished: Whether the model ended it; False if it has max_new_tokens tokens without an end.
+        log_probs: The log-probability of each token by the engine that sampled it, in nats, as in `NextTokens`; NaN if
+            the engine does not know it; empty if nobody asked for them.
+        entropies: The entropy of the distribution of each token, likewise; empty if they are not known.
     """
 
     tokens: list[int]
     finished: bool
+    log_probs: Sequence[float] = ()
+    entropies: Sequence[float] = ()
 
 
 def make_generate(
@@ -80,7 +85,7 @@ def make_generate(
 
     def generate(
         parameters: Parameters, prompts: Sequence[Sequence[int]], numbers: Sequence[int] | None = None
-    ) -> Iterator[np.ndarray]:
+    ) -> Iterator[NextTokens]:
         tokens, start = _pad(prompts, max_new_tokens, spec)
         numbered = np.resize(np.array(range(len(prompts)) if numbers is None else numbers, np.int32), len(tokens))
         with RULES(rules_of_decoding(RULES.value)):
@@ -90,10 +95,33 @@ def make_generate(
             # Dispatch the next step before the host waits for this token, so that the device does not idle.
             if count < max_new_tokens:
                 with RULES(rules_of_decoding(RULES.value)):
-                    upcoming, decoding = following(chosen, decoding, numbered, np.int32(count), parameters)
-            yield np.asarray(chosen.addressable_data(0))[: len(prompts)]
+                    upcoming, decoding = following(chosen.tokens, decoding, numbered, np.int32(count), parameters)
+            of_rows, *scores = (array.addressable_data(0) for array in chosen)
+            yield NextTokens(np.asarray(of_rows)[: len(prompts)], *scores)
 
     return generate
+
+
+def cast_weights(model: Model, parameters: Parameters, dtype: jnp.dtype) -> Parameters:
+    """Cast the weights of matrix products to the dtype in which they are used, once instead of at each token.
+
+    The tokens are the same. Decoding takes about as long as reading the weights, and a float32 weight is read, cast,
+    written and read again for every token. The copies take memory until they are freed. Weights that products take in
+    float32 (precision.exclude) stay as they are, and so do those in host memory, whose copies would stay on the device.
+    """
+
+    def is_cast(name: str, value: Any) -> bool:
+        parameter = model.parameters[name]
+        kept = parameter.float32 or parameter.treatment.float32 or parameter.on_host
+        narrower = isinstance(value, jax.Array) and value.dtype.itemsize > dtype.itemsize
+        return narrower and not kept and parameter.kind in ("linear", "table")
+
+    return parameters | _cast({name: value for name, value in parameters.items() if is_cast(name, value)}, dtype)
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _cast(parameters: Parameters, dtype: jnp.dtype) -> Parameters:
+    return {name: value.astype(dtype) for name, value in parameters.items()}
 
 
 def _pad(prompts: Sequence[Sequence[int]], max_new_tokens: int, spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
@@ -120,25 +148,36 @@ def _pad(prompts: Sequence[Sequence[int]], max_new_tokens: int, spec: ModelSpec)
     return tokens, start
 
 
-def take_until(tokens: Iterable[np.ndarray], stop: frozenset[int]) -> Iterator[int]:
+def take_until(steps: Iterable[NextTokens], stop: frozenset[int]) -> Iterator[int]:
     """Return the tokens of a single prompt before the first one in `stop`."""
-    return takewhile(lambda token: token not in stop, (int(row[0]) for row in tokens))
+    return takewhile(lambda token: token not in stop, (int(step.tokens[0]) for step in steps))
 
 
 def collect_completions(
-    tokens: Iterable[np.ndarray], prompts: int, ended: Callable[[Sequence[int]], bool]
+    steps: Iterable[NextTokens], prompts: int, ended: Callable[[Sequence[int]], bool], *, scores: bool = False
 ) -> list[Completion]:
-    """Collect the tokens of each of `prompts` prompts, up to the token with which `ended` is true."""
+    """Collect the tokens of each of `prompts` prompts, up to the token with which `ended` is true.
+
+    scores: whether to collect log_probs and entropies too.
+    """
     rows: list[list[int]] = [[] for _ in range(prompts)]
     open_rows = set(range(prompts))
-    for next_tokens in tokens:
+    by_step = []
+    for step in steps:
+        by_step.append(step[1:])
         for row in list(open_rows):
-            rows[row].append(int(next_tokens[row]))
+            rows[row].append(int(step.tokens[row]))
             if ended(rows[row]):
                 open_rows.remove(row)
         if not open_rows:
             break
-    return [Completion(row_tokens, row not in open_rows) for row, row_tokens in enumerate(rows)]
+    made = [Completion(row_tokens, row not in open_rows) for row, row_tokens in enumerate(rows)]
+    if scores:
+        log_probs, entropies = np.stack(jax.device_get(by_step), -1)  # each (prompts, steps)
+        for row, one in enumerate(made):
+            written = len(one.tokens)
+            made[row] = Completion(*one[:2], log_probs[row, :written].tolist(), entropies[row, :written].tolist())
+    return made
 
 
 def make_stop_test(

@@ -9,21 +9,26 @@ from jaxtune.errors import UserError
 from jaxtune.lora.dora import DoRA
 from jaxtune.lora.lora import FROM_WEIGHT, LoRA
 from jaxtune.lora.options import LoraOptions
+from jaxtune.models import families
 from jaxtune.models.parameters import loaded_names, sites
 from jaxtune.models.selection import select
 from jaxtune.models.spec import ModelSpec
 from jaxtune.models.treatment import linears, treat, treat_linears, treat_sites
 
 
-def inject(spec: ModelSpec, lora: LoraOptions) -> ModelSpec:
+def inject(spec: ModelSpec, lora: LoraOptions, only_modules: bool = False) -> ModelSpec:
     """Return the spec with adapters on the selected linear layers and the other parameters frozen.
 
     Trained next to the adapters are the head of a classifier, lora.modules_to_save, and biases (lora.bias). Raises
-    UserError if a target cannot have an adapter.
+    UserError if a target cannot have an adapter. only_modules: select only in multi-token-prediction modules.
     """
     known = linears(spec)
     file_names = {new.removesuffix(".weight"): name.removesuffix(".weight") for name, new in loaded_names(spec).items()}
-    linear_names = {new: name for new, name in file_names.items() if name in known}
+    linear_names = {
+        new: name
+        for new, name in file_names.items()
+        if name in known and (not only_modules or known[name][0].of_module(spec))
+    }
     adapters = _adapters(spec, lora, linear_names)
     # Layers are named as in the checkpoint files from here on; `linear_names` has the names in a loaded model as keys.
     adapted = {name for names in adapters.values() for name in names}
@@ -55,6 +60,13 @@ def _adapters(spec: ModelSpec, lora: LoraOptions, file_names: Mapping[str, str])
     if lora.kind != "lora":  # a file of this folder, named as the kind
         place = importlib.import_module(f"jaxtune.lora.{lora.kind}").place
         return place(spec, {file_names[name] for name in targeted}, targets)
+    if refused := {name for name in targeted if families.refuses_lora(spec, name)}:
+        if targets != "all-linear":
+            raise UserError(
+                f"lora.target_modules: peft cannot load LoRA of {min(refused)} in a {spec.family}; leave it out, as "
+                "all-linear does"
+            )
+        targeted -= refused
     experts = {name for name in targeted if known[file_names[name]][0].of_experts}
     for option, is_set in (("use_dora=True", lora.use_dora), (f"init={lora.init!r}", lora.init in FROM_WEIGHT)):
         if experts and is_set:
@@ -127,7 +139,7 @@ def _whole_modules(spec: ModelSpec, modules: tuple[str, ...], adapted: Set[str])
     if both := sorted(selected & adapted):
         raise UserError(f"{option}: {both[0]} has an adapter too; remove it from {option} or from lora.target_modules")
     treatments = {
-        name: [spec.layers[s.layer].treatment(s.local) for s in parts if s.layer is not None]
+        name: [spec.every_layer[s.layer].treatment(s.local) for s in parts if s.layer is not None]
         for name, parts in tensors.items()
     }
     if stored := sorted(name for name, of_parts in treatments.items() if any(t.stored is not None for t in of_parts)):

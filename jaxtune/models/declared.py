@@ -13,11 +13,14 @@ Init = Callable[[Array, tuple[int, ...], Any], Array]
 # gate: a matrix whose few outputs multiply activations; never quantized, adapted or orthogonalised.
 # router: the matrix that scores experts; treated like a gate.
 # convolution: a kernel for each channel.
+# constant: a number in the files that multiplies activations, and that nothing trains.
 # correction: added to a router's scores to balance the load; it gets no gradient, but the load may update it.
 # table: the embedding, or the head of a language model. score: the head of a classifier.
 # vector: a bias, or the weight of a norm.
 # adapter: a parameter of an adapter on a linear layer.
-Kind = Literal["linear", "gate", "convolution", "router", "correction", "table", "score", "vector", "adapter"]
+Kind = Literal[
+    "linear", "gate", "convolution", "router", "constant", "correction", "table", "score", "vector", "adapter"
+]
 
 
 def declare_parameter(

@@ -22,12 +22,15 @@ from jaxtune.models.layers.attention import Attend, Attention, Inputs
 from jaxtune.models.layers.delta_net import GatedDeltaNet
 from jaxtune.models.layers.experts import ExpertsLayer
 from jaxtune.models.layers.latent_attention import LatentAttention
-from jaxtune.models.layers.linear import EXPERT_PRODUCT, FFN_PRODUCT, PRODUCT, QKV_PRODUCT
+from jaxtune.models.layers.linear import EXPERT_PRODUCT, FFN_PRODUCT, PRODUCT, QKV_PRODUCT, Linear
 from jaxtune.models.layers.lookup import lookup
+from jaxtune.models.layers.mamba2 import Mamba2Mixer
 from jaxtune.models.layers.mlp import MLP
 from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.layers.rope import rotation
-from jaxtune.models.spec import DeltaNet, FeedForward, Heads, Layer, ModelSpec, StackSpec
+from jaxtune.models.layers.short_conv import GatedShortConv
+from jaxtune.models.mixers import DeltaNet, Heads, Mamba2, ShortConv
+from jaxtune.models.spec import Experts, FeedForward, Layer, ModelSpec, StackSpec
 from jaxtune.parallel.layout import GATHERED, P, by_residual, by_token
 from jaxtune.parallel.offload import copy_to_device
 from jaxtune.parallel.random import dropout, neftune
@@ -35,9 +38,9 @@ from jaxtune.precision.matmul import MAXIMA
 from pallas_kernels import flash_attention, gated_delta_rule
 
 # Names of the activations of a layer that are saved for the backward pass, in addition to its input; the rest is
-# recomputed. 'none' recomputes only elementwise results (norms, rotation, SwiGLU, dropout): saving them too took
-# several times the memory. Each amax is saved because it is a scalar, while recomputing it needs the input again and an
-# all-reduce.
+# recomputed. 'none' recomputes only elementwise results (norms, rotation, SwiGLU, dropout), because saving them too
+# took several times the memory, and the recurrence of Mamba-2. Each amax is saved because it is a scalar, while
+# recomputing it needs the input again and an all-reduce.
 MIXER_RESIDUALS = (flash_attention.RESIDUALS, gated_delta_rule.RESIDUALS)
 SAVED_NAMES: dict[Remat, tuple[str, ...]] = {
     "none": (PRODUCT, QKV_PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT, *MIXER_RESIDUALS, MAXIMA),
@@ -56,21 +59,23 @@ Sums = dict[str, Array]
 
 
 class Block(nnx.Module):
-    """One transformer layer."""
+    """One transformer layer: a mixer, a feed-forward, or both."""
 
     def __init__(self, spec: ModelSpec, layer: Layer):
-        def norm(*places: str) -> NormLayer | None:
-            return NormLayer(spec.hidden, spec.norm) if layer.norms in places else None
+        def norm(slot: Any, *places: str) -> NormLayer | None:
+            return NormLayer(spec.hidden, spec.norm) if slot is not None and layer.norms in places else None
 
-        self.attention_norm = norm("before", "both", "shared")
-        mixer = layer.mixer
+        mixer, slot = layer.mixer, layer.feed_forward
+        self.attention_norm = norm(mixer, "before", "both", "shared")
         self.attention = _attention(spec, layer, mixer) if isinstance(mixer, Heads) else None
         self.delta_net = GatedDeltaNet(spec, layer, mixer) if isinstance(mixer, DeltaNet) else None
-        self.attention_out_norm = norm("after", "both")
-        self.mlp_norm = norm("before", "both")
-        slot = layer.feed_forward
-        self.mlp = MLP(spec, layer, slot) if isinstance(slot, FeedForward) else ExpertsLayer(spec, layer, slot)
-        self.mlp_out_norm = norm("after", "both")
+        self.mamba = Mamba2Mixer(spec, layer, mixer) if isinstance(mixer, Mamba2) else None
+        self.short_conv = GatedShortConv(spec, layer, mixer) if isinstance(mixer, ShortConv) else None
+        self.attention_out_norm = norm(mixer, "after", "both")
+        self.mlp_norm = norm(slot, "before", "both")
+        self.mlp = _feed_forward(spec, layer, slot)
+        self.mlp_out_norm = norm(slot, "after", "both")
+        self.scale = declare_parameter((1,), (None,), nnx.initializers.ones, "constant") if layer.scaled else None
         self.layer = layer
 
     def __call__(
@@ -79,14 +84,23 @@ class Block(nnx.Module):
         """Return the activations after the layer, its cache, and the sums of its experts (without a layer axis)."""
         # Between mixer and feed-forward, x may also be sharded by position over the tensor axis (Rules.residual). The
         # reshard before each is then an all-gather, and the one in _add a reduce-scatter.
-        normed = jax.reshard(_apply_norm(x, self.attention_norm), by_token(None))
-        mixer: Any = self.attention or self.delta_net  # exactly one is set
-        y, cache = mixer(normed, inputs, cache, call)
-        x = self._add(x, y, self.attention_out_norm, call, "mixer")
-        if self.layer.norms != "shared":  # "shared": the feed-forward takes the mixer's normed input (Cohere)
-            normed = jax.reshard(_apply_norm(x, self.mlp_norm), by_token(None))
-        y, sums = (self.mlp(normed, call), {}) if isinstance(self.mlp, MLP) else self.mlp(normed, call, inputs.valid)
-        return self._add(x, y, self.mlp_out_norm, call, "feed-forward"), cache, sums
+        normed, sums = x, {}
+        mixer: Any = self.attention or self.delta_net or self.mamba or self.short_conv  # at most one is set
+        if mixer is not None:
+            normed = jax.reshard(_apply_norm(x, self.attention_norm), by_token(None))
+            y, cache = mixer(normed, inputs, cache, call)
+            x = self._add(x, y, self.attention_out_norm, call, "mixer")
+        if self.mlp is not None:
+            if self.layer.norms != "shared":  # "shared": the feed-forward takes the mixer's normed input (Cohere)
+                normed = jax.reshard(_apply_norm(x, self.mlp_norm), by_token(None))
+            if isinstance(self.mlp, MLP):
+                y = self.mlp(normed, call)
+            else:
+                y, sums = self.mlp(normed, call, inputs.valid, x)
+            x = self._add(x, y, self.mlp_out_norm, call, "feed-forward")
+        if self.scale is not None:
+            x *= jax.reshard(self.scale.get_value().astype(x.dtype), P(None))
+        return x, cache, sums
 
     def _add(self, x: Array, y: Array, norm: NormLayer | None, call: ForwardOptions, name: str) -> Array:
         y = _apply_norm(jax.reshard(y, by_residual()), norm)
@@ -95,33 +109,76 @@ class Block(nnx.Module):
         return x + (y if self.layer.residual_scale == 1 else y * self.layer.residual_scale)
 
 
+class Predictor(Block):
+    """A multi-token-prediction module (DeepSeek-V3, arXiv:2412.19437, section 2.2): a layer after the body.
+
+    h' = layer(W [norm(embedding); norm(h)]) and its norm are equations 21 and 22; embedding and head are the body's.
+    The embedding is the first half of W's input, as in vLLM (qwen3_next_mtp.py, deepseek_mtp.py: `cat([inputs_embeds,
+    hidden_states])`); the paper writes h first. h has passed the body's last norm, or that of the module before, as in
+    vLLM and SGLang; the paper does not say. For DeepSeek and GLM, vLLM sets the embedding at position 0 to zero, which
+    neither the paper nor this does.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: Layer):
+        super().__init__(spec, layer)
+        self.embedding_norm = NormLayer(spec.hidden, spec.norm)
+        self.hidden_norm = NormLayer(spec.hidden, spec.norm)
+        # Its output is sharded as in a feed-forward, because no other dimension could be over the tensor axis.
+        self.projection = Linear(spec, layer, "projection", (spec.hidden, 2 * spec.hidden), ("mlp", "embed"))
+        self.output_norm = NormLayer(spec.hidden, spec.norm)
+
+    def __call__(
+        self, x: tuple[Float[Array, "b s d"], Float[Array, "b s d"]], inputs: Inputs, cache: Any, call: ForwardOptions
+    ) -> tuple[tuple[Float[Array, "b s d"], Float[Array, "b s d"]], Any, Sums]:
+        """Return ((the head's input, embedding), the layer's cache, its sums), from (hidden states, embedding)."""
+        hidden, embedding = x
+        both = jnp.concatenate([self.embedding_norm(embedding), self.hidden_norm(hidden)], axis=-1)
+        y = jax.reshard(self.projection(both, call), by_residual())
+        y, cache, sums = super().__call__(y, inputs, cache, call)
+        return (jax.reshard(self.output_norm(y), by_token(None)), embedding), cache, sums
+
+
 def _attention(spec: ModelSpec, layer: Layer, heads: Heads) -> Attention | LatentAttention:
     latent = heads.latent
     return Attention(spec, layer, heads) if latent is None else LatentAttention(spec, layer, heads, latent)
+
+
+def _feed_forward(spec: ModelSpec, layer: Layer, slot: FeedForward | Experts | None) -> MLP | ExpertsLayer | None:
+    match slot:
+        case FeedForward():
+            return MLP(spec, layer, slot)
+        case Experts():
+            return ExpertsLayer(spec, layer, slot)
+    return None
 
 
 def _apply_norm(x: Array, norm: NormLayer | None) -> Array:
     return x if norm is None else norm(x)
 
 
+def block_of(layer: Layer) -> type[Block]:
+    """Return the module of a layer."""
+    return Predictor if layer.predictor else Block
+
+
 class Stack(nnx.Module):
     """A repeated period of layers: each parameter has a leading axis of `repeats`, which is scanned."""
 
     def __init__(self, spec: ModelSpec, stack: StackSpec):
-        self.blocks = nnx.List([Block(spec, layer) for layer in stack.period])
+        self.blocks = nnx.List([block_of(layer)(spec, layer) for layer in stack.period])
         self.stack = stack
         self.float32 = any(treatment.float32 for layer in stack.period for _, treatment in layer.treatments)
 
     @jax.named_scope("layers")
     def __call__(
         self,
-        x: Float[Array, "b s d"],
+        x: Any,
         inputs: Inputs,
         cache: Any,
         call: ForwardOptions,
         numbers: Int[Array, " n"] | None = None,
-    ) -> tuple[Float[Array, "b s d"], Any, Sums]:
-        """Return the activations after the stack, its cache and its sums.
+    ) -> tuple[Any, Any, Sums]:
+        """Return the activations after the stack, (b, s, d) or those of a `Predictor`, its cache and its sums.
 
         The cache has a tuple entry per layer of the period, whose leaves have a leading axis of `repeats`. numbers: the
         layer number of the first layer of each repeat; None: the whole stack's.
@@ -203,6 +260,11 @@ class Decoder(nnx.Module):
         self.stacks = nnx.List([Stack(spec, stack) for stack in spec.stacks])
         self.norm = NormLayer(spec.hidden, spec.norm)
         self.head = ClassifierHead(spec) if spec.labels else None if spec.tied else Embedding(spec)
+        # Each in a stack of its own, because the output of one is the input of the next.
+        first = len(spec.layers)
+        self.mtp = nnx.List(
+            [Stack(spec, StackSpec(number, (layer,), 1)) for number, layer in enumerate(spec.mtp, first)]
+        )
 
     @property
     def head_weight(self) -> Float[Array, "v d"]:
@@ -237,6 +299,25 @@ class Decoder(nnx.Module):
         x, cache, sums = self.run(self.embed_tokens(tokens, call), inputs, call, cache)
         return self.apply_final_norm(x), cache, sums
 
+    @jax.named_scope("mtp")
+    def predict_further(
+        self,
+        module: int,
+        hidden: Float[Array, "b s d"],
+        tokens: Int[Array, "b s"],
+        inputs: Inputs,
+        call: ForwardOptions,
+    ) -> tuple[Float[Array, "b s d"], Sums]:
+        """Return the head's input of a multi-token-prediction module, and the sums of its layer.
+
+        hidden: the head's input of the body, or of the module before. tokens: at each position, the last token that the
+        module sees; its output predicts the one after. What they are after a document's end reaches no target, because
+        attention is causal.
+        """
+        embedding = jax.reshard(self.embed_tokens(tokens, call._replace(noise=None)), by_token(None))
+        (hidden, _), _, sums = self.mtp[module]((hidden, embedding), inputs, None, call)
+        return hidden, sums
+
     @jax.named_scope("embedding")
     def embed_tokens(self, tokens: Int[Array, "b s"], call: ForwardOptions) -> Float[Array, "b s d"]:
         """Return the first layer's input: scaled embeddings, with NEFTune noise in training."""
@@ -261,7 +342,7 @@ def inputs_of(
     place: Int[Array, "b s"] | None = None,
 ) -> Inputs:
     """Make the inputs that all layers of a decoder share; each rope is computed once."""
-    mixers = dict.fromkeys(layer.mixer for layer in spec.layers if isinstance(layer.mixer, Heads))
+    mixers = dict.fromkeys(layer.mixer for layer in spec.every_layer if isinstance(layer.mixer, Heads))
     ropes = dict.fromkeys((mixer.rope, mixer.rotated) for mixer in mixers if mixer.rope is not None)
     rotations = {(rope, width): rotation(rope, width, positions) for rope, width in ropes}
     return Inputs(rotations, attend, positions, valid, place)

@@ -58,5 +58,6 @@ class ForwardOptions(NamedTuple):
             return self
         noise = self.noise.layer(number)
         if self.dropout_layers is not None:
+            number = jnp.minimum(number, self.dropout_layers)  # MTP modules are numbered on after the last layer
             noise = noise._replace(share=noise.rate(1.0) * number / self.dropout_layers)
         return self._replace(noise=noise)

@@ -14,10 +14,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxtune.models.declared import Init, Kind
-from jaxtune.models.decoder import Block, Decoder, Parameters
+from jaxtune.models.decoder import Decoder, Parameters, block_of
 from jaxtune.models.families import names_of
+from jaxtune.models.mixers import DeltaNet, Heads, Mamba2, Mixer, ShortConv
 from jaxtune.models.places import Place, Tensor
-from jaxtune.models.spec import DeltaNet, Experts, Heads, Layer, ModelSpec, Treatment
+from jaxtune.models.spec import Experts, Layer, ModelSpec, Treatment
 from jaxtune.parallel.layout import RULES, Axes, axes_in, axes_of, by_head, sharding
 from jaxtune.parallel.layout import spec as partition_spec
 from jaxtune.parallel.mesh import misfit
@@ -79,7 +80,9 @@ class Parameter:
     @property
     def trained(self) -> bool:
         """Whether a training step updates it."""
-        return not self.frozen if self.kind == "adapter" else self.treatment.trained
+        if self.kind == "adapter":
+            return not self.frozen
+        return self.kind != "constant" and self.treatment.trained
 
     @property
     def matrix(self) -> tuple[int, ...]:
@@ -119,6 +122,10 @@ class Site(NamedTuple):
         """Whether it is a parameter of a mixture's experts."""
         return self.local.startswith("mlp.experts.")
 
+    def of_module(self, spec: ModelSpec) -> bool:
+        """Whether it is a parameter of a multi-token-prediction module."""
+        return self.layer is not None and self.layer >= len(spec.layers)
+
 
 class _Declaration(NamedTuple):
     """A parameter as its module declares it, without the leading axes of layers and experts."""
@@ -143,7 +150,7 @@ def _declarations(module: nnx.Module) -> dict[str, _Declaration]:
 
 def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
     """Return the decoder's graph, for `bind`, and every parameter by its dotted name."""
-    decoder, names = Decoder(spec), names_of(spec)
+    decoder, outside = Decoder(spec), names_of(spec)
     # Modules declare one layer and one expert; the leading axes of stacks and experts are added here.
     declared, adapted = _declarations(decoder), spec.has_adapters
     inside = [
@@ -151,10 +158,16 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
         for number, stack in enumerate(spec.stacks)
         for position, layer in enumerate(stack.period)
     ]
+    inside += [
+        (f"mtp.{module}.blocks.0.", (len(spec.layers) + module,), layer, False) for module, layer in enumerate(spec.mtp)
+    ]
     records = {}
     for prefix, layers, layer, staged in [("", (), None, False), *inside]:
         # An empty prefix would match all names: outside the layers are only those that the family lists in full.
-        in_prefix = {n.removeprefix(prefix): one for n, one in declared.items() if n.startswith(prefix or tuple(names))}
+        in_prefix = {
+            n.removeprefix(prefix): one for n, one in declared.items() if n.startswith(prefix or tuple(outside))
+        }
+        names = outside if layer is None else names_of(spec, layer)
         treatments = dict(spec.treatments if layer is None else layer.treatments)
         for local, one in in_prefix.items():
             lead = () if layer is None else (len(layers), *_experts(layer, local))
@@ -268,13 +281,12 @@ def _storage(treatment: Treatment, adapted: bool) -> Storage | None:
 def sites(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
     """Return the parameters in each Hugging Face tensor (several if it is fused), without adapters."""
     by_tensor: dict[str, tuple[Site, ...]] = {}
-    names = names_of(spec)
-    outside = _declarations(Decoder(dataclasses.replace(spec, layers=())))
+    outside = _declarations(Decoder(dataclasses.replace(spec, layers=(), mtp=())))
     # Equal layers declare the same parameters, so one block is built for each kind of layer.
-    inside = {layer: _declarations(Block(spec, layer)) for layer in set(spec.layers)}
-    every = [(None, None, outside), *((number, layer, inside[layer]) for number, layer in enumerate(spec.layers))]
+    inside = {layer: _declarations(block_of(layer)(spec, layer)) for layer in set(spec.every_layer)}
+    every = [(None, None, outside), *((number, layer, inside[layer]) for number, layer in enumerate(spec.every_layer))]
     for number, layer, declared in every:
-        for local, tensor in names.items():
+        for local, tensor in names_of(spec, layer).items():
             if local not in declared:
                 continue
             tensor = _tensor(tensor)
@@ -287,8 +299,10 @@ def sites(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
 
 def loaded_names(spec: ModelSpec) -> dict[str, str]:
     """Return transformers' name of each Hugging Face tensor after loading; it differs for some stacked tensors."""
-    names = names_of(spec)
-    tensors = {name: _tensor(names[site.local]) for name, (site, *_) in sites(spec).items()}
+    layers: dict[int | None, Layer | None] = {None: None, **dict(enumerate(spec.every_layer))}
+    tensors = {
+        name: _tensor(names_of(spec, layers[site.layer])[site.local]) for name, (site, *_) in sites(spec).items()
+    }
     return {
         name: name if tensor.loaded is None else tensor.loaded.format(layer=sites(spec)[name][0].layer)
         for name, tensor in tensors.items()
@@ -335,11 +349,12 @@ def draw_parameter(parameter: Parameter, key: Array) -> Array:
 
 def find_undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: jax.sharding.Mesh) -> list[str]:
     """Return complaints about dimensions that the mesh does not divide, each with sizes that would fit."""
-    rules, mixers, divided = RULES.value, {layer.mixer for layer in spec.layers}, set()
+    rules, divided = RULES.value, set()
+    mixers = {layer.mixer for layer in spec.every_layer if layer.mixer is not None}
     for stack in spec.stacks:
         # Layers in a pipeline see a mesh without the axis of stages, and that decides how heads are divided.
         with RULES(rules.apart("stage") if stack.stages > 1 else rules):
-            divided |= {("heads", *_mixed_heads(layer.mixer)) for layer in stack.period}
+            divided |= {("heads", *_mixed_heads(layer.mixer)) for layer in stack.period if layer.mixer}
     for layout in {rules.parameters, rules.gradients, rules.optimizer}:
         # A head is never split, so the number of heads must be divided, not the number of their features.
         divided |= {(name, size, axes_of(name, layout)) for mixer in mixers for name, size in _heads(mixer)}
@@ -351,21 +366,27 @@ def find_undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: j
     return list(dict.fromkeys(complaint for complaint in complaints if complaint))
 
 
-def _heads(mixer: Heads | DeltaNet) -> list[tuple[str, int]]:
-    """Return the logical names of a mixer's heads and their numbers."""
+def _heads(mixer: Mixer) -> list[tuple[str, int]]:
+    """Return the logical names of a mixer's heads, or of its channels, and their numbers."""
+    if isinstance(mixer, ShortConv):
+        return [("heads", mixer.channels)]
     if isinstance(mixer, DeltaNet):
         return [("heads", mixer.key_heads), ("heads", mixer.value_heads)]
+    if isinstance(mixer, Mamba2):  # groups that devices do not divide are replicated
+        return [("heads", mixer.heads)]
     return [("heads", mixer.heads), *[("kv_heads", mixer.kv_heads)] * (not mixer.kv_whole)]
 
 
-def _mixed_heads(mixer: Heads | DeltaNet) -> tuple[int, Axes]:
-    """Return the number of heads that are mixed independently, and the mesh axes that divide them.
+def _mixed_heads(mixer: Mixer) -> tuple[int, Axes]:
+    """Return the number of heads or channels that are mixed independently, and the mesh axes that divide them.
 
     Key and value heads need not be divided: they are repeated if there are fewer.
     """
-    if isinstance(mixer, DeltaNet):
-        return mixer.value_heads, axes_in(by_head()[2])
-    return mixer.heads, axes_in(by_head(RULES.value.context)[2])
+    if isinstance(mixer, Heads):
+        return mixer.heads, axes_in(by_head(RULES.value.context)[2])
+    if isinstance(mixer, ShortConv):
+        return mixer.channels, axes_in(by_head()[2])
+    return mixer.value_heads if isinstance(mixer, DeltaNet) else mixer.heads, axes_in(by_head()[2])
 
 
 def undivided_blocks(

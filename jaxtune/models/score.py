@@ -13,13 +13,25 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxtune.errors import UserError
 from jaxtune.models import pipeline
-from jaxtune.models.decoder import Decoder
+from jaxtune.models.decoder import Decoder, join_sums
 from jaxtune.models.divergence import Divergence, likeliest, score_with_divergence
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.lookup import lookup
 from jaxtune.models.pipeline import Batch
 from jaxtune.parallel.layout import P, by_token, gather, gathered_entry
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+
+
+class FurtherScores(NamedTuple):
+    """Scores of a micro-batch by a multi-token-prediction module.
+
+    Attributes:
+        loss: cross-entropy of each target in nats * its weight, float32.
+        hits: whether the target is the likeliest token and has a weight.
+    """
+
+    loss: Float[Array, "b s"]
+    hits: Bool[Array, "b s"]
 
 
 class Scores(NamedTuple):
@@ -33,6 +45,7 @@ class Scores(NamedTuple):
         reference: log_prob without adapters; no gradient reaches it.
         divergence: divergence from a teacher in nats, float32; 0 at positions whose loss_weight is 0.
         hits: whether the target is the likeliest token and has a loss_weight.
+        further: scores of each multi-token-prediction module, if the objective requests them.
     """
 
     log_prob: Float[Array, "b s"]
@@ -41,6 +54,7 @@ class Scores(NamedTuple):
     reference: Float[Array, "b s"] | None = None
     divergence: Float[Array, "b s"] | None = None
     hits: Bool[Array, "b s"] | None = None
+    further: tuple[FurtherScores, ...] = ()
 
 
 class LabelScores(NamedTuple):
@@ -65,6 +79,8 @@ class ScoreOptions(NamedTuple):
         divergence: the divergence from a teacher to compute, from the columns teacher_tokens and teacher_log_probs.
         temperature: divides all logits.
         hits: whether to compute `Scores.hits`.
+        further: whether to compute `Scores.further`, from the columns of `columns.further_columns`.
+        next_token: False: log_prob and loss are 0, and cost nothing.
     """
 
     z_loss: float = 0.0
@@ -72,6 +88,8 @@ class ScoreOptions(NamedTuple):
     divergence: Divergence | None = None
     temperature: float = 1.0
     hits: bool = False
+    further: bool = False
+    next_token: bool = True
 
 
 Hidden = tuple[Float[Array, "b s d"], Mapping[str, Array]]  # hidden states for the head, and the sums that layers emit
@@ -98,6 +116,9 @@ def score(
         UserError: for label_smoothing or a temperature if the model caps its logits.
     """
     states, sums = hidden_states(decoder, batch, call) if hidden is None else hidden
+    further = ()
+    if options.further:
+        further, sums = _score_further(decoder, batch, call, states, sums, head_gradient)
     with jax.named_scope("head"):
         if options.temperature != 1:
             if decoder.spec.logit_cap is not None:
@@ -109,7 +130,9 @@ def score(
         if options.hits:  # a second product with the head, which an evaluation can afford
             tokens, _ = likeliest(decoder, states, call.dtype, 1, decoder.spec.vocabulary, options.temperature)
             right = (tokens[..., 0] == batch["targets"]) & (batch["loss_weight"] != 0)
-        if options.divergence is None:
+        if not options.next_token:
+            log_prob = loss = jnp.zeros_like(batch["loss_weight"])
+        elif options.divergence is None:
             log_prob, loss = _cross_entropy(decoder, states, head, batch, options.z_loss, head_gradient)
         else:
             how = options.divergence, options.z_loss, head_gradient
@@ -119,7 +142,34 @@ def score(
             head = head if head_gradient else jax.lax.stop_gradient(head)
             excess = _above_mean(decoder, states, head, batch["targets"])
             loss += options.label_smoothing * excess * batch["loss_weight"]
-    return Scores(log_prob, loss, sums, divergence=from_teacher, hits=right)
+    return Scores(log_prob, loss, sums, divergence=from_teacher, hits=right, further=further)
+
+
+def _score_further(
+    decoder: Decoder,
+    batch: Batch,
+    call: ForwardOptions,
+    states: Float[Array, "b s d"],
+    sums: Mapping[str, Array],
+    head_gradient: bool,
+) -> tuple[tuple[FurtherScores, ...], Mapping[str, Array]]:
+    """Return the scores of the multi-token-prediction modules, and the sums of all layers, theirs last.
+
+    states, sums: the body's `hidden_states`. Module k sees each token's next k tokens and predicts the one after them.
+    """
+    inputs, tokens, every, scores = pipeline.make_inputs(decoder.spec, batch, call), batch["targets"], [dict(sums)], []
+    head = gather(decoder.head_weight.astype(call.dtype))
+    for module in range(len(decoder.mtp)):
+        states, emitted = decoder.predict_further(module, states, tokens, inputs, call)
+        every.append(emitted)
+        targets, weight = (batch[f"further_{name}"][..., module] for name in ("targets", "loss_weight"))
+        with jax.named_scope("head"):
+            columns = {"targets": targets, "loss_weight": weight}
+            loss = _cross_entropy(decoder, states, head, columns, 0.0, head_gradient)[1]
+            best, _ = likeliest(decoder, jax.lax.stop_gradient(states), call.dtype, 1, decoder.spec.vocabulary, 1.0)
+        scores.append(FurtherScores(loss, (best[..., 0] == targets) & (weight != 0)))
+        tokens = targets
+    return tuple(scores), join_sums(every, jnp.concatenate)
 
 
 def _cross_entropy(

@@ -1,45 +1,13 @@
 """The structure of a decoder: a frozen description, which a family reads from a Hugging Face config.json."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding (Su et al. 2021) and the scaling of its frequencies.
-
-    Attributes:
-        theta: base of the wavelengths.
-        kind: the scaling, transformers' `rope_type`; the fields from `factor` to `truncate` are its parameters.
-        interleaved: whether the pairs of features are (2i, 2i + 1) instead of (i, i + d/2).
-        fraction: the share of a head's features, from the first, that are rotated.
-        query_growth: queries at position p are multiplied by 1 + growth * log(1 + p // original_positions) (Llama 4).
-    """
-
-    theta: float
-    kind: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
-    factor: float = 1.0
-    original_positions: int = 0
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    interleaved: bool = False
-    fraction: float = 1.0
-    query_growth: float = 0.0
-
-    def magnitude(self, mscale: float) -> float:
-        """Return yarn's scale of cosine and sine (transformers' `yarn_get_mscale`): 1 if nothing is stretched."""
-        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+from jaxtune.models.mixers import Mixer
 
 
 @dataclass(frozen=True)
@@ -63,90 +31,6 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Latent:
-    """The latents of multi-head latent attention (DeepSeek-V2, Liu et al. 2024), from which heads are expanded.
-
-    Attributes:
-        rank: features of the latent of keys and values.
-        query_rank: features of the latent of queries; None: queries are projected directly from the layer's input.
-        rotated: how many of a head's features, the last ones, rope rotates; all heads share the rotated key.
-        value_dim: features of a value head, at most as many as a key head has.
-    """
-
-    rank: int
-    query_rank: int | None
-    rotated: int
-    value_dim: int
-
-
-@dataclass(frozen=True)
-class Heads:
-    """The mixer of a layer: grouped-query attention (Ainslie et al. 2023).
-
-    Attributes:
-        heads: number of query heads.
-        kv_heads: number of key and value heads.
-        head_dim: features of a head.
-        rope: the position embedding; None: no position embedding.
-        window: number of keys that a query sees, its own included; None: all keys up to its own.
-        qk_norm: norms of queries and keys, over each "head" or over all heads together ("whole").
-        bias: the projections that have a bias, of "q", "k", "v" and "o"; with `latent`, of its projections.
-        scale: factor on the attention logits; None: head_dim^-0.5.
-        soft_cap: bounds the attention logits to cap * tanh(logits / cap) (Gemma 2).
-        sinks: whether each head has a trained logit that is only in the softmax's denominator (gpt-oss).
-        gated: whether a head's output is multiplied by a sigmoid of a projection of the layer's input (Qwen3-Next).
-        latent: the latents of `LatentAttention`, which then computes the layer; None: plain attention.
-        kv_whole: whether keys and values are replicated although queries are sharded, because there are fewer key and
-            value heads than devices.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rope: Rope | None
-    window: int | None = None
-    qk_norm: Literal["head", "whole"] | None = None
-    bias: frozenset[str] = frozenset()
-    scale: float | None = None
-    soft_cap: float | None = None
-    sinks: bool = False
-    gated: bool = False
-    latent: Latent | None = None
-    kv_whole: bool = False
-
-    def __post_init__(self):
-        grows = self.rope is not None and self.rope.query_growth
-        if self.latent is not None and (self.qk_norm or self.sinks or self.gated or grows):
-            raise ValueError(f"latent attention has no norms of heads, sinks, gates or growing queries: {self}")
-
-    @property
-    def rotated(self) -> int:
-        """The number of a head's features that `rope` is applied to; it rotates its `fraction` of these."""
-        return self.head_dim if self.latent is None else self.latent.rotated
-
-
-@dataclass(frozen=True)
-class DeltaNet:
-    """The mixer of a layer: gated delta net (Yang et al. 2024, arXiv:2412.06464), which has a recurrent state.
-
-    Attributes:
-        key_heads: number of query heads, and of key heads.
-        value_heads: number of value heads; consecutive ones share a key head.
-        key_dim: features of a query or key head.
-        value_dim: features of a value head.
-        kernel: number of tokens that the convolution of queries, keys and values sees, its own included.
-        fused: whether the projections are two matrices with rows grouped by key head (Qwen3-Next) instead of six.
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int
-    fused: bool = False
-
-
-@dataclass(frozen=True)
 class ClampedSilu:
     """The gating of gpt-oss: g sigmoid(slope g) (u + 1), with g = min(gate, limit) and u = clip(up, -limit, limit)."""
 
@@ -154,7 +38,7 @@ class ClampedSilu:
     limit: float
 
 
-Activation = Literal["silu", "gelu", "gelu_tanh"] | ClampedSilu
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"] | ClampedSilu
 
 
 @dataclass(frozen=True)
@@ -164,7 +48,7 @@ class FeedForward:
     Attributes:
         size: number of hidden features.
         bias: whether its linear layers have biases.
-        activation: the activation.
+        activation: the activation; "relu2": the square of relu (Primer, So et al. 2021).
         gated: True: down(activation(gate(x)) * up(x)); False: down(activation(up(x))).
     """
 
@@ -174,9 +58,12 @@ class FeedForward:
     gated: bool = True
 
 
+ROUTER_EPSILON = 1e-20  # added to a sum of scores that divides them, as in transformers
+
+
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of gated feed-forward layers (Shazeer et al. 2017).
+    """A mixture of feed-forward layers (Shazeer et al. 2017).
 
     Attributes:
         size: hidden features of an expert.
@@ -184,7 +71,11 @@ class Experts:
         active: number of experts that the router chooses for each token.
         normalized: whether the weights of the chosen experts are divided by their sum; with "softmax" scores that is
             a softmax over the chosen experts.
+        epsilon: added to that sum.
         activation: the activation of an expert.
+        gated: whether experts and the shared layer are gated, as in `FeedForward`.
+        latent: features of a latent that the experts' input is projected to, and their sum projected back from
+            (Nemotron-3 Super); 0: experts read the layer's input.
         scores: an expert's weight for a token: a softmax over all experts' logits, or the sigmoid of its own logit
             (DeepSeek-V3).
         scale: factor on the weights, after normalisation.
@@ -198,6 +89,9 @@ class Experts:
         bias: whether the linear layers of experts have biases.
         shared: hidden features of a shared feed-forward layer, which every token also passes; 0: none.
         shared_gate: whether the shared layer's output is multiplied by a sigmoid gate of the token (Qwen3-Next).
+        shared_scale: factor on the shared layer's output (Cohere, which averages it with that of the experts).
+        parallel: whether experts and shared layer are parallel layers: each has a norm before and after, and the
+            router normalises its input and scales the weight of each expert (Gemma 4).
     """
 
     size: int
@@ -205,16 +99,21 @@ class Experts:
     active: int
     normalized: bool
     activation: Activation = "silu"
+    gated: bool = True
+    latent: int = 0
     scores: Literal["softmax", "sigmoid"] = "softmax"
     scale: float = 1.0
     corrected: bool = False
     groups: int = 1
     active_groups: int = 1
+    epsilon: float = ROUTER_EPSILON
     float32: bool = False
     router_bias: bool = False
     bias: bool = False
     shared: int = 0
     shared_gate: bool = False
+    shared_scale: float = 1.0
+    parallel: bool = False
 
 
 class Treatment(NamedTuple):
@@ -253,19 +152,29 @@ class Layer:
     Consecutive equal layers are stacked and scanned; a different layer starts a new stack.
 
     Attributes:
-        mixer: the layer's attention or delta net.
-        feed_forward: the layer's feed-forward layer or experts.
+        mixer: the layer's attention, delta net, Mamba-2 or short convolution; None: the layer is only a feed-forward
+            (Nemotron-H).
+        feed_forward: the layer's feed-forward layer or experts; None: the layer is only a mixer.
         treatments: treatments of its parameters.
         norms: "before" the mixer and the feed-forward layer, "after" them (OLMo 2), or "both" (Gemma 2); "shared": one
             norm before both, which run in parallel (Cohere).
         residual_scale: factor on the two outputs that are added to the residual stream (Granite).
+        scaled: whether the layer's output is multiplied by a number in the files (Gemma 4).
+        predictor: whether it is the layer of a multi-token-prediction module (`decoder.Predictor`).
     """
 
-    mixer: Heads | DeltaNet
-    feed_forward: FeedForward | Experts
+    mixer: Mixer | None
+    feed_forward: FeedForward | Experts | None
     treatments: Treatments = ()
     norms: Literal["before", "after", "both", "shared"] = "before"
     residual_scale: float = 1.0
+    scaled: bool = False
+    predictor: bool = False
+
+    def __post_init__(self):
+        slots = {self.mixer, self.feed_forward} - {None}
+        if not slots or (len(slots) == 1 and self.norms == "shared"):
+            raise ValueError(f"a layer has a mixer or a feed-forward, and both if they share a norm: {self}")
 
     def treatment(self, parameter: str) -> Treatment:
         """Return the treatment of a parameter, by its name in the layer."""
@@ -293,8 +202,12 @@ class ModelSpec:
         labels: number of labels that the head of a classifier scores; 0: a language model.
         untouched: a regex for the tensors in the files that belong to a larger model around the decoder; None: there is
             no larger model.
+        stacked_experts: whether the files hold all experts of a layer in one tensor, although the family's table of
+            names has a tensor for each expert.
         stages: number of pipeline stages.
         chunks: number of chunks of each stage (`stacks`).
+        mtp: the layers of multi-token-prediction modules, which come after `layers` and are numbered on; (): none are
+            computed, although the files may have some.
     """
 
     family: str
@@ -312,8 +225,15 @@ class ModelSpec:
     router_loss: float = 0.0
     labels: int = 0
     untouched: str | None = None
+    stacked_experts: bool = False
     stages: int = 1
     chunks: int = 1
+    mtp: tuple[Layer, ...] = ()
+
+    @property
+    def every_layer(self) -> tuple[Layer, ...]:
+        """The layers, followed by the layers of multi-token-prediction modules; a layer's number is its index here."""
+        return self.layers + self.mtp
 
     @property
     def padded_vocabulary(self) -> int:
@@ -333,7 +253,13 @@ class ModelSpec:
     @property
     def has_adapters(self) -> bool:
         """Whether any parameter has an adapter."""
-        return any(treatment.adapter is not None for layer in self.layers for _, treatment in layer.treatments)
+        return any(treatment.adapter is not None for layer in self.every_layer for _, treatment in layer.treatments)
+
+
+def with_every_layer(spec: ModelSpec, layers: Iterable[Layer]) -> ModelSpec:
+    """Return the spec with other layers in place of `every_layer`, in the same order."""
+    every = tuple(layers)
+    return dataclasses.replace(spec, layers=every[: len(spec.layers)], mtp=every[len(spec.layers) :])
 
 
 def classifier(spec: ModelSpec, labels: int) -> ModelSpec:

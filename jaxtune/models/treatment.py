@@ -7,7 +7,7 @@ from typing import Any
 from jaxtune.errors import UserError
 from jaxtune.models.parameters import Site, sites
 from jaxtune.models.selection import select
-from jaxtune.models.spec import ModelSpec, with_treatment
+from jaxtune.models.spec import ModelSpec, with_every_layer, with_treatment
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.precision.recipes import matmul_format
 from jaxtune.quant.options import QuantOptions
@@ -33,12 +33,12 @@ def treat_sites(spec: ModelSpec, chosen: Iterable[Site], **change: Any) -> Model
     by_layer: dict[int | None, set[str]] = {}
     for site in chosen:
         by_layer.setdefault(site.layer, set()).add(site.local)
-    layers = tuple(
+    layers = (
         dataclasses.replace(layer, treatments=with_treatment(layer.treatments, by_layer.get(number, ()), change))
-        for number, layer in enumerate(spec.layers)
+        for number, layer in enumerate(spec.every_layer)
     )
     outside = with_treatment(spec.treatments, by_layer.get(None, ()), change)
-    return dataclasses.replace(spec, layers=layers, treatments=outside)
+    return dataclasses.replace(with_every_layer(spec, layers), treatments=outside)
 
 
 def linears(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
@@ -73,7 +73,8 @@ def select_linears(spec: ModelSpec, options: QuantOptions | PrecisionOptions, se
     excluded = frozenset()
     if options.exclude is not None:
         excluded = select(options.exclude, known, f"{section}.exclude", not_linears(spec))
-    layers = range(options.skip_first_layers, len(spec.layers) - options.skip_last_layers)
+    layers = {*range(options.skip_first_layers, len(spec.layers) - options.skip_last_layers)}
+    layers |= {*range(len(spec.layers), len(spec.every_layer))}
     chosen = {name for name, (site, *_) in known.items() if site.layer in layers and name not in excluded}
     if not chosen:
         raise UserError(
@@ -100,6 +101,12 @@ def multiply(spec: ModelSpec, precision: PrecisionOptions) -> ModelSpec:
 def freeze_corrections(spec: ModelSpec) -> ModelSpec:
     """Return the spec with the corrections of routers' scores frozen: the load does not move them."""
     return treat(spec, (name for name, (site, *_) in sites(spec).items() if site.kind == "correction"), trained=False)
+
+
+def freeze_body(spec: ModelSpec) -> ModelSpec:
+    """Return the spec with everything frozen that is not in a multi-token-prediction module."""
+    every = {site for of_tensor in sites(spec).values() for site in of_tensor}
+    return treat_sites(spec, (site for site in every if not site.of_module(spec)), trained=False)
 
 
 def freeze(spec: ModelSpec, pattern: str) -> ModelSpec:

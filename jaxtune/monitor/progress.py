@@ -14,6 +14,8 @@ import rich.console
 import rich.progress
 import rich.text
 
+from jaxtune.errors import sized
+
 # Progress lines are printed without the log; this logger writes them to the log file (`host.process.log_to_file`).
 FILE = logging.getLogger("jaxtune-progress")
 MEAN_STEPS = 20  # the mean loss is over this many steps
@@ -127,7 +129,7 @@ def _numbers(metrics: Mapping[str, float]) -> rich.text.Text:
         ("epoch", "epoch", lambda value: f"{value:.2f}"),
         ("tokens_per_second", "tokens/s", lambda value: f"{value:,.0f}"),
         ("mfu", "MFU", lambda value: f"{value:.0%}"),
-        ("peak_memory_bytes", "peak", lambda value: f"{value / 1e9:.1f} GB"),
+        ("peak_memory_bytes", "peak", lambda value: sized(value, 1)),
     )
     parts = []
     for key, label, show in formats:

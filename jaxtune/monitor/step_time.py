@@ -38,10 +38,10 @@ _OTHER_PROGRAMS, _UNKNOWN = "other programs", "unknown"
 SCOPES = {
     "adapters": ("adapters", "merge"),
     "experts": ("experts", "router"),
-    "attention": ("attention", "delta_net", "rope"),
+    "attention": ("attention", "delta_net", "mamba2", "short_conv", "rope"),
     "feed-forward": ("mlp",),
     "norms": ("norm",),
-    "embedding, head and loss": ("embedding", "head", "loss"),
+    "embedding, head and loss": ("embedding", "head", "loss", "mtp"),  # mtp: projection of an embedding
     _DEQUANTIZED: ("dequantization",),
     "optimizer": ("optimizer",),
     "gradient accumulation": ("gradient_accumulation",),

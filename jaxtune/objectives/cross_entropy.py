@@ -1,5 +1,6 @@
 """Next-token cross-entropy over packed rows."""
 
+import jax
 import jax.numpy as jnp
 
 from jaxtune.models.score import Batch, ScoreOptions, Scores
@@ -13,6 +14,20 @@ def cross_entropy(z_loss: float = 0.0, label_smoothing: float = 0.0) -> Objectiv
     spread over the vocabulary.
     """
     return Objective(_sums, score=ScoreOptions(z_loss, label_smoothing))
+
+
+def dynamic_fine_tuning() -> Objective:
+    """Return the objective -p(target) * log p(target) * loss_weight, where p gets no gradient (arXiv:2508.05629).
+
+    The gradient of cross-entropy is the one of a reward of 1 / p(target), which is large for unlikely targets; here the
+    reward is 1 for each. As TRL's loss_type="dft".
+    """
+    return Objective(_weighted_sums)
+
+
+def _weighted_sums(scores: Scores, batch: Batch) -> Sums:
+    loss = jax.lax.stop_gradient(jnp.exp(scores.log_prob)) * scores.loss
+    return Sums(jnp.sum(loss), jnp.sum(batch["loss_weight"] > 0, dtype=jnp.int32))
 
 
 def token_accuracy() -> Objective:

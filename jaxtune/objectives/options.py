@@ -1,4 +1,4 @@
-"""The options of sections `preference`, `distill`, `rollout` and `grpo`."""
+"""The options of sections `preference`, `distill`, `rollout`, `grpo` and `mtp`."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -24,6 +24,7 @@ def _when_read(name: str) -> str:
 
 _OF_PAIRS = _when(lambda loss: loss.samples == "pairs")
 _WITH_REFERENCE = _when(lambda loss: loss.reference)
+_CORRECTED = "rollout.correction not in (None, 'none') or (rollout.server is not None and rollout.correction is None)"
 _FREE = losses_with(lambda loss: not loss.reference and loss.samples == "pairs")
 
 # One line or two an option: this file is a table.
@@ -116,6 +117,9 @@ class RolloutOptions:
     min_p: float = option(0.0, "sample only tokens with at least this share of the top token's probability", "[0, 1)")
     repetition_penalty: float = option(1.0, "above 1, tokens that already occurred become less likely", "(0, inf)")
     stop: tuple[str, ...] = option((), "texts that end a completion, in addition to the end of a turn or text")
+    spare_prompts: int = option(0,
+        "further prompts of a step, which replace those whose completions all have the same reward, so that they teach "
+        "nothing (DAPO's dynamic sampling); a step passes over those that it does not need", "prompts [0, inf)")
     completions_at_once: int | None = option(None,
         "completions that the devices generate together, which sets the size of the KV cache; neither `plan` nor "
         "memory.check counts it; unset: all completions of a step", "completions [1, inf)",
@@ -125,26 +129,79 @@ class RolloutOptions:
         "unset: the devices of the run generate them", basic=True)
     server_seconds: int = option(600, "time limit for a response of the server", "seconds [1, inf)",
         when="rollout.server is not None")
+    correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = option(
+        None,
+        "correction for completions whose probabilities differ between the engine that sampled them and the model: "
+        "their ratio weights the loss of each token or completion (sequence), truncated to [correction_min, "
+        "correction_max] (TIS), or 0 outside of it (mask: MIS; token_mask: IcePop); unset: sequence_mask with "
+        "rollout.server, as in TRL, else none", also="vllm_importance_sampling_mode")
+    correction_max: float | None = option(3.0, "largest ratio of the correction; None: no limit", "(0, inf)",
+        when=_CORRECTED, also="vllm_importance_sampling_clip_max vllm_importance_sampling_cap")
+    correction_min: float | None = option(None, "smallest ratio of the correction; None: no limit", "(0, inf)",
+        when=_CORRECTED, also="vllm_importance_sampling_clip_min")
+
+    @property
+    def corrects(self) -> str:
+        """The correction that applies; none: no correction."""
+        return self.correction or ("none" if self.server is None else "sequence_mask")
 
 
 @dataclass(frozen=True)
 class GrpoOptions:
     """GRPO (Shao et al. 2024, arXiv:2402.03300) and variants: rewards relative to the mean of each prompt."""
 
-    loss: Literal["grpo", "dr_grpo", "dapo"] = option("dapo",
+    loss: Literal["grpo", "dr_grpo", "dapo", "cispo", "sapo"] = option("dapo",
         "grpo: mean over completions of their token mean; dr_grpo: of their token sum / rollout.max_new_tokens (Dr. "
-        "GRPO, 2025); dapo: mean over all tokens of the step (DAPO, 2025), TRL's default", basic=True)
-    importance: Literal["token", "sequence"] = option("token",
-        "importance ratio that is clipped: token: of each token; sequence: of each completion (GSPO, 2025)")
-    advantage_scale: Literal["group", "batch", "none"] = option("group",
+        "GRPO, 2025); dapo: mean over all tokens of the step (DAPO, 2025), TRL's default; cispo: as dapo, but the "
+        "clipped ratio is a weight without gradient (MiniMax-M1, 2025); sapo: as grpo, with a sigmoid of the ratio in "
+        "place of clipping (Qwen, 2025)", basic=True)
+    importance: Literal["token", "sequence", "product"] = option("token",
+        "importance ratio that is clipped: token: of each token; sequence: of each completion, as the geometric mean "
+        "of its tokens (GSPO, 2025); product: of each completion, as the product of its tokens (RLOO, 2024)")
+    advantage_scale: Literal["group", "batch", "none", "rloo", "gdpo"] = option("group",
         "divisor of advantages (rewards minus their group's mean): the standard deviation of the group, or of all "
-        "completions of the step (batch); none: no divisor (Dr. GRPO)")
+        "completions of the step (batch); none: no divisor (Dr. GRPO); rloo: no divisor, and the mean of the other "
+        "completions of the group; gdpo: each reward function is scaled by group, then their weighted sum by step")
     clip_low: float = option(0.2,
-        "lower clipping range: ratios below 1 - clip_low get no gradient that lowers them further", "fraction [0, 1]")
-    clip_high: float | None = option(None, "upper clipping range, above 1 + clip_high; unset: clip_low", "[0, inf)")
+        "lower clipping range: ratios below 1 - clip_low get no gradient that lowers them further", "fraction [0, 1]",
+        when=among("grpo.loss", ("grpo", "dr_grpo", "dapo"), ("cispo", "sapo")))
+    clip_high: float | None = option(None,
+        "upper clipping range, above 1 + clip_high; for cispo it is about 4; unset: clip_low", "[0, inf)",
+        when=among("grpo.loss", ("grpo", "dr_grpo", "dapo", "cispo"), ("sapo",)))
+    clip_largest: float | None = option(None,
+        "largest ratio of all, which bounds the loss of negative advantages too (two-sided clipping, INTELLECT-2, "
+        "2025), such as 4; unset: no limit", "(1, inf)",
+        when=among("grpo.loss", ("grpo", "dr_grpo", "dapo"), ("cispo", "sapo")), also="delta")
+    off_policy_kl: float | None = option(None,
+        "leave out completions with a negative advantage whose mean log-probability has fallen by more than this since "
+        "they were sampled (DeepSeek-V3.2, 2025), such as 0.5; unset: none", "nats (0, inf)",
+        when=f"grpo.iterations > 1 or {_CORRECTED}", also="off_policy_mask_threshold")
+    sapo_positive: float = option(1.0, "steepness of SAPO's sigmoid for advantages above 0", "(0, inf)",
+        when="grpo.loss == 'sapo'", also="sapo_temperature_pos")
+    sapo_negative: float = option(1.05, "steepness of SAPO's sigmoid for other advantages", "(0, inf)",
+        when="grpo.loss == 'sapo'", also="sapo_temperature_neg")
     beta: float = option(0.0, "coefficient of the KL divergence from the model before its first step", "[0, inf)")
+    kl: Literal["k1", "k2", "k3"] = option("k3",
+        "estimator of this divergence of each token, of the log-ratio r of the reference to the model (Schulman, "
+        "2020): k1: -r; k2: r^2 / 2; k3: exp(r) - 1 - r", when="grpo.beta")
+    kl_ratio: bool = option(False,
+        "multiply the divergence by the importance ratio, so that its gradient is the one of the reverse KL "
+        "(DeepSeek-V3.2, 2025), TRL's default", when="grpo.beta", also="use_bias_correction_kl")
     iterations: int = option(1, "optimizer updates with the completions of a step", "updates [1, inf)")
     mask_truncated: bool = option(False, "mask truncated completions out of the loss (DAPO)")
+
+
+@dataclass(frozen=True)
+class MtpOptions:
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437): modules after the body that predict further tokens."""
+
+    weight: float = option(0.0,
+        "weight of the loss of the model's multi-token-prediction modules, a mean over modules, next to the next-token "
+        "loss; DeepSeek-V3 took 0.3, then 0.1; 0: modules are not trained, and copied into exports", "[0, inf)",
+        also="mtp_loss_scaling_factor mtp_loss_coef mtp_num_layers")
+    only: bool = option(False,
+        "freeze the body, with embedding and head, and train only the modules, without the next-token loss: for a "
+        "higher acceptance in speculative decoding")
 # fmt: on
 
 
@@ -188,6 +245,35 @@ def check_distill(config: Config) -> Iterator[Problem]:
         yield problem(config, "distill.teacher", reason, "data.streaming")
 
 
+def check_mtp(config: Config) -> Iterator[Problem]:
+    """Yield contradictions of section `mtp` with others."""
+    if not config.mtp.weight:
+        return
+    reasons = {
+        "model.head": "a classifier predicts no tokens",
+        "preference.loss": "a preference loss reads whole answers; train modules in a run of next-token loss",
+        "rollout.rewards": "modules are not trained on sampled completions; train them with mtp.only afterwards",
+        "distill.teacher": "a teacher's scores are of the next token only; train modules with mtp.only afterwards",
+        "mesh.stage": "a pipeline does not run modules after its stages; use mesh.fsdp",
+    }
+    defaults = {"model.head": "lm", "preference.loss": None, "rollout.rewards": (), "distill.teacher": None}
+    for key, reason in reasons.items():
+        if value_of(config, key) != defaults.get(key, 1):
+            yield problem(config, "mtp.weight", f"cannot be combined with {key}: {reason}", key)
+    of_body, of_loss = "mtp.only trains nothing of the body", "mtp.only has no next-token loss"
+    without = {
+        "lora.modules_to_save": ((), of_body),
+        "lora.bias": ("none", of_body),
+        "train.freeze": (None, of_body),
+        "train.z_loss": (0.0, of_loss),
+        "train.loss": ("cross_entropy", of_loss),
+        "train.label_smoothing": (0.0, of_loss),
+    }
+    for key, (default, reason) in without.items() if config.mtp.only else ():
+        if value_of(config, key) != default:
+            yield problem(config, key, f"{reason}; leave it out", "mtp.only")
+
+
 def check_rollout(config: Config) -> Iterator[Problem]:
     """Yield contradictions of section `rollout` with others."""
     options = config.rollout
@@ -214,6 +300,12 @@ def check_rollout(config: Config) -> Iterator[Problem]:
     if options.max_new_tokens >= config.data.seq_len:
         reason = f"leaves no room for prompts in data.seq_len = {config.data.seq_len}"
         yield problem(config, "rollout.max_new_tokens", reason, "data.seq_len")
+    low, high = options.correction_min, options.correction_max
+    if options.corrects != "none" and low is not None and high is not None and low >= high:
+        yield problem(config, "rollout.correction_min", f"must be below rollout.correction_max = {high:g}")
+    if options.corrects.endswith("truncate") and low is None and high is None:
+        reason = "truncates nothing without rollout.correction_min and rollout.correction_max"
+        yield problem(config, "rollout.correction", reason)
     if config.mesh.stage != 1:
         yield problem(config, "rollout.rewards", "not available with mesh.stage: use mesh.fsdp", "mesh.stage")
     if options.server is not None and not config.lora.enabled:

@@ -10,8 +10,8 @@ from jaxtune.errors import UserError
 from jaxtune.models.selection import select
 from jaxtune.optim.options import OptimOptions
 
-EMBEDDING = "embed_tokens"
-NO_DECAY = rf"norm|bias|A_log|sinks|{EMBEDDING}"
+EMBEDDING = r"embed_tokens|\bembeddings\."  # the second is Nemotron-H's
+NO_DECAY = rf"norm|bias|A_log|\.D$|sinks|{EMBEDDING}"
 
 # One number, or one for each layer of a stacked parameter.
 Factor = float | Float[np.ndarray, " layers"]
@@ -23,9 +23,9 @@ def rates(optim: OptimOptions, hf_names: Mapping[str, tuple[str, ...]], layers: 
     hf_names: Hugging Face names of each parameter, one for each stacked layer. layers: number of layers of the model.
 
     optim.layerwise_lr_decay is ELECTRA's (Clark et al. 2020), in BEiT's form: layer n of L, counted from 0, gets
-    decay^(L - n), the embedding (also a tied one) decay^(L + 1), the final norm and the head 1.
+    decay^(L - n), the embedding (also a tied one) decay^(L + 1), the final norm, the head and modules after it 1.
     optim.layerwise_lr_decay_bound is ERNIEKit's: layer n gets bound + (1 - bound) n / (L + 2), the embedding the bound
-    (as does layer 0), the final norm and the head 1.
+    (as does layer 0), the final norm, the head and modules after it 1.
 
     Raises UserError for a regex that matches nothing.
     """
@@ -82,10 +82,13 @@ def _factors(
 
 
 def _depth(name: str, layers: int) -> int:
-    """Return the distance of a parameter from the head: 0 for the head, 1 for the last layer."""
-    if layer := re.search(r"\blayers\.(\d+)\.", name):
-        return layers - int(layer[1])
-    return layers + 1 if EMBEDDING in name else 0
+    """Return the distance of a parameter from the head: 0 for the head and for modules after it, 1 for the last layer.
+
+    Layers of multi-token-prediction modules are numbered on after the last layer, or from 0 after "mtp.".
+    """
+    if layer := re.search(r"(?<!\bmtp\.)\blayers\.(\d+)\.", name):
+        return max(0, layers - int(layer[1]))
+    return layers + 1 if re.search(EMBEDDING, name) else 0
 
 
 def _by_parameter(hf_names: Mapping[str, tuple[str, ...]], value: Callable[[str], float]) -> dict[str, Factor]:

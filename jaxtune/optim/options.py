@@ -16,7 +16,7 @@ class OptimizerRecord:
         arguments: the options that the function is called with, in order.
         for_matrices: whether it is only for matrices in the layers, and all else has AdamW; its function also takes the
             dtype of matrix products.
-        per_matrix: whether it processes a stack of experts one matrix at a time.
+        per_matrix: whether it updates one matrix after another, also in a stack of experts.
         narrow_state: whether it can keep its state in bfloat16, by optim.state_dtype.
         normalised: whether the size of its updates depends on the learning rate, and not on the gradients.
     """
@@ -44,8 +44,8 @@ OPTIMIZERS = {
     "adafactor": OptimizerRecord("rules.adafactor", per_matrix=True, normalised=True),
     "lion": OptimizerRecord("rules.lion", ("beta1", "beta2"), narrow_state=True, normalised=True),
     "schedule_free": OptimizerRecord("rules.schedule_free", _ADAM, normalised=True),
-    "muon": OptimizerRecord("muon.muon", _MUON, for_matrices=True, per_matrix=True, narrow_state=True),
-    "normuon": OptimizerRecord("muon.normuon", _NORMUON, for_matrices=True, per_matrix=True, narrow_state=True),
+    "muon": OptimizerRecord("muon.muon", _MUON, for_matrices=True, narrow_state=True),
+    "normuon": OptimizerRecord("muon.normuon", _NORMUON, for_matrices=True, narrow_state=True),
 }
 
 if TYPE_CHECKING:

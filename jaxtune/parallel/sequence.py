@@ -46,9 +46,9 @@ def _times(heads: int, over: Entry) -> int:
 
 
 @jax.named_scope("collectives")
-def from_heads(x: Float[Array, "b s h d"]) -> Float[Array, "b s h d"]:
+def from_heads(x: Float[Array, "b s h *d"]) -> Float[Array, "b s h *d"]:
     """Reshard a mixer's output back to the layout of the rest of the layer, by position."""
-    return jax.reshard(x, by_token("heads", None))
+    return jax.reshard(x, by_token("heads", *[None] * (x.ndim - 3)))
 
 
 @jax.named_scope("collectives")

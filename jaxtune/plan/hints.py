@@ -14,7 +14,7 @@ from jaxtune.errors import UserError
 from jaxtune.plan import calibration
 from jaxtune.plan.fit import fastest, overrides
 from jaxtune.plan.prediction import Plan, TargetGpus, predict
-from jaxtune.plan.summary import as_json, comparison, line, table
+from jaxtune.plan.summary import as_json, comparison, line, size_in_gb, table
 
 
 def plan_one(values: flags.FlagValues, config: Config) -> int:
@@ -45,6 +45,10 @@ def _use_cpu() -> None:
     # GPU's compute capability in place of the target's.
     jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    # jax sets 1 if the user sets nothing: information is not shown. The plugin's warnings of what an absent GPU, or its
+    # libraries, would have told are not for the user either; errors are shown.
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
 
 def _fastest(config: Config, where: TargetGpus, measured: calibration.Calibration | None) -> Plan:
@@ -60,7 +64,7 @@ def _fastest(config: Config, where: TargetGpus, measured: calibration.Calibratio
         return plan
     least = min(plans, key=lambda plan: plan.needed)
     raise UserError(
-        f"--fit: nothing fits into {least.limit / 1e9:.2f} GB; the least, {least.needed / 1e9:.2f} GB: {line(least)}. "
+        f"--fit: nothing fits into {size_in_gb(least.limit)}; the least that was tried: {line(least)}. "
         "More GPUs (--gpus with mesh.fsdp=-1), shorter rows (data.seq_len) or adapters (lora.enabled) need less"
     )
 

@@ -1,4 +1,12 @@
-"""The config.json of common models, so that a plan needs neither network nor files."""
+"""The config.json of common models, so that a plan needs neither network nor files.
+
+Sources of the mixtures: the defaults of transformers 5.24 are the sizes of Mixtral-8x7B, DeepSeek-V3, gpt-oss-120b and
+GLM-4.5-Air, except the head_dim and attention_bias of the last (tests/published_configs.py has its published form).
+Qwen3-30B-A3B and Qwen3-235B-A22B were compared with MindSpeed-RL's configs/model/qwen3_*.yaml, and gpt-oss-20b (24
+layers, 32 experts) with Nebius' cookbook. Gemma 4 is in transformers' convert_gemma4_weights.py. Qwen3.5-27B was
+compared with slime's scripts/models/qwen3.5-27B.sh, and Nemotron-3 Nano with its config.json in jax-llm-examples.
+Weights are planned in `model.dtype`, also those that the hub has in MXFP4 or FP8, unless quant.format says otherwise.
+"""
 
 from typing import Any
 
@@ -10,8 +18,53 @@ _KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40_960, "head_dim": 128},
     "llama": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 131_072},
     "mistral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 32_768, "sliding_window": None},
+    "qwen3_moe": {
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40_960, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "moe_intermediate_size": 768,
+    },
+    "mixtral": {
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 32_768, "sliding_window": None,
+        "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
+    "gpt_oss": {
+        "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "max_position_embeddings": 131_072, "head_dim": 64,
+        "sliding_window": 128, "num_local_experts": 128, "num_experts_per_tok": 4, "attention_bias": True,
+        "swiglu_limit": 7.0,
+    },
+    "glm4_moe": {
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 131_072, "head_dim": 128,
+        "partial_rotary_factor": 0.5, "attention_bias": True, "use_qk_norm": False, "moe_intermediate_size": 1408,
+        "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+    },
+    "deepseek_v3": {
+        "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 163_840, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+                         "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
+    },
     "phi3": {"rms_norm_eps": 1e-5, "rope_theta": 250_000, "max_position_embeddings": 16_384},
-}
+    "gemma4": {
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 262_144, "head_dim": 256, "global_head_dim": 512,
+        "sliding_window": 1024, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+    },
+    "qwen3_5": {
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 262_144, "head_dim": 256, "linear_num_key_heads": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "mtp_num_hidden_layers": 1,
+    },
+    "nemotron_h": {
+        "layer_norm_epsilon": 1e-5, "max_position_embeddings": 262_144, "head_dim": 128, "mamba_num_heads": 64,
+        "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5,
+        "hybrid_override_pattern": "MEMEM*E" + 4 * "MEMEM*E" + "MEMEMEM*E" + "MEMEMEME",
+    },
+}  # fmt: skip
+_DECODERS = {"gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text"}  # models that see: the decoder is in `text_config`
 _SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads",
           "vocab_size", "tie_word_embeddings")  # fmt: skip
 _MODELS: dict[str, tuple[str, tuple[int, int, int, int, int, int, bool], dict[str, Any]]] = {
@@ -31,6 +84,9 @@ _MODELS: dict[str, tuple[str, tuple[int, int, int, int, int, int, bool], dict[st
     "Qwen/Qwen2.5-14B": ("qwen2", (5120, 48, 13_824, 40, 8, 152_064, False), {}),
     "Qwen/Qwen2.5-32B": ("qwen2", (5120, 64, 27_648, 40, 8, 152_064, False), {}),
     "Qwen/Qwen2.5-72B": ("qwen2", (8192, 80, 29_568, 64, 8, 152_064, False), {}),
+    "meta-llama/Llama-2-7b-hf": (
+        "llama", (4096, 32, 11_008, 32, 32, 32_000, False), {"rope_theta": 1e4, "max_position_embeddings": 4096}
+    ),
     "meta-llama/Llama-3.2-1B": (
         "llama", (2048, 16, 8192, 32, 8, 128_256, True), {"head_dim": 64, "rope_scaling": _LLAMA_3 | {"factor": 32.0}}
     ),
@@ -48,13 +104,39 @@ _MODELS: dict[str, tuple[str, tuple[int, int, int, int, int, int, bool], dict[st
     ),
     "mistralai/Mistral-7B-v0.3": ("mistral", (4096, 32, 14_336, 32, 8, 32_768, False), {}),
     "microsoft/phi-4": ("phi3", (5120, 40, 17_920, 40, 10, 100_352, False), {}),
+    "Qwen/Qwen3-30B-A3B": ("qwen3_moe", (2048, 48, 6144, 32, 4, 151_936, False), {}),
+    "Qwen/Qwen3-235B-A22B": (
+        "qwen3_moe", (4096, 94, 12_288, 64, 4, 151_936, False), {"moe_intermediate_size": 1536}
+    ),
+    "mistralai/Mixtral-8x7B-v0.1": ("mixtral", (4096, 32, 14_336, 32, 8, 32_000, False), {}),
+    "openai/gpt-oss-20b": ("gpt_oss", (2880, 24, 2880, 64, 8, 201_088, False), {"num_local_experts": 32}),
+    "openai/gpt-oss-120b": ("gpt_oss", (2880, 36, 2880, 64, 8, 201_088, False), {}),
+    "zai-org/GLM-4.5-Air": ("glm4_moe", (4096, 46, 10_944, 96, 8, 151_552, False), {}),
+    "google/gemma-4-31B": (
+        "gemma4", (5376, 60, 21_504, 32, 16, 262_144, True), {"num_global_key_value_heads": 4}
+    ),
+    "google/gemma-4-26B-A4B": (
+        "gemma4", (2816, 30, 2112, 16, 8, 262_144, True),
+        {"num_global_key_value_heads": 2, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
+         "moe_intermediate_size": 704},
+    ),
+    "Qwen/Qwen3.5-9B": ("qwen3_5", (4096, 32, 12_288, 16, 4, 248_320, False), {"linear_num_value_heads": 32}),
+    "Qwen/Qwen3.5-27B": ("qwen3_5", (5120, 64, 17_408, 24, 4, 248_320, False), {"linear_num_value_heads": 48}),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (
+        "nemotron_h", (2688, 52, 1856, 32, 2, 131_072, False), {}
+    ),
+    "deepseek-ai/DeepSeek-V3": ("deepseek_v3", (7168, 61, 18_432, 128, 128, 129_280, False), {}),
 }  # fmt: skip
 
 
 def config_of(model: str) -> dict[str, Any] | None:
-    """The config.json of a model by its hub id, also with -Base or -Instruct; None if the model is not listed here."""
-    for name in (model, model.removesuffix("-Instruct"), model.removesuffix("-Base")):
+    """The config.json of a model by its hub id, also with -Base, -it or -Instruct; None if it is not listed here."""
+    for name in (model, model.replace("-Instruct", ""), model.removesuffix("-Base"), model.removesuffix("-it")):
         if name in _MODELS:
             kind, sizes, more = _MODELS[name]
-            return {"model_type": kind, **_KINDS[kind], **dict(zip(_SIZES, sizes)), **more}
+            text = {**_KINDS[kind], **dict(zip(_SIZES, sizes)), **more}
+            if kind not in _DECODERS:
+                return {"model_type": kind, **text}
+            tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
+            return {"model_type": kind, "text_config": {"model_type": _DECODERS[kind], **text}, **tied}
     return None

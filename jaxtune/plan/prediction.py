@@ -10,7 +10,7 @@ import jax
 
 from jaxtune import hf
 from jaxtune.config.schema import Config
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, sized
 from jaxtune.host import process
 from jaxtune.models.parameters import abstract
 from jaxtune.monitor.throughput import flops_per_token
@@ -119,7 +119,12 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the step fits into the memory of a GPU."""
-        return self.needed <= self.limit
+        return not self.missing
+
+    @property
+    def missing(self) -> int:
+        """Bytes that a GPU lacks."""
+        return max(0, self.needed - self.limit)
 
 
 # Compute capabilities that XLA's own cost model knows; with the option below, compiling for others fails.
@@ -134,15 +139,21 @@ def xla_options(gpu: str) -> process.Options:
 def predict(config: Config, where: TargetGpus, measured: calibration.Calibration | None = None) -> Plan:
     """Plan a config as `train` would compile it on these GPUs; measured: rates in place of assumed ones.
 
+    If no rematerialisation policy fits, the plan is the one that needs least, and says what each needs.
+
     No weight is read. For a model on the hub that is not listed in `plan.models`, config.json is read. Raises UserError
     for configs that `train` would refuse, and if compiling for a GPU is not possible here.
     """
-    plans = (_predict(memory.with_policy(config, remat), where, measured) for remat in memory.policies(config, "gpu"))
-    # As in a run, the first rematerialisation policy that leaves enough room.
-    for plan in plans:
-        if plan.needed <= memory.CLOSE * plan.limit:
-            break
-    return plan
+    plans = []
+    for remat in memory.policies(config, "gpu"):
+        plans.append(_predict(memory.with_policy(config, remat), where, measured))
+        if plans[-1].needed <= memory.CLOSE * plans[-1].limit:  # as in a run, the first that leaves enough room
+            return plans[-1]
+    least = min(plans, key=lambda plan: plan.needed)
+    if least.fits or len(plans) == 1:
+        return least
+    needs = ", ".join(f"{plan.config.memory.remat} needs {sized(plan.needed)}" for plan in plans)
+    return dataclasses.replace(least, said=(f"memory.remat=auto: no policy fits: {needs}", *least.said))
 
 
 def _predict(config: Config, where: TargetGpus, measured: calibration.Calibration | None) -> Plan:
@@ -192,7 +203,7 @@ def base_of(config: Config) -> Base:
     path = config.model.path or ""
     known = None if Path(path).expanduser().exists() or config.model.config else config_of(path)
     if known is not None:
-        return Base(spec_of(hf.apply_options(known, config.model), known, config.model))
+        return Base(spec_of(hf.apply_options(known, config.model), known, config.model, config.mtp.weight > 0))
     if Path(path).expanduser().exists():
         return read_base(config)
     folder = hf.find_folders(config.model, weights=False).weights

@@ -15,8 +15,10 @@ Rates that `benchmarks/gpu_suite.py --only assumptions` measures on a GPU replac
 - Copies on a separate stream: the fraction `hidden` costs no time.
 - Copies from and to the host: their bytes over PCIe, at `link` of the data sheet's; launches between their start and
   end hide them.
-- Collectives: their bytes over the slowest link, at `link` of the data sheet's, and `latency` us; launches between
-  their start and end hide them. Over several hosts, all network adapters of the group's GPUs in a host count.
+- Collectives: their bytes over the slowest link, at `link` of the data sheet's, and `latency` us, and `hop` or
+  `network_hop` us for each step of a ring to a GPU of the same or another host; launches between their start and end
+  hide them. Over several hosts, all network adapters of the group's GPUs in a host count. The three times are those by
+  which NCCL chooses (NVIDIA/nccl, src/graph/tuning.cc, ring): protocol LL128, optimistic LL, pessimistic Simple.
 - CUDA graphs, launches outside of graphs, and waits of the host: `graph`, `stream` and `sync` us each.
 """
 
@@ -68,7 +70,9 @@ class Rates:
     l2: float = 1.5
     hidden: float = 0.5
     link: float = 0.8
-    latency: float = 15.0  # of a collective
+    latency: float = 10.0  # of a collective
+    hop: float = 1.9
+    network_hop: float = 4.0
     graph: float = 2.5
     stream: float = 1.0
     sync: float = 15.0
@@ -79,11 +83,11 @@ SCENARIOS = {
     "central": Rates(),
     "optimistic": Rates(
         sustained=1.0, narrow=0.75, fp8=1.75, kernels=1.18, bandwidth=0.90, launch=0.8, hidden=0.85, link=0.9,
-        latency=8.0, graph=1.5, stream=0.5, sync=8.0,
+        latency=3.6, hop=0.47, network_hop=2.7, graph=1.5, stream=0.5, sync=8.0,
     ),
     "pessimistic": Rates(
         sustained=0.85, narrow=0.45, fp8=1.45, kernels=0.83, bandwidth=0.80, launch=2.2, l2=1.0, hidden=0.0, link=0.6,
-        latency=30.0, graph=4.0, stream=2.0, sync=25.0,
+        latency=15.0, hop=3.4, network_hop=9.6, graph=4.0, stream=2.0, sync=25.0,
     ),
 }  # fmt: skip
 
@@ -98,12 +102,18 @@ SCENARIOS = {
 # numbers of tokamax's kernels (0.0.17, its autotuning data), not of ours, but of the same design and in the same
 # language: 568 forward and 408 backward, which counts 5 products although 7 are executed.
 #
+# Attention with wide heads (above 256): guesses, 0.8 of what the reads of L2 allow on a Hopper GPU, at an assumed
+# 5.5 TB/s (pallas_kernels/README.md, "Heads of 512").
+#
 # Grouped products with quantized weights: guesses, below the rates of weights that need no decoding. The gated delta
 # rule: guesses too. Its products are small, and two of its kernels carry a state from chunk to chunk.
 KERNELS: dict[str, dict[int, float]] = {
     "flash_attention_forward": {8: 0.50, 9: 0.334, 10: 0.25, 12: 0.50},
     "flash_attention_dq": {8: 0.42, 9: 0.369, 10: 0.22, 12: 0.42},
     "flash_attention_dkdv": {8: 0.42, 9: 0.369, 10: 0.22, 12: 0.42},
+    "flash_attention_wide_forward": {8: 0.30, 9: 0.25, 10: 0.10, 12: 0.30},
+    "flash_attention_wide_dq": {8: 0.25, 9: 0.16, 10: 0.10, 12: 0.25},
+    "flash_attention_wide_dkdv": {8: 0.25, 9: 0.12, 10: 0.10, 12: 0.25},
     "flash_mha_fwd": {9: 579 / 989},
     "flash_mha_bwd": {9: 462 / 989},
     "mosaic_flash_attention_forward": {9: 568 / 989},
@@ -213,10 +223,13 @@ def _h100_flops(m: float, n: float, k: float) -> float:
 
 def _collective_us(launch: Launch, gpu: str, per_host: int, rates: Rates) -> float:
     """The time of a ring: each device sends all bytes except its own part; in an all-reduce, twice."""
-    size = max(1, len(launch.group))
-    rounds = {"all-reduce": 2.0, "collective-permute": size / max(1, size - 1)}
-    sent = launch.written * (size - 1) / size * rounds.get(launch.kind, 1.0)
-    return sent / (_link(launch.group, gpu, per_host) * rates.link) * 1e6 + rates.latency
+    size, hosts = max(1, len(launch.group)), max(1, len({device // per_host for device in launch.group}))
+    rounds = {"all-reduce": 2.0, "collective-permute": size / max(1, size - 1)}.get(launch.kind, 1.0)
+    sent = launch.written * (size - 1) / size * rounds
+    # A permutation and an exchange have no step that waits for another one.
+    steps = 0.0 if launch.kind in ("collective-permute", "all-to-all") else rounds
+    hops = steps * ((size - hosts) * rates.hop + (hosts - 1) * rates.network_hop)
+    return sent / (_link(launch.group, gpu, per_host) * rates.link) * 1e6 + rates.latency + hops
 
 
 def _link(group: tuple[int, ...], gpu: str, per_host: int) -> float:

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtune.errors import sized
 from jaxtune.plan.fit import OPTIONS
 from jaxtune.plan.prediction import Plan
 from pallas_kernels.gpus import GPUS
@@ -21,7 +22,7 @@ def line(plan: Plan) -> str:
     """The plan's options, memory and speed in one line."""
     options = " ".join(f"{section}.{name}={getattr(getattr(plan.config, section), name)}" for section, name in OPTIONS)
     return (
-        f"{options}: {_gb(plan.needed)}, {'fits' if plan.fits else 'does not fit'}; "
+        f"{options}: {size_in_gb(plan.needed)}, {_verdict(plan)}; "
         f"{plan.speeds['central'].tokens_per_second:,.0f} tokens/s"
     )
 
@@ -61,10 +62,10 @@ def _head(plan: Plan) -> list[str]:
 
 def _memory(plan: Plan) -> list[str]:
     on_gpu = {name: size for name, size in plan.memory.items() if not name.startswith("host")}
-    lines = [f"  {name:<20}{_gb(size):>9}" for name, size in on_gpu.items()]
-    verdict = "fits" if plan.fits else "DOES NOT FIT"
-    lines += [f"  {'total':<20}{_gb(plan.needed):>9} of {_gb(plan.limit)}: {verdict}"]
-    lines += [f"  {name:<20}{_gb(size):>9}" for name, size in plan.memory.items() if name not in on_gpu]
+    lines = [f"  {name:<20}{size_in_gb(size):>9}" for name, size in on_gpu.items()]
+    verdict = _verdict(plan).replace("does not fit", "DOES NOT FIT")
+    lines += [f"  {'total':<20}{size_in_gb(plan.needed):>9} of {size_in_gb(plan.limit)}: {verdict}"]
+    lines += [f"  {name:<20}{size_in_gb(size):>9}" for name, size in plan.memory.items() if name not in on_gpu]
     return ["memory per GPU, according to the compiler", *lines]
 
 
@@ -144,5 +145,10 @@ def _rest(plan: Plan) -> list[str]:
     return [*lines, f"compiled and read in {plan.seconds:.0f} s"]
 
 
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.2f} GB"
+def _verdict(plan: Plan) -> str:
+    return "fits" if plan.fits else f"does not fit, {size_in_gb(plan.missing)} missing"
+
+
+def size_in_gb(size: float) -> str:
+    """Return a number of bytes in GB, the unit of a plan, or in MB if that would be 0.00 GB."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 or not size else sized(size)

@@ -9,6 +9,7 @@ import hashlib
 import http.client
 import io
 import json
+import math
 import os
 import re
 import socket
@@ -19,6 +20,7 @@ import urllib.request
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from jaxtune.data.chat.messages import clip
@@ -53,6 +55,7 @@ def complete(
     stop: Collection[int],
     strings: Collection[str] = (),
     seed: int,
+    log_probs: bool = False,
     timeout: float,
     wait: Wait = time.sleep,
 ) -> list[Completion]:
@@ -74,6 +77,8 @@ def complete(
         stop: Tokens that end a completion. vLLM also stops at the end tokens in the model's generation_config.json.
         strings: Texts that end a completion and are kept at its end.
         seed: Seed shared by all prompts.
+        log_probs: Whether completions have the log-probabilities of their tokens. vLLM computes them before the
+            temperature and other sampling options, unless it was started with --logprobs-mode=processed_logprobs.
         timeout: Seconds within which a completion must arrive, including its time in the server's queue.
         wait: Function that sleeps between attempts.
 
@@ -92,6 +97,7 @@ def complete(
         "frequency_penalty": 0.0,
         "stop_token_ids": sorted(stop),
         **({"stop": list(strings), "include_stop_str_in_output": True} if strings else {}),
+        **({"logprobs": 1} if log_probs else {}),  # 0 would do for vLLM; other servers take it for "no"
     }
 
     def one(index: int) -> Completion:
@@ -104,7 +110,7 @@ def complete(
             "return_token_ids": True,
             **sampling,
         }
-        completion = _completion(url, _call(url, "completions", body, timeout, wait))
+        completion = _completion(url, _call(url, "completions", body, timeout, wait), log_probs)
         if len(completion.tokens) > max_tokens:
             raise UserError(f"{url} returned {len(completion.tokens)} tokens; at most {max_tokens} were requested")
         if unknown := [token for token in completion.tokens if not 0 <= token < vocabulary]:
@@ -153,7 +159,7 @@ def _seed(seed: int, number: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:6], "big")
 
 
-def _completion(url: str, body: bytes) -> Completion:
+def _completion(url: str, body: bytes, log_probs: bool) -> Completion:
     choices = _entries(url, body, "choices")
     if len(choices) != 1:
         raise _not_openai(url, body)
@@ -165,7 +171,23 @@ def _completion(url: str, body: bytes) -> Completion:
     if reason not in ("stop", "length"):
         shown = clip(repr(reason))
         raise UserError(f"{url} ended a completion with finish_reason={shown}, which is neither 'stop' nor 'length'")
-    return Completion(tokens, finished=reason == "stop")
+    return Completion(tokens, reason == "stop", _log_probs(url, choices[0], len(tokens)) if log_probs else ())
+
+
+def _log_probs(url: str, choice: dict[str, Any], count: int) -> list[float]:
+    """Return the log-probabilities of a completion's tokens; NaN for null, and for -inf as it would have no ratio."""
+    field = choice.get("logprobs")
+    values = field.get("token_logprobs") if isinstance(field, dict) else None
+    if (
+        not isinstance(values, list)
+        or len(values) != count
+        or not all(type(x) in (int, float, NoneType) for x in values)
+    ):
+        raise UserError(
+            f"{url} does not return the log-probability of each token (logprobs), which rollout.correction needs; "
+            "rollout.correction='none' trains without it"
+        )
+    return [value if value is not None and math.isfinite(value) else math.nan for value in values]
 
 
 def _digest(folder: Path) -> str:

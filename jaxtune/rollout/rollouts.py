@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Float64
 
 from jaxtune import data
-from jaxtune.columns import ADVANTAGE, LOSS_WEIGHT, OLD_LOG_PROB, TOKENS, Column
+from jaxtune.columns import ADVANTAGE, LOSS_WEIGHT, OLD_LOG_PROB, SAMPLED_LOG_PROB, TOKENS, Column
 from jaxtune.config.schema import Config
 from jaxtune.data.formats.prompts import Prompt, Prompts
 from jaxtune.data.formats.units import Documents, TokenisedDataset
@@ -27,6 +28,7 @@ from jaxtune.host.run_folder import RunFolder
 from jaxtune.inference.decode import Sampling
 from jaxtune.inference.generation import (
     Completion,
+    cast_weights,
     collect_completions,
     completion_text,
     make_generate,
@@ -37,7 +39,9 @@ from jaxtune.models.decoder import Decoder, Parameters
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import Batch, ScoreOptions, score
 from jaxtune.monitor.metrics import cut
-from jaxtune.objectives.grpo import advantages
+from jaxtune.objectives.grpo import advantages, gdpo_advantages
+from jaxtune.objectives.options import RolloutOptions
+from jaxtune.objectives.rollout_correction import engine_difference
 from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import recipe_of
@@ -86,19 +90,28 @@ def make_rollout_step(
 
     Completions are used for grpo.iterations of `train_step`. Metrics are from the last iteration and, named as in
     TRL: reward, reward_std, rewards/NAME/mean, frac_reward_zero_std, completions/mean_length,
-    completions/clipped_ratio.
+    completions/clipped_ratio; without a server, entropy; and with a correction, the metrics of `_Compare`.
 
     run: the run folder; with log.jsonl, it gets the completions of the first prompt of each step.
     """
-    group_size = config.rollout.group_size
+    group_size, corrects = config.rollout.group_size, config.rollout.corrects != "none"
+    compare = _Compare(config.rollout) if corrects else None
     scored = jax.jit(_make_scored(config, program.model), compiler_options=compiler_options(config))
     written = _CompletionsFile(RunFolder(run).completions) if config.log.jsonl and multihost.is_main() else None
+    teaches = partial(_teaches, config.grpo.advantage_scale)
     silent = 0  # steps in a row
 
     def step(state: State, frozen: Parameters, asked: PromptBatch, rate: Any) -> tuple[State, dict[str, Any]]:
         nonlocal silent
-        prompts = [prompt for prompt in asked.prompts for _ in range(group_size)]
-        made = make(state.trained, frozen, prompts, range(asked.first, asked.first + len(prompts)))
+
+        def make_groups(first: int, prompts: Sequence[Prompt]) -> list[Rollout]:
+            """Return a rollout of each prompt; first: number of the first one's first completion."""
+            repeated = [prompt for prompt in prompts for _ in range(group_size)]
+            numbers = range(first, first + len(repeated))
+            return _split(make(state.trained, frozen, repeated, numbers), group_size)
+
+        groups = _replace_alike(make_groups(asked.first, asked.prompts), asked, make_groups, teaches)
+        made = _concatenate(groups)
         silent = silent + 1 if np.isnan(made.rewards).all() else 0
         if silent and multihost.is_main():
             log.warning("rollout.rewards: None for every completion of a step, so nothing is learned from it")
@@ -107,20 +120,64 @@ def make_rollout_step(
                 f"rollout.rewards: None for every completion of {silent} steps in a row (train.max_bad_steps), so "
                 "nothing is learned; return a number for each completion to reward, such as 0.0"
             )
-        above = advantages(made.rewards, group_size, config.grpo.advantage_scale)
+        if config.grpo.advantage_scale == "gdpo":
+            weights = _weights(made.each, config.rollout.reward_weights)
+            above = gdpo_advantages(np.stack([*made.each.values()], -1), np.array(weights), group_size)
+        else:
+            above = advantages(made.rewards, group_size, config.grpo.advantage_scale)
         if written is not None:
-            written.write(asked.first // len(prompts) + 1, made, above, group_size)
+            taken = group_size * (len(asked.prompts) + len(asked.spare))
+            written.write(asked.first // taken + 1, made, above, group_size)
         batch = _batch(config, program, made, above)
+        of_completions = _spread(made.rewards, group_size) | _means(made)
         # In a single iteration the policy is the one that sampled: the importance ratio is 1 and needs no old scores.
-        if config.grpo.iterations > 1:
+        if config.grpo.iterations > 1 or corrects:
             batch[OLD_LOG_PROB.name] = scored(state.trained, frozen, batch)
+        if compare is not None:
+            of_completions |= compare(batch)
         metrics = {}
         for _ in range(config.grpo.iterations):
             state, metrics = train_step(state, frozen, batch, rate)
-        of_completions = _spread(made.rewards, group_size) | _means(made)
         return state, metrics | {name: np.asarray(value) for name, value in of_completions.items()}
 
     return step
+
+
+class _Compare:
+    """Compares the log-probabilities of completions by the model and by the engine that sampled them."""
+
+    LARGE = 0.1  # nats, the mean of a step; a tiny model in bfloat16 and vLLM differed by 0.002
+
+    def __init__(self, options: RolloutOptions):
+        self._options, self._warned = options, False
+        self._difference = jax.jit(partial(engine_difference, options))
+
+    def __call__(self, batch: Batch) -> dict[str, Any]:
+        """Return metrics of a step, by TRL's names; warn once if the difference is large."""
+        columns = (batch[column.name] for column in (OLD_LOG_PROB, SAMPLED_LOG_PROB, LOSS_WEIGHT))
+        found = self._difference(*columns)
+        much = found.mean > self.LARGE or not 0.5 < found.mean_ratio < 2
+        if much and not self._warned and multihost.is_main():
+            self._warned = True
+            advice = (
+                "; the server must serve this model, in a similar precision. With another rollout.temperature than 1, "
+                "start vLLM with --logprobs-mode=processed_logprobs, and leave rollout.top_p and its like out"
+            )
+            log.warning(
+                "rollout.correction: the log-probabilities of the engine that samples differ from the model's by %.3f "
+                "nats on average, and the mean weight of a token is %.3g, although it should be near 1%s",
+                found.mean,
+                found.mean_ratio,
+                "" if self._options.server is None else advice,
+            )
+        return {
+            "sampling/sampling_logp_difference/mean": found.mean,
+            "sampling/sampling_logp_difference/max": found.largest,
+            "sampling/kl": found.kl,
+            "sampling/importance_sampling_ratio/min": found.smallest_ratio,
+            "sampling/importance_sampling_ratio/mean": found.mean_ratio,
+            "sampling/importance_sampling_ratio/max": found.largest_ratio,
+        }
 
 
 def make_rollouts(config: Config, model: Model, tokenizer, functions: Mapping[str, Reward], run: Path) -> MakeRollout:
@@ -171,6 +228,49 @@ def make_evaluate(
     return evaluate
 
 
+def _replace_alike(
+    groups: list[Rollout],
+    asked: PromptBatch,
+    make_groups: Callable[[int, Sequence[Prompt]], list[Rollout]],
+    teaches: Callable[[Rollout], bool],
+) -> list[Rollout]:
+    """Replace groups that teach nothing by groups of spare prompts, as many as are needed and there are."""
+    number, left, size = asked.first + sum(len(group.rewards) for group in groups), asked.spare, len(groups[0].rewards)
+    groups = [*groups]
+    while left and (alike := [place for place, group in enumerate(groups) if not teaches(group)]):
+        tried, left = left[: len(alike)], left[len(alike) :]
+        better = [group for group in make_groups(number, tried) if teaches(group)]
+        number += len(tried) * size
+        for place, group in zip(alike, better):
+            groups[place] = group
+    return groups
+
+
+def _teaches(scale: str, group: Rollout) -> bool:
+    """Whether two completions of a group have different rewards; for gdpo, of any function."""
+
+    def differ(rewards: Float64[np.ndarray, " group"]) -> bool:
+        known = rewards[~np.isnan(rewards)]
+        return len(known) > 1 and bool(np.ptp(known) >= 1e-8)
+
+    return any(map(differ, group.each.values() if scale == "gdpo" else [group.rewards]))
+
+
+def _split(made: Rollout, size: int) -> list[Rollout]:
+    """Split a rollout into groups of `size` completions; the opposite of `_concatenate`."""
+    parts = [slice(first, first + size) for first in range(0, len(made.prompts), size)]
+    return [
+        Rollout(
+            made.prompts[part],
+            made.completions[part],
+            made.texts[part],
+            {name: values[part] for name, values in made.each.items()},
+            made.rewards[part],
+        )
+        for part in parts
+    ]
+
+
 def _concatenate(parts: list[Rollout]) -> Rollout:
     """Concatenate rollouts."""
     return Rollout(
@@ -189,11 +289,13 @@ def _means(made: Rollout) -> dict[str, Any]:
         known = values[~np.isnan(values)]
         return float(known.mean()) if len(known) else math.nan
 
+    entropies = [entropy for completion in made.completions for entropy in completion.entropies]
     return {
         "reward": mean(made.rewards),
         **{f"rewards/{name}/mean": mean(values) for name, values in made.each.items()},
         "completions/mean_length": np.mean([len(completion.tokens) for completion in made.completions]),
         "completions/clipped_ratio": np.mean([not completion.finished for completion in made.completions]),
+        **({"entropy": np.mean(entropies)} if entropies else {}),
     }
 
 
@@ -223,7 +325,7 @@ class _CompletionsFile:
                 file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 
 
-def _weights(functions: Mapping[str, Reward], factors: Sequence[str]) -> list[float]:
+def _weights(functions: Mapping[str, Any], factors: Sequence[str]) -> list[float]:
     """The weight of each function. Raises UserError for the name of an unknown function."""
     named = dict(factor.split("=") for factor in factors)
     if unknown := named.keys() - functions.keys():
@@ -247,12 +349,12 @@ def _on_devices(config: Config, model: Model, tokenizer) -> Complete:
     def complete(
         trained: Parameters, frozen: Parameters, prompts: list[list[int]], numbers: Sequence[int]
     ) -> list[Completion]:
-        completions, parameters = [], {**frozen, **trained}
+        completions, parameters = [], cast_weights(model, {**frozen, **trained}, recipe.dtype)
         for first in range(0, len(prompts), size):
             # Pad the last batch to the compiled size, by repeating the last prompt; its completions are dropped.
             rows = [min(row, len(prompts) - 1) for row in range(first, first + size)]
-            tokens = generate(parameters, [prompts[row] for row in rows], [numbers[row] for row in rows])
-            completions += collect_completions(tokens, min(size, len(prompts) - first), ended)
+            steps = generate(parameters, [prompts[row] for row in rows], [numbers[row] for row in rows])
+            completions += collect_completions(steps, min(size, len(prompts) - first), ended, scores=True)
         return completions
 
     return complete
@@ -268,21 +370,26 @@ def _by_server(config: Config, model: Model, tokenizer, folder: Path) -> Complet
     sampling = {key: getattr(options, key) for key in Sampling._fields} | {"top_k": options.top_k or 0}
     ends = {"stop": _stops(config, model, tokenizer), "strings": options.stop}
     how = {**sampling, **ends, "max_tokens": options.max_new_tokens, "seed": config.train.seed}
-    how["vocabulary"] = model.spec.vocabulary
+    how |= {"vocabulary": model.spec.vocabulary, "log_probs": options.corrects != "none"}
 
     def complete(
         trained: Parameters, frozen: Parameters, prompts: list[list[int]], numbers: Sequence[int]
     ) -> list[Completion]:
         export_adapter(model, {**frozen, **trained}, config, folder)
         table = np.zeros((len(prompts), 2 + options.max_new_tokens), np.int32)  # finished, length, tokens
+        scores = np.zeros((len(prompts), options.max_new_tokens), np.float32)
         if multihost.is_main():
             served = completion_server.send_adapter(url, name, folder)
             made = completion_server.complete(url, served, prompts, numbers, timeout=options.server_seconds, **how)
-            for row, completion in zip(table, made):
+            for row, of_row, completion in zip(table, scores, made):
                 row[:2] = completion.finished, len(completion.tokens)
                 row[2 : 2 + len(completion.tokens)] = completion.tokens
-        table = multihost_utils.broadcast_one_to_all(table)
-        return [Completion(row[2 : 2 + row[1]].tolist(), bool(row[0])) for row in table]
+                of_row[: len(completion.log_probs)] = completion.log_probs
+        table, scores = multihost_utils.broadcast_one_to_all((table, scores))
+        return [
+            Completion(row[2 : 2 + row[1]].tolist(), bool(row[0]), of_row[: row[1]].tolist())
+            for row, of_row in zip(table, scores)
+        ]
 
     return complete
 
@@ -316,15 +423,19 @@ def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -
         [0] * len(prompt.tokens) + [completion.finished or not config.grpo.mask_truncated] * len(completion.tokens)
         for prompt, completion in pairs
     ]
+    values: dict[Column, Any] = {
+        TOKENS: np.concatenate(tokens),
+        LOSS_WEIGHT: np.concatenate(weights),
+        ADVANTAGE: above,
+    }
+    if config.rollout.corrects != "none":
+        scores = [[0.0] * len(prompt.tokens) + [*completion.log_probs] for prompt, completion in pairs]
+        values[SAMPLED_LOG_PROB] = np.concatenate(scores)
     part = TokenisedDataset(
         name="completions",
         key="",
-        columns={column.name: column for column in (TOKENS, LOSS_WEIGHT, ADVANTAGE)},
-        values={
-            TOKENS.name: np.concatenate(tokens).astype(TOKENS.dtype),
-            LOSS_WEIGHT.name: np.concatenate(weights).astype(LOSS_WEIGHT.dtype),
-            ADVANTAGE.name: above.astype(ADVANTAGE.dtype),
-        },
+        columns={column.name: column for column in values},
+        values={column.name: of_column.astype(column.dtype) for column, of_column in values.items()},
         offsets=np.cumsum([0, *map(len, tokens)]),
         units=np.arange(len(tokens) + 1),
         targets=np.array(list(map(sum, weights))),

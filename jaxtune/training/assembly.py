@@ -20,8 +20,9 @@ from jaxtune.models.parameters import abstract
 from jaxtune.models.spec import Experts
 from jaxtune.objectives.balanced import add_balancing
 from jaxtune.objectives.classification import classification
-from jaxtune.objectives.cross_entropy import cross_entropy, token_accuracy
+from jaxtune.objectives.cross_entropy import cross_entropy, dynamic_fine_tuning, token_accuracy
 from jaxtune.objectives.distillation import distillation
+from jaxtune.objectives.further_tokens import add_further_tokens
 from jaxtune.objectives.grpo import grpo
 from jaxtune.objectives.objective import Objective
 from jaxtune.objectives.preference import preference
@@ -149,18 +150,26 @@ def objective_of(config: Config, model: Model) -> Objective:
     if (of_plugin := plugins.plugin_objective(config)) is not None:
         objective = of_plugin
     elif config.rollout.rewards:
-        objective = grpo(config.grpo, config.rollout.max_new_tokens, config.rollout.temperature)
+        objective = grpo(config.grpo, config.rollout)
     elif config.distill.teacher is not None:
         objective = distillation(config.distill, *regularisers)
     elif config.preference.loss is not None or model.spec.labels:
         objective = task_of(model, config)
+    elif config.train.loss == "dft":
+        objective = dynamic_fine_tuning()
     else:
         objective = cross_entropy(*regularisers)
+    if model.spec.mtp:
+        if of_plugin is not None:
+            raise UserError("mtp.weight: the loss of modules is added to next-token loss, not to a plugin's objective")
+        objective = add_further_tokens(objective, config.mtp.weight, len(model.spec.mtp), config.mtp.only)
     if not model.spec.has_experts:
         return objective
     experts = config.experts
     weight = model.spec.router_loss if experts.router_loss is None else experts.router_loss
-    mixtures = [number for number, layer in enumerate(model.spec.layers) if isinstance(layer.feed_forward, Experts)]
+    mixtures = [
+        number for number, layer in enumerate(model.spec.every_layer) if isinstance(layer.feed_forward, Experts)
+    ]
     corrections = {
         name: [mixtures.index(layer) for layer in parameter.layers]
         for name, parameter in model.trained.items()
@@ -173,7 +182,11 @@ def task_of(model: Model, config: Config) -> Objective:
     """Return the objective to evaluate a model by: preferences, a document's label, or (also distilled) next tokens."""
     if config.preference.loss is not None:
         return preference(config.preference)
-    return classification(model.spec.labels) if model.spec.labels else token_accuracy()
+    if model.spec.labels:
+        return classification(model.spec.labels)
+    # Weight 0: the loss of an evaluation is the next-token loss; modules are in its metrics.
+    modules = len(model.spec.mtp)
+    return add_further_tokens(token_accuracy(), 0.0, modules) if modules else token_accuracy()
 
 
 def forward_of(config: Config, model: Model) -> Forward:

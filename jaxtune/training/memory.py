@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 
 from jaxtune.config import checks
 from jaxtune.config.schema import Config
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, sized
 from jaxtune.models.forward_options import Remat
 from jaxtune.parallel.offload import is_on_host
 from jaxtune.training.assembly import Program, assemble, compile_step
@@ -134,7 +134,7 @@ def compile_fitting_step(
         if share <= CLOSE:
             break
         if remat != allowed[-1]:
-            log.info("memory.remat=%r would need %s of %s (%s)", remat, _gb(size), _gb(limit.size), limit.name)
+            log.info("memory.remat=%r would need %s of %s (%s)", remat, sized(size), sized(limit.size), limit.name)
     share, chosen, assembled, step = tried[-1] if share <= CLOSE else min(tried, key=lambda one: one[0])
     if config.memory.remat == "auto":
         log.info("memory.remat='auto' takes %r", chosen.memory.remat)
@@ -154,12 +154,14 @@ def check_step(config: Config, program: Program, step: jax.stages.Compiled, mesh
         return need_of(smaller, len(mesh.local_devices), memory_of(compiled))
 
     measured = need_of(program, len(mesh.local_devices), memory_of(step))
-    log.info("memory per device: %s state and batch, %s temporaries", _gb(measured.state), _gb(measured.temporaries))
     log.info(
-        "  state and batch: %s", ", ".join(f"{_gb(size)} {part}" for part, size in parts_of(program).items() if size)
+        "memory per device: %s state and batch, %s temporaries", sized(measured.state), sized(measured.temporaries)
+    )
+    log.info(
+        "  state and batch: %s", ", ".join(f"{sized(size)} {part}" for part, size in parts_of(program).items() if size)
     )
     if measured.offloaded:
-        log.info("host memory for offloading: %s", _gb(measured.offloaded))
+        log.info("host memory for offloading: %s", sized(measured.offloaded))
     _judge(config, measured, need)
 
 
@@ -199,11 +201,11 @@ def _judge(config: Config, measured: Need, need: Callable[[Config], Need]) -> No
     if multihost_utils.process_allgather(np.bool_(refused)).any() and not refused:
         raise UserError("this run needs more memory than another host has; see the message of that host's process")
     text = (
-        f"this run needs {_gb(size)} of {_gb(limit.size)} ({limit.name}): for a device {_gb(measured.state)} of "
-        f"parameters, optimizer state and batch and {_gb(measured.temporaries)} of temporaries, and for the host a "
-        f"checkpoint's copy of {_gb(measured.saved)}"
-        f"{f', offloaded arrays of {_gb(measured.offloaded)}' if measured.offloaded else ''}"
-        f"{f' and {_gb(measured.process)} for the process itself' if measured.process else ''}"
+        f"this run needs {sized(size)} of {sized(limit.size)} ({limit.name}): for a device {sized(measured.state)} of "
+        f"parameters, optimizer state and batch and {sized(measured.temporaries)} of temporaries, and for the host a "
+        f"checkpoint's copy of {sized(measured.saved)}"
+        f"{f', offloaded arrays of {sized(measured.offloaded)}' if measured.offloaded else ''}"
+        f"{f' and {sized(measured.process)} for the process itself' if measured.process else ''}"
     )
     if refused:
         lines = [f"  {line}" for line in _list_remedies(config, measured, limit, need)]
@@ -221,12 +223,12 @@ def _list_remedies(config: Config, measured: Need, limit: Limit, need: Callable[
         with contextlib.suppress(UserError):  # the option does not fit the model or the mesh
             # Leave out options that save less than 1%.
             then, _ = _worst(need(other))
-            remedies += [(then, f"{option}: {_gb(then)}")] if then < 0.99 * size else []
+            remedies += [(then, f"{option}: {sized(then)}")] if then < 0.99 * size else []
     if limit.name == jax.devices()[0].device_kind and limit.size > measured.temporaries:
         # FSDP shards only the state, so take the power of two at which state and temporaries fit.
         share = 2 ** math.ceil(math.log2(max(2.0, measured.state / (limit.size - measured.temporaries))))
         then = measured.state // share + measured.temporaries
-        remedies.append((then, f"mesh.fsdp={share} on {share} times as many devices: about {_gb(then)} each"))
+        remedies.append((then, f"mesh.fsdp={share} on {share} times as many devices: about {sized(then)} each"))
     return [line for _, line in sorted(remedies)]
 
 
@@ -352,7 +354,3 @@ def _cgroup_limits(root: Path, membership: Path) -> Iterator[Limit]:
                 yield Limit(max(0, left), f"memory limit of the cgroup {folder}")
             if folder == top:
                 break
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

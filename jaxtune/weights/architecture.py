@@ -11,17 +11,25 @@ from jaxtune.errors import UserError
 from jaxtune.models import families
 from jaxtune.models.families.entries import Entries
 from jaxtune.models.families.llama import ROPE_ENTRIES
+from jaxtune.models.mixers import Heads
 from jaxtune.models.parameters import declare
 from jaxtune.models.spec import ModelSpec
 
 
-def spec_of(described: Mapping[str, Any], saved: Mapping[str, Any], model: ModelOptions) -> ModelSpec:
+def spec_of(
+    described: Mapping[str, Any], saved: Mapping[str, Any], model: ModelOptions, mtp: bool = False
+) -> ModelSpec:
     """Read the spec from `described`, the config.json after model.overrides; `saved` is the one before.
+
+    mtp: whether with its multi-token-prediction modules. Some publishers' config.json have no entry for one; a model
+    that is trained from scratch must have it, because servers read it in the export.
 
     Raises UserError for an override that is not in `saved` and that the family does not read, and as `read_spec`.
     """
     known = {*_names(saved), *ROPE_ENTRIES}
-    spec = families.read_spec(Entries(described, known))  # adds to `known` each entry that the family reads
+    default = None if model.from_scratch else 1
+    # This adds to `known` each entry that the family reads.
+    spec = families.read_spec(Entries(described, known), mtp, default)
     for names, value in hf.parse_overrides(model):
         for name in (*names, *_names(value)):
             if name not in known:
@@ -30,6 +38,10 @@ def spec_of(described: Mapping[str, Any], saved: Mapping[str, Any], model: Model
                     f"model.overrides: {'.'.join(names)}: config.json has no {name}, and {spec.family} reads none; "
                     f"nearest: {near[0]}"
                 )
+    has_rope = any(isinstance(layer.mixer, Heads) and layer.mixer.rope is not None for layer in spec.layers)
+    for option in ("rope_scaling", "max_positions"):
+        if getattr(model, option) is not None and not has_rope:
+            raise UserError(f"model.{option}: this {spec.family} has no rotary embeddings to stretch; leave it out")
     return spec
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import jax
 
 from jaxtune.config.schema import Config
+from jaxtune.errors import counted, sized
 from jaxtune.models.parameters import abstract, count
 from jaxtune.parallel.layout import RULES, Layout, axes_of
 from jaxtune.parallel.pipeline_schedule import schedule
@@ -53,8 +54,11 @@ def describe_layout(model: Model, mesh: jax.sharding.Mesh) -> str:
         arrays = jax.tree.leaves(abstract(model.quantized))
         size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
         kinds = ", ".join(sorted({p.treatment.stored.elements for p in model.quantized.values()}))
-        stored = f", {count(model.quantized):,} of them frozen in {kinds}: {size / 1e9:.2f} GB"
+        stored = f", {count(model.quantized):,} of them frozen in {kinds}: {sized(size)}"
+    layers = f"{len(model.spec.layers)} layers"
+    if model.spec.mtp:
+        layers += f" and {counted(len(model.spec.mtp), 'module')} for further tokens"
     return (
-        f"{model.spec.family}, {len(model.spec.layers)} layers, {count(model.parameters):,} parameters{stored}, "
+        f"{model.spec.family}, {layers}, {count(model.parameters):,} parameters{stored}, "
         f"{count(model.trained):,} trained; {where}"
     )

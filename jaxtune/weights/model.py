@@ -1,7 +1,6 @@
 """The declared model of a run: config.json with the config's changes, on a mesh, before any weight is read."""
 
 import dataclasses
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,23 +18,18 @@ from jaxtune.host import plugins
 from jaxtune.lora.inject import inject
 from jaxtune.lora.lora import FROM_WEIGHT, LoRA
 from jaxtune.models import families
-from jaxtune.models.parameters import Parameter, declare, find_undivided, undivided_blocks
-from jaxtune.models.spec import DeltaNet, Experts, Heads, Layer, ModelSpec, classifier
-from jaxtune.models.treatment import freeze, freeze_corrections, multiply, select_linears, treat_sites
+from jaxtune.models.mixers import DeltaNet, Heads, Mamba2
+from jaxtune.models.parameters import Parameter, declare
+from jaxtune.models.spec import Experts, Layer, ModelSpec, classifier
+from jaxtune.models.treatment import freeze, freeze_body, freeze_corrections, multiply, select_linears, treat_sites
 from jaxtune.models.treatment import linears as linears_by_name
 from jaxtune.monitor.throughput import Work
-from jaxtune.parallel.layout import RULES, axes_of, shards
-from jaxtune.parallel.mesh import misfit
 from jaxtune.precision.linears import Frozen, Linears
-from jaxtune.precision.operands import MatmulFormat
-from jaxtune.precision.recipes import check_device, linears_of
-from jaxtune.quant.format import Format
+from jaxtune.precision.recipes import linears_of
 from jaxtune.quant.format_names import format_of
 from jaxtune.weights.architecture import spec_of
-from pallas_kernels.gpus import current_device
-
-log = logging.getLogger("jaxtune")
-LARGE = 2**20  # elements; a smaller parameter may stay whole on every device
+from jaxtune.weights.mesh_fit import check_mesh, fit_to_mesh
+from jaxtune.weights.mtp_files import check_modules
 
 
 @dataclass(frozen=True)
@@ -150,15 +144,15 @@ class Model:
         if not self.spec.tied:
             # An untied embedding is only looked up; a tied one is also the head's matrix.
             matrices.pop("embed.weight")
-        mixers = [layer.mixer for layer in self.spec.layers if isinstance(layer.mixer, Heads)]
-        # Each token reads a recurrent state twice and writes it once. These are products of activations, which have two
-        # gradients as trained weights have.
-        states = [layer.mixer for layer in self.spec.layers if isinstance(layer.mixer, DeltaNet)]
-        recurrence = sum(3 * net.value_heads * net.key_dim * net.value_dim for net in states)
+        mixers = [layer.mixer for layer in self.spec.every_layer if isinstance(layer.mixer, Heads)]
+        recurrence = sum(_state_accesses(layer) for layer in self.spec.layers)
         windows = {mixer.window for mixer in mixers}
+        # Each multi-token-prediction module multiplies by the head once more.
+        times = {name: 1 + len(self.spec.mtp) * (p.kind == "table") for name, p in matrices.items()}
+        work = {name: times[name] * self._active_elements(p) for name, p in matrices.items()}
         return Work(
-            trained=recurrence + sum(self._active_elements(p) for p in matrices.values() if p.trained),
-            frozen=sum(self._active_elements(p) for p in matrices.values() if not p.trained),
+            trained=recurrence + sum(work[name] for name, p in matrices.items() if p.trained),
+            frozen=sum(work[name] for name, p in matrices.items() if not p.trained),
             layers=len(mixers),
             attention_width=max((mixer.heads * mixer.head_dim for mixer in mixers), default=0),
             seq_len=seq_len,
@@ -170,9 +164,23 @@ class Model:
         """Return the number of a parameter's elements that multiply a token; of experts, only the active ones count."""
         if len(parameter.lead) < 2:
             return math.prod(parameter.shape)
-        experts = self.spec.layers[parameter.layers[0]].feed_forward
+        experts = self.spec.every_layer[parameter.layers[0]].feed_forward
         assert isinstance(experts, Experts)
         return math.prod(parameter.shape) // experts.count * experts.active
+
+
+def _state_accesses(layer: Layer) -> int:
+    """Return the products of a token with a layer's recurrent state; 0 if it has none.
+
+    A token of a delta net reads the state twice and writes it once; one of Mamba-2 writes it and reads it. These are
+    products of activations, which have two gradients as trained weights have.
+    """
+    match layer.mixer:
+        case DeltaNet() as net:
+            return 3 * math.prod(net.state_shape)
+        case Mamba2() as net:
+            return 2 * math.prod(net.state_shape)
+    return 0
 
 
 def read_base(config: Config) -> Base:
@@ -181,7 +189,7 @@ def read_base(config: Config) -> Base:
     folders = hf.find_folders(config.model)
     folder, saved = folders.weights, hf.read_config(folders.config)
     described = hf.apply_options(saved, config.model)
-    spec, new_head = _with_head(spec_of(described, saved, config.model), described, config)
+    spec, new_head = _with_head(spec_of(described, saved, config.model, config.mtp.weight > 0), described, config)
     if config.model.from_scratch and spec.untouched is not None:
         raise UserError(
             f"model.from_scratch: only the text decoder of {spec.family} is trained, so its other parts would stay "
@@ -189,10 +197,14 @@ def read_base(config: Config) -> Base:
         )
     if spec.tied and not config.model.from_scratch and _has_own_head(spec, folder):
         spec = dataclasses.replace(spec, tied=False)
+    if spec.has_experts and not config.model.from_scratch and _has_stacked_experts(spec, folder):
+        spec = dataclasses.replace(spec, stacked_experts=True)
     saved_vocabulary = spec.vocabulary
     if config.data.special_tokens:
         spec = _with_special_tokens(spec, folders.tokenizer, config)
     scheme = None if config.model.from_scratch else hf.read_scheme(folder, described)
+    if spec.mtp and not config.model.from_scratch:
+        check_modules(spec, folder, scheme)
     return Base(spec, folders, described, scheme, saved_vocabulary, new_head)
 
 
@@ -204,7 +216,7 @@ def declare_model(
     `train=False` stores every weight in model.dtype. `low_precision=False` multiplies no linear layer in low precision,
     whatever precision.recipe is. Raises UserError.
     """
-    spec = _on_mesh(_apply_treatments(base, config, train), mesh, config)
+    spec = fit_to_mesh(_apply_treatments(base, config, train), mesh, config)
     graph, parameters = declare(spec)
 
     def choose_storage(parameter: Parameter) -> Parameter:
@@ -236,7 +248,7 @@ def declare_model(
     if train:
         _refuse_without_effect(model, config, mesh)
     _check_adapters(model, config)
-    _check_mesh(model, config, mesh)
+    check_mesh(spec, parameters, linears, config, mesh)
     return model
 
 
@@ -279,41 +291,12 @@ def _apply_treatments(base: Base, config: Config, train: bool) -> ModelSpec:
         spec = treat_sites(spec, sites, stored=format)
     spec = multiply(spec, config.precision)
     if config.lora.enabled:
-        return inject(spec, config.lora)
+        return inject(spec, config.lora, config.mtp.only)
     if not config.experts.bias_update_rate:
         spec = freeze_corrections(spec)
+    if config.mtp.only:
+        spec = freeze_body(spec)
     return spec if config.train.freeze is None else freeze(spec, config.train.freeze)
-
-
-def _on_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh, config: Config) -> ModelSpec:
-    """Return the spec with its pipeline, and keys and values replicated if there are fewer heads than devices.
-
-    Raises UserError if the model cannot be split into these pipeline stages.
-    """
-    parts = shards(axes_of("kv_heads"), mesh)
-
-    def replicate_kv(layer: Layer) -> Layer:
-        mixer = layer.mixer
-        # Numbers of heads that devices do not divide are refused later (`find_undivided`).
-        if not isinstance(mixer, Heads) or mixer.latent or mixer.kv_heads >= parts or parts % mixer.kv_heads:
-            return layer
-        return dataclasses.replace(layer, mixer=dataclasses.replace(mixer, kv_whole=True))
-
-    stages, chunks = mesh.shape["stage"], config.parallel.virtual_stages
-    spec = dataclasses.replace(spec, layers=tuple(map(replicate_kv, spec.layers)), stages=stages, chunks=chunks)
-    name, delta_net = config.optim.name, any(isinstance(layer.mixer, DeltaNet) for layer in spec.layers)
-    if stages > 1 and config.optim.properties.for_matrices and delta_net and jax.__version_info__ < (0, 11):
-        raise UserError(
-            f"mesh.stage={stages}: with optim.name={name!r} and linear-attention layers XLA of jax {jax.__version__} "
-            "aborts the process while it compiles; use mesh.fsdp, another optimizer, or jax 0.11 or later (Python 3.12)"
-        )
-    if stages > 1 and all(stack.stages == 1 for stack in spec.stacks):
-        most = max(stack.repeats for stack in spec.stacks)
-        raise UserError(
-            f"mesh.stage={stages}, parallel.virtual_stages={chunks}: {stages * chunks} virtual stages need as "
-            f"many equal layers, or periods of layers, in a row, and the model, a {spec.family}, has {most}"
-        )
-    return spec
 
 
 def _refuse_without_effect(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:
@@ -342,30 +325,6 @@ def _check_adapters(model: Model, config: Config) -> None:
             )
         if adapter.init in FROM_WEIGHT and adapter.rank > (least := min(rows, first.matrix[1])):
             raise UserError(f"lora.rank={adapter.rank}, lora.init={adapter.init!r}: {name} is of rank {least} at most")
-
-
-def _check_mesh(model: Model, config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raise UserError if blocks or the mesh do not divide a weight, or if the device cannot run the recipe."""
-    parameters, quant, precision = model.parameters, config.quant, config.precision
-    formats = {name: p.treatment.stored for name, p in model.quantized.items()}
-    _refuse_misfits(model, formats, f"quant.format={quant.format!r}", "quant", quant.exclude)
-    complaints = find_undivided(model.spec, parameters, mesh)
-    if axes_of("experts") and not model.spec.has_experts:
-        complaints.append(
-            f"mesh.expert={mesh.shape['expert']}: the model, a {model.spec.family}, has no experts; take mesh.fsdp"
-        )
-    if complaint := misfit(mesh, RULES.value.residual, config.data.seq_len, f"data.seq_len={config.data.seq_len}"):
-        complaints.append(complaint)
-    complaints += undivided_blocks(parameters, formats, mesh, "choose a smaller quant.block_size")
-    if model.linears is not None:
-        if note := check_device(precision.recipe, current_device()):
-            log.info(note)
-        numbers = dict.fromkeys(model.linears.parameters, model.linears.numbers)
-        _refuse_misfits(model, numbers, f"precision.recipe={precision.recipe!r}", "precision", precision.exclude)
-        complaints += undivided_blocks(parameters, numbers, mesh, "leave them out with precision.exclude")
-    if complaints:
-        raise UserError("\n  ".join(["the mesh does not divide the model or its rows:", *complaints]))
-    _refuse_unsharded(parameters, mesh)
 
 
 def _with_head(spec: ModelSpec, described: dict[str, Any], config: Config) -> tuple[ModelSpec, bool]:
@@ -413,6 +372,19 @@ def _has_own_head(spec: ModelSpec, folder: Path) -> bool:
     return head is not None and embedding is not None and not head.equals(embedding)
 
 
+def _has_stacked_experts(spec: ModelSpec, folder: Path) -> bool:
+    """Whether the files hold a layer's experts in one tensor although the family's table has a tensor for each.
+
+    transformers loads both. Qwen3.5 with experts is published with stacks, and saved by transformers without.
+    """
+    stacked = families.stacked_experts_of(spec)
+    if not stacked or not any(folder.glob("*.safetensors")):
+        return False
+    numbers = (number for number, layer in enumerate(spec.layers) if isinstance(layer.feed_forward, Experts))
+    names, sources = {name.format(layer=number) for number in numbers for name in stacked}, hf.open_weights(folder)
+    return not names.isdisjoint(sources)
+
+
 def _with_special_tokens(spec: ModelSpec, folder: Path, config: Config) -> ModelSpec:
     """Return the spec with embeddings for data.special_tokens, if the padded rows of the embedding do not suffice."""
     tokens = len(hf.load_tokenizer(folder, None, config.data.special_tokens))
@@ -447,33 +419,3 @@ def _refuse_scheme(base: Base, config: Config, train: bool) -> None:
             f"{folder}: {', '.join(unknown[:3])} cannot be quantized here, {what}; take the checkpoint that is not "
             "quantized: quant.format quantizes it while it is read"
         )
-
-
-def _refuse_misfits(
-    model: Model, formats: Mapping[str, Format | MatmulFormat], option: str, section: str, exclude: str | None
-) -> None:
-    """Raise UserError for parameters that their format's blocks do not divide, and say how to exclude them."""
-    reasons = {
-        model.parameters[name].places[0].name.removesuffix(".weight"): reason
-        for name, format in formats.items()
-        if (reason := format.misfit(model.parameters[name].matrix)) is not None
-    }
-    if reasons:
-        kinds = sorted({name.rsplit(".", 1)[1] for name in reasons})
-        patterns = "|".join(([exclude] if exclude else []) + kinds)
-        listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
-        raise UserError(
-            f"{option}: these cannot be quantized in that format:\n{listed}\n"
-            f"choose another {'quant.block_size or quant.format' if section == 'quant' else 'precision.recipe'}, "
-            f"or leave them out: --config.{section}.exclude='{patterns}'"
-        )
-
-
-def _refuse_unsharded(parameters: Mapping[str, Parameter], mesh: jax.sharding.Mesh) -> None:
-    """Raise UserError for a large parameter that is not sharded although the mesh has axes that shard parameters."""
-    if shards({axis for axes in dataclasses.astuple(RULES.value.parameters) for axis in axes}, mesh) == 1:
-        return
-    for parameter in parameters.values():
-        whole = parameter.sharding.shard_shape(parameter.shape) == parameter.shape
-        if whole and math.prod(parameter.matrix) >= LARGE and parameter.kind != "adapter":
-            raise UserError(f"{parameter.local} {parameter.shape} is not sharded on the mesh {dict(mesh.shape)}")

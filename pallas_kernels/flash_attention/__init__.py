@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import registry
-from pallas_kernels.flash_attention import cudnn, fa3, mosaic, mosaic_backward, triton, xla
+from pallas_kernels.flash_attention import cudnn, fa3, mosaic, mosaic_backward, triton, triton_wide, xla
 from pallas_kernels.flash_attention.differentiate import RESIDUALS, attention
 from pallas_kernels.flash_attention.mask import MaskSpec, intervals
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
@@ -17,10 +17,12 @@ from pallas_kernels.registry import ANY_GPU, Backend
 
 __all__ = ["BACKENDS", "RESIDUALS", "MaskSpec", "flash_attention"]
 
+
 # In order of preference. 'auto' chooses only a backend that was checked: Triton and XLA by tests/kernels on a CPU,
 # Mosaic by a run on a Hopper GPU, where it was as exact as Triton, and faster. 'auto' never chooses cuDNN, because its
 # gradients differed from run to run on that GPU, nor fa3, because Triton comes first and runs every request that fa3
-# runs. So a run with 'auto' can always be repeated bit by bit.
+# runs. So a run with 'auto' can always be repeated bit by bit. Nor does it choose the kernels for wide heads: on paper
+# XLA is faster for long documents (README.md, "Heads of 512"), and no GPU has run them.
 BACKENDS = (
     Backend("cudnn", cudnn.attend, cudnn.refuses, {}),
     Backend(
@@ -30,6 +32,7 @@ BACKENDS = (
         {(9, 0): "benchmarks/results/nvidia_h200.json"},
     ),
     Backend("triton", attention(triton.forward, triton.backward), triton.refuses, {ANY_GPU: "interpreted tests"}),
+    Backend("triton", attention(triton_wide.forward, triton_wide.backward), triton_wide.refuses, {}),
     Backend("fa3", fa3.attend, fa3.refuses, {}),
     Backend("xla", attention(xla.forward, xla.backward), registry.never_refuses, {ANY_GPU: "tests"}),
 )

@@ -1,6 +1,6 @@
 """Compile cases of flash attention: packed rows and grouped queries, by dtype and head dimension."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.case import Case, bind_request
-from pallas_kernels.flash_attention import mosaic, mosaic_backward, triton
+from pallas_kernels.flash_attention import mosaic, mosaic_backward, triton, triton_wide
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Device
 
@@ -19,6 +19,7 @@ SHAPES = (
     ("float16", 128, None),
     ("bfloat16", 128, 30.0),
 )
+WIDE_SHAPES = (("bfloat16", 512, None), ("float16", 320, 30.0))
 
 
 def _cases(
@@ -26,8 +27,9 @@ def _cases(
     forward: Callable[..., Any],
     backward: Callable[..., Any],
     refuses: Callable[[Device, AttentionRequest], str | None],
+    shapes: Iterable[tuple[str, int, float | None]] = SHAPES,
 ) -> Iterator[Case]:
-    for dtype, head_dim, soft_cap in SHAPES:
+    for dtype, head_dim, soft_cap in shapes:
         variant = Variant(head_dim**-0.5, soft_cap, True, None, 0)
         request = AttentionRequest(
             jnp.dtype(dtype), head_dim, LENGTH, LENGTH, True, variant, soft_cap is not None, True
@@ -54,5 +56,6 @@ def _call(function: Callable[..., Any], variant: Variant, *arguments: Any) -> An
 
 CASES = (
     *_cases("triton", triton.forward, triton.backward, triton.refuses),
+    *_cases("triton_wide", triton_wide.forward, triton_wide.backward, triton.refuses, WIDE_SHAPES),
     *_cases("mosaic", mosaic.forward, mosaic_backward.backward, mosaic.refuses),
 )

@@ -26,6 +26,7 @@ from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Capability, Device, current_device
 
 AMPERE: Capability = (8, 0)
+WIDEST = 256  # head dimension; wider heads have kernels of their own (triton_wide.py)
 LOG2_E = math.log2(math.e)
 
 
@@ -33,8 +34,8 @@ def refuses(device: Device, request: AttentionRequest) -> str | None:
     """Return why these kernels cannot run a request on a device, or None."""
     if device.capability is None or device.capability < AMPERE:
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"
-    if request.head_dim % 16 or request.head_dim > 256:
-        return f"head_dim must be a multiple of 16 and at most 256, not {request.head_dim}"
+    if request.head_dim % 16 or request.head_dim > WIDEST:
+        return f"head_dim must be a multiple of 16 and at most {WIDEST}, not {request.head_dim}"
     if request.dtype == jnp.float32 and request.head_dim > 128:
         return f"head_dim must be at most 128 in float32, not {request.head_dim}"
     return None
@@ -57,7 +58,7 @@ def forward(
     queries = q.shape[1]
     q, first, end = (whole_blocks(x, tile.block_q) for x in (q, first, end))
     k, v = (whole_blocks(x, tile.block_k) for x in (k, v))
-    shapes = _Shapes(q, k, tile)
+    shapes = Shapes(q, k, tile)
     ranges = key_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
     seen = seen_keys(first, end, shapes.keys)
     sinks = jnp.full(shapes.heads, -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
@@ -102,13 +103,13 @@ def backward(
     """Return gradients of q, k and v."""
     tiles = tiles or tiles_for(current_device(), q.shape[-1], q.dtype.itemsize)
     arrays = (q, k, v, d_out, lse, delta, first, end)
-    dq = _dq(*_all_whole_blocks(*arrays, tiles.dq), variant, tiles.dq, interpret)
-    dk, dv = _dkdv(*_all_whole_blocks(*arrays, tiles.dkdv), variant, tiles.dkdv, interpret)
+    dq = _dq(*all_whole_blocks(*arrays, tiles.dq), variant, tiles.dq, interpret)
+    dk, dv = _dkdv(*all_whole_blocks(*arrays, tiles.dkdv), variant, tiles.dkdv, interpret)
     return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]
 
 
 def _dq(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
-    shapes = _Shapes(q, k, tile)
+    shapes = Shapes(q, k, tile)
     ranges = key_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
     kernel = pl.pallas_call(
         partial(_dq_kernel, shapes=shapes, variant=variant),
@@ -137,7 +138,7 @@ def _dq(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
 
 
 def _dkdv(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
-    shapes = _Shapes(q, k, tile)
+    shapes = Shapes(q, k, tile)
     ranges = query_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
     # A program gets all query heads that share its key head, to sum dk and dv over them.
     queries = pl.BlockSpec((None, shapes.queries, shapes.group, shapes.head_dim), lambda j, n, b: (b, 0, n, 0))
@@ -167,7 +168,7 @@ def _dkdv(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
         return kernel(q, k, v, d_out, lse, delta, first, end, ranges)
 
 
-class _Shapes:
+class Shapes:
     """Sizes of one call, all in whole blocks, and the BlockSpecs of the arrays that a program reads and writes."""
 
     def __init__(self, q: Array, k: Array, tile: Tile):
@@ -186,18 +187,23 @@ class _Shapes:
         )
 
     def queries_of_head(self) -> pl.BlockSpec:
+        """All queries of a head."""
         return pl.BlockSpec((None, self.queries, None, self.head_dim), lambda i, h, b: (b, 0, h, 0))
 
     def keys_of_head(self) -> pl.BlockSpec:
+        """All keys of the key head that a query head uses."""
         return pl.BlockSpec((None, self.keys, None, self.head_dim), lambda i, h, b: (b, 0, h // self.group, 0))
 
     def range_of_queries(self) -> pl.BlockSpec:
+        """The range of blocks of keys that the program's queries see."""
         return pl.BlockSpec((None, None, 4), lambda i, h, b: (b, self.q_blocks - 1 - i, 0))
 
     def row(self) -> pl.BlockSpec:
+        """A number for each query of a row."""
         return pl.BlockSpec((None, self.queries), lambda i, h, b: (b, 0))
 
     def row_of_head(self) -> pl.BlockSpec:
+        """A number for each query of a head."""
         return pl.BlockSpec((None, None, self.queries), lambda i, h, b: (b, h, 0))
 
     def my_queries(self) -> pl.Slice:
@@ -205,17 +211,20 @@ class _Shapes:
 
         With a causal mask the last queries see the most keys, and long programs should not start last.
         """
-        return _rows(self.q_blocks - 1 - pl.program_id(0), self.block_q)
+        return rows_of(self.q_blocks - 1 - pl.program_id(0), self.block_q)
 
     def like(self, x: Array) -> jax.ShapeDtypeStruct:
+        """An output with the shape and dtype of x."""
         return jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=self.varying)
 
     @property
     def per_query(self) -> jax.ShapeDtypeStruct:
+        """An output with a float32 number for each query of each head."""
         return jax.ShapeDtypeStruct((self.batch, self.heads, self.queries), jnp.float32, manual_axis_type=self.varying)
 
 
-def _all_whole_blocks(q, k, v, d_out, lse, delta, first, end, tile: Tile):
+def all_whole_blocks(q, k, v, d_out, lse, delta, first, end, tile: Tile):
+    """Pad the inputs of a backward kernel to whole blocks."""
     q, d_out, first, end = (whole_blocks(x, tile.block_q) for x in (q, d_out, first, end))
     lse, delta = (whole_blocks(x, tile.block_q, axis=2) for x in (lse, delta))
     k, v = (whole_blocks(x, tile.block_k) for x in (k, v))
@@ -226,15 +235,15 @@ def _forward_kernel(
     q_ref, k_ref, v_ref, first_ref, end_ref, seen_ref, ranges_ref, sinks_ref, out_ref, lse_ref, *, shapes, variant
 ):
     rows = shapes.my_queries()
-    bounds = _Bounds(first_ref[rows], end_ref[rows])
+    bounds = Bounds(first_ref[rows], end_ref[rows])
     q = _load(q_ref, rows, shapes, bounds.sees)
     # Logits, maximum and sum are to base 2, because GPUs have an instruction for exp2.
     sink = sinks_ref[...] * LOG2_E
-    unit = _unit(variant)
+    unit = unit_of(variant)
 
     def block(j, head, carry, masked):
         out, top, total = carry
-        columns = _rows(j, shapes.block_k)
+        columns = rows_of(j, shapes.block_k)
         logits = _logits(q, _load(k_ref, columns, shapes), variant, shapes)
         if masked:
             logits = jnp.where(bounds.visible(columns), logits, -jnp.inf)
@@ -253,7 +262,7 @@ def _forward_kernel(
     # A sink is a key without a value: it initialises the running maximum and sum.
     top = jnp.zeros(shapes.block_q, jnp.float32) + sink
     carry = _zeros(shapes.block_q, shapes), top, jnp.where(top == -jnp.inf, 0.0, 1.0)
-    out, top, total = _over_blocks(block, carry, _range(ranges_ref))
+    out, top, total = over_blocks(block, carry, range_of(ranges_ref))
     # A query that sees no key has a total of 0: its output is 0 and its log-sum-exp -inf.
     total = jnp.where(total == 0.0, 1.0, total)
     _store(out_ref, rows, tuple(part / total[:, None] for part in out), shapes)
@@ -277,16 +286,16 @@ def _dq_kernel(
     variant,
 ):
     rows = shapes.my_queries()
-    bounds = _Bounds(first_ref[rows], end_ref[rows])
+    bounds = Bounds(first_ref[rows], end_ref[rows])
     q, d_out = (_load(ref, rows, shapes, bounds.sees) for ref in (q_ref, d_out_ref))
     lse, delta = lse_ref[rows] * LOG2_E, delta_ref[rows]
 
     def block(j, head, dq, masked):
-        columns = _rows(j, shapes.block_k)
+        columns = rows_of(j, shapes.block_k)
         k = _load(k_ref, columns, shapes, seen_ref[columns] if masked else None)
         v = _load(v_ref, columns, shapes)
         logits = _logits(q, k, variant, shapes)
-        weights = jnp.exp2(logits * _unit(variant) - lse[:, None])
+        weights = jnp.exp2(logits * unit_of(variant) - lse[:, None])
         # The derivative of the softmax. delta is its sum over all keys, so one pass over the keys is enough.
         d_logits = weights * (_contract(d_out, v, shapes) - delta[:, None])
         # The derivative of tanh is 1 - tanh²; dq is multiplied by the scale once, at the end.
@@ -297,7 +306,7 @@ def _dq_kernel(
         products = _multiply(d_logits.astype(k_ref.dtype), k, shapes)
         return tuple(part + product for part, product in zip(dq, products))
 
-    dq = _over_blocks(block, _zeros(shapes.block_q, shapes), _range(ranges_ref))
+    dq = over_blocks(block, _zeros(shapes.block_q, shapes), range_of(ranges_ref))
     _store(dq_ref, rows, tuple(part * variant.scale for part in dq), shapes)
 
 
@@ -317,19 +326,19 @@ def _dkdv_kernel(
     shapes,
     variant,
 ):
-    columns = _rows(pl.program_id(0), shapes.block_k)
+    columns = rows_of(pl.program_id(0), shapes.block_k)
     k, v = (_load(ref, columns, shapes) for ref in (k_ref, v_ref))
 
     def block(i, g, carry, masked):
         dk, dv = carry
-        rows = _rows(i, shapes.block_q)
-        bounds = _Bounds(first_ref[rows], end_ref[rows])
+        rows = rows_of(i, shapes.block_q)
+        bounds = Bounds(first_ref[rows], end_ref[rows])
         sees = bounds.sees if masked else None
         q, d_out = (_load(ref, (rows, g), shapes, sees) for ref in (q_ref, d_out_ref))
         lse, delta = lse_ref[g, rows] * LOG2_E, delta_ref[g, rows]
         # Logits are transposed, (keys, queries), so that dk and dv are products of weights that need no transpose.
         logits = _logits(k, q, variant, shapes)
-        weights = jnp.exp2(logits * _unit(variant) - lse[None, :])
+        weights = jnp.exp2(logits * unit_of(variant) - lse[None, :])
         if masked:
             visible = bounds.visible(columns, transposed=True)
             weights = jnp.where(visible, weights, 0.0)
@@ -344,12 +353,12 @@ def _dkdv_kernel(
         return tuple(part + product for part, product in zip(dk, products)), dv
 
     zeros = _zeros(shapes.block_k, shapes)
-    dk, dv = _over_blocks(block, (zeros, zeros), _range(ranges_ref), shapes.group)
+    dk, dv = over_blocks(block, (zeros, zeros), range_of(ranges_ref), shapes.group)
     _store(dk_ref, columns, tuple(part * variant.scale for part in dk), shapes)
     _store(dv_ref, columns, dv, shapes)
 
 
-class _Bounds:
+class Bounds:
     """Masks of a block of queries, from the first key that each query sees and the end of its keys."""
 
     def __init__(self, first: Array, end: Array):
@@ -364,7 +373,8 @@ class _Bounds:
         return (key[None, :] >= self.first[:, None]) & (key[None, :] < self.end[:, None])
 
 
-def _rows(block, size: int) -> pl.Slice:
+def rows_of(block, size: int) -> pl.Slice:
+    """Return the rows of a block, given its number."""
     return pl.Slice(block * size, size)
 
 
@@ -372,11 +382,12 @@ def _index(rows: pl.Slice) -> Array:
     return rows.start + jnp.arange(rows.size, dtype=jnp.int32)
 
 
-def _range(ranges_ref) -> Sequence[Any]:
+def range_of(ranges_ref) -> Sequence[Any]:
+    """Load the four bounds of a range of blocks."""
     return tuple(ranges_ref[bound] for bound in range(4))
 
 
-def _over_blocks(block: Callable, carry, ranges: Sequence[Any], heads: int = 1):
+def over_blocks(block: Callable, carry, ranges: Sequence[Any], heads: int = 1):
     """Run `block(index, head, carry, masked)` over a range and some heads: fully visible blocks, then the others."""
     begin, full_begin, full_end, stop = ranges
     before = full_begin - begin
@@ -394,11 +405,11 @@ def _over_blocks(block: Callable, carry, ranges: Sequence[Any], heads: int = 1):
     return jax.lax.fori_loop(0, (before + stop - full_end) * heads, partly_visible, carry)
 
 
-def _zeros(rows: int, shapes: _Shapes) -> tuple[Array, ...]:
+def _zeros(rows: int, shapes: Shapes) -> tuple[Array, ...]:
     return tuple(jnp.zeros((rows, part.size), jnp.float32) for part in shapes.parts)
 
 
-def _load(ref, rows: pl.Slice | tuple, shapes: _Shapes, wanted: Array | None = None) -> tuple[Array, ...]:
+def _load(ref, rows: pl.Slice | tuple, shapes: Shapes, wanted: Array | None = None) -> tuple[Array, ...]:
     """Load rows (and a head) of an array whose last axis is the head dimension, in parts.
 
     Rows that are not `wanted` are zero.
@@ -409,26 +420,27 @@ def _load(ref, rows: pl.Slice | tuple, shapes: _Shapes, wanted: Array | None = N
     return tuple(plgpu.load(ref.at[*index, part], mask=wanted[:, None], other=0.0) for part in shapes.parts)
 
 
-def _store(ref, rows: pl.Slice, parts: tuple[Array, ...], shapes: _Shapes) -> None:
+def _store(ref, rows: pl.Slice, parts: tuple[Array, ...], shapes: Shapes) -> None:
     for place, part in zip(shapes.parts, parts):
         plgpu.store(ref.at[rows, place], part.astype(ref.dtype))
 
 
-def _contract(a: tuple[Array, ...], b: tuple[Array, ...], shapes: _Shapes) -> Array:
+def _contract(a: tuple[Array, ...], b: tuple[Array, ...], shapes: Shapes) -> Array:
     """Compute a b^T over the head dimension, in float32."""
     return reduce(jnp.add, (plgpu.dot(x, y.T, precision=shapes.precision) for x, y in zip(a, b)))
 
 
-def _multiply(a: Array, b: tuple[Array, ...], shapes: _Shapes) -> tuple[Array, ...]:
+def _multiply(a: Array, b: tuple[Array, ...], shapes: Shapes) -> tuple[Array, ...]:
     """Compute a b in float32, in parts of the head dimension."""
     return tuple(plgpu.dot(a, part, precision=shapes.precision) for part in b)
 
 
-def _logits(a: tuple[Array, ...], b: tuple[Array, ...], variant: Variant, shapes: _Shapes) -> Array:
-    """Return the logits divided by `_unit`, so that the scale and the change to base 2 are one multiplication."""
+def _logits(a: tuple[Array, ...], b: tuple[Array, ...], variant: Variant, shapes: Shapes) -> Array:
+    """Return the logits divided by `unit_of`, so that the scale and the change to base 2 are one multiplication."""
     products = _contract(a, b, shapes)
     return products if variant.soft_cap is None else jnp.tanh(products * (variant.scale / variant.soft_cap))
 
 
-def _unit(variant: Variant) -> float:
+def unit_of(variant: Variant) -> float:
+    """Return the factor by which products, capped if the variant says so, become logits to base 2."""
     return (variant.scale if variant.soft_cap is None else variant.soft_cap) * LOG2_E

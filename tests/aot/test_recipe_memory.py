@@ -8,8 +8,12 @@ pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not
 
 from compiled_steps import CONFIGS, compile_recipe_step
 
-# recipe, model, remat, maximum gigabytes (the usable memory of a 24 GB GPU)
-RECIPES = [("gemma3_lora", "Gemma 3 4B", "none", 23.9), ("qwen3_5_lora", "Qwen3.5 9B", "block", 23.9)]
+# recipe, model, remat, maximum gigabytes (the usable memory of a GPU of 24 or 80 GB)
+RECIPES = [
+    ("gemma3_lora", "Gemma 3 4B", "none", 23.9),
+    ("gemma4_31b_qlora", "Gemma 4 31B", "none", 79.0),
+    ("qwen3_5_lora", "Qwen3.5 9B", "block", 23.9),
+]
 
 
 @pytest.mark.parametrize(("recipe", "size", "remat", "most"), RECIPES)

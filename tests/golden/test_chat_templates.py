@@ -30,6 +30,9 @@ _BRACKETED += ("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/T
 _CALLS = tuple(
     f"<{BAR}tool▁{name}▁{end}{BAR}>" for name in ("calls", "call", "outputs", "output") for end in ("begin", "end")
 )
+# templates byte for byte as they were published, so without our marks
+QWEN = ("qwen3_2507", "qwen3_5", "qwen3_5_nothinking", "qwen3_6", "qwen3_8")
+PUBLISHED = (*QWEN, "gemma4", "glm4_moe", "nemotron_3_nano", "nemotron_3_super", "lfm2", "lfm2_5")
 # name: other special tokens of the family's tokenizer, its bos and its eos
 TOKENIZERS = {
     "chatml": (("<|endoftext|>",), None, "<|endoftext|>"),
@@ -47,9 +50,19 @@ TOKENIZERS = {
     "zephyr": ((), "<s>", "</s>"),
     "alpaca": ((), "<s>", "</s>"),
     "vicuna": ((), "<s>", "</s>"),
+    **dict.fromkeys(QWEN, (("<|endoftext|>",), None, "<|im_end|>")),
+    "gemma4": (
+        ("<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
+        "<bos>",
+        "<eos>",
+    ),
+    "glm4_moe": (("<|endoftext|>",), None, "<|endoftext|>"),
+    **dict.fromkeys(("nemotron_3_nano", "nemotron_3_super"), ((), "<s>", "<|im_end|>")),
+    **dict.fromkeys(("lfm2", "lfm2_5"), ((), "<|startoftext|>", "<|im_end|>")),
 }
 
-ENDS = r"(<\|(im_end|eot_id|end)\|>|<end_of_turn>|</s>|\[/\w+\]|<\uff5ctool▁outputs?▁end\uff5c>|</tool_response>|\n)*"
+ENDS = r"(<\|(im_end|eot_id|end)\|>|<end_of_turn>|</s>|\[/\w+\]|<\uff5ctool▁outputs?▁end\uff5c>|</tool_response>|"
+ENDS += r'<turn\|>|<\|"\|>}<tool_response\|>|\n)*'
 
 USER, ANSWER = {"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Good day."}
 MORE, LAST = {"role": "user", "content": "So?"}, {"role": "assistant", "content": "Well then."}
@@ -83,6 +96,7 @@ CASES = {
 TEXT = "tools as text"  # for templates that do not support tools
 CASES[TEXT] = CASES["tools"]
 KNOW_TOOLS = ("qwen3", "qwen3_nothinking", "mistral_v3", "mistral_v7", "deepseek", "gpt_oss", "glm4")
+KNOW_TOOLS += PUBLISHED
 
 
 def cases(name: str) -> list[str]:
@@ -169,7 +183,8 @@ def test_a_text_begins_with_one_bos_and_every_turn_ends_with_a_trained_stop_toke
         edges = np.flatnonzero(np.diff(tokens.loss_weights, append=0) < 0)
         assert len(edges) == sum(message["role"] == "assistant" for message in CASES[case])
         stops = tokenizer.convert_ids_to_tokens(tokens.tokens[edges].tolist())
-        assert set(stops) <= set(tokenizer.get_added_vocab())
+        # The marks of LFM2.5's own template include the end of the line.
+        assert set(stops) - ({"\n"} if name == "lfm2_5" else set()) <= set(tokenizer.get_added_vocab())
 
 
 undated = partial(re.sub, r"Current date: [\d-]+", "")
@@ -186,10 +201,11 @@ def test_the_text_is_that_of_transformers(name):
         except UserError:
             continue
         theirs = tokenizer.apply_chat_template(check_messages(CASES[case]), tools=tools, tokenize=False)
-        assert undated(text) == undated(str(theirs))
+        # GLM-4.5's own template ends no turn; the token with which the next message begins is appended.
+        assert undated(text) == undated(f"{theirs}<|user|>" if name == "glm4_moe" else str(theirs))
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", [name for name in NAMED if name not in PUBLISHED])
 def test_marks_and_differences_of_renderings_agree(name):
     marked, unmarked = tokenizer_of(name), tokenizer_of(name)
     without = str(unmarked.chat_template).replace("generation %}", "if true %}").replace("endif true", "endif")

@@ -448,8 +448,8 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"quant.noise": 0.02},
         ),
         "lora.exclude_modules": (
-            {"lora.enable_qlora": True, "lora.exclude_modules": ["lm_head", "a.b"]},
-            {"quant.exclude": r"lm_head|a\.b"},
+            {"lora.enable_qlora": True, "lora.exclude_modules": ["lm_head", "gate", "qkv_proj"]},
+            {"quant.exclude": r"\.(q_proj|k_proj|v_proj)$"},
         ),
     },
     "erniekit": {
@@ -731,7 +731,24 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
                 ("importance_sampling_level", "sequence", {"grpo.importance": "sequence"}),
                 ("mask_truncated_completions", True, {"grpo.mask_truncated": True}),
                 ("steps_per_generation", 1, {"grpo.iterations": 1}),
+                ("delta", 4.0, {"grpo.clip_largest": 4.0}),
+                ("multi_objective_aggregation", "normalize_then_sum", {"grpo.advantage_scale": "gdpo"}),
                 ("use_vllm", True, {"rollout.server": None, "optim.learning_rate": 1e-6}),
+            )
+        },
+        "off_policy_mask_threshold": (
+            {**GRPO, "num_iterations": 2, "off_policy_mask_threshold": 0.5},
+            {"grpo.off_policy_kl": 0.5},
+        ),
+        "use_bias_correction_kl": (
+            {**GRPO, "beta": 0.1, "use_bias_correction_kl": False},
+            {"grpo.beta": 0.1, "grpo.kl_ratio": False},
+        ),
+        **{
+            option: ({**GRPO, "loss_type": "sapo", option: 1.5}, {"grpo.loss": "sapo", key: 1.5})
+            for option, key in (
+                ("sapo_temperature_pos", "grpo.sapo_positive"),
+                ("sapo_temperature_neg", "grpo.sapo_negative"),
             )
         },
         "teacher_model_name_or_path": (GKD, {"distill.teacher": "big/one", "distill.divergence": "js"}),

@@ -19,6 +19,7 @@ CASES = {
     "packed": Case(queries=1024, heads=(8, 2), head_dim=128, dtype="bfloat16", documents=PACKED),
     "everything": Case(1024, 1024, (4, 2), 64, "bfloat16", True, 200, 0, False, PACKED, 20.0, True),
     "head dim 96": Case(queries=1024, heads=(4, 2), head_dim=96, dtype="float16", documents=PACKED),
+    "head dim 512": Case(queries=1024, heads=(4, 2), head_dim=512, dtype="bfloat16", documents=PACKED),
     "float32": Case(queries=1024, heads=(4, 2), head_dim=64, documents=PACKED),
 }
 

@@ -1,6 +1,5 @@
 """One folder of models and data for the journeys of a file, and one cache of compiled programs for all journeys."""
 
-import jax
 import pytest
 from runs import write_conversations, write_model_folder
 
@@ -9,16 +8,12 @@ SIZES = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_k
 
 
 @pytest.fixture(autouse=True, scope="session")
-def share_compilation_cache(tmp_path_factory):
-    """Share one compilation cache between all journeys, including those that run in separate processes."""
-    folder = str(tmp_path_factory.mktemp("xla"))
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+def share_compilation_cache(compilation_cache):
+    """Share the cache of compiled programs with the processes that journeys start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", folder)
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", compilation_cache)
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
         yield
-    jax.config.update("jax_compilation_cache_dir", None)
 
 
 @pytest.fixture(scope="module")

@@ -83,5 +83,5 @@ def test_a_disk_without_room_is_told_before_anything_is_scored(home, teacher, mo
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     options = {**OPTIONS, "distill.teacher": teacher, "distill.temperature": 3.0}
     output = call(*recipe_command(home, "qwen_distill.py", "no-room", **options), code=2)
-    assert "distill.top_k=16 likeliest tokens for" in output and "which has 1e-06 GB free" in output
+    assert "distill.top_k=16 likeliest tokens for" in output and "which has 1.0 kB free" in output
     assert "distill.teacher: scoring" not in output

@@ -1,4 +1,4 @@
-"""Configs of other systems train; one of them equals the same recipe to the last bit."""
+"""Configs of other systems train, with the bits that the recipes of `jaxtune convert` have."""
 
 import json
 import shutil
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from foreign_runs import flags
 from runs import call, losses, metrics
 
 EXAMPLES = Path(__file__).parents[1] / "golden" / "foreign"
@@ -61,6 +62,7 @@ def compiled_quickly_in_its_folder(home, monkeypatch):
 
 
 def test_surogates_example_and_the_same_recipe_have_bit_equal_losses(home):
+    """One recipe is written by hand here, the other is a conversion."""
     data = home / "finetome.jsonl"
     rows = [json.loads(line)["messages"] for line in (home / "chat.jsonl").read_text().splitlines()]
     data.write_text("".join(json.dumps({"conversations": messages}) + "\n" for messages in rows))
@@ -68,11 +70,21 @@ def test_surogates_example_and_the_same_recipe_have_bit_equal_losses(home):
     (home / "same.py").write_text(RECIPE.format(**fields))
     sizes = ["--config.data.seq_len=64", "--config.train.max_steps=4", f"--config.train.output_dir={home / 'runs'}"]
     paths = [f"--config.model.path={home / 'model'}", f"--config.data.datasets[0].path={data}"]
-    printed = call("jaxtune.train", EXAMPLES / "surogate.yaml", *paths, *sizes)
+    printed = train_file_and_conversion(home, "surogate", [*paths, *sizes])
     call("jaxtune.train", f"--config={home / 'same.py'}")
     assert losses(home / "runs" / "surogate") == losses(home / "runs" / "same")
     assert len(losses(home / "runs" / "surogate")) >= 4
     assert "lora_dropout = 0.05 -> lora.dropout = 0.05" in printed
+
+
+def train_file_and_conversion(home: Path, system: str, settings: list[str], devices: int = 1) -> str:
+    """Train a system's example and its conversion, compare their losses, and return what the first printed."""
+    file, recipe = EXAMPLES / f"{system}.yaml", home / f"{system}_converted.py"
+    printed = call("jaxtune.train", file, *settings, devices=devices)
+    call("jaxtune.convert", file, f"--output={recipe}", *settings)
+    call("jaxtune.train", f"--config={recipe}", devices=devices)
+    assert losses(home / "runs" / recipe.stem) == losses(home / "runs" / system)
+    return printed
 
 
 ALPACA = {"instruction": "say it", "input": "", "output": "red"}
@@ -90,9 +102,10 @@ OTHERS = {
 
 @pytest.mark.parametrize("system", OTHERS)
 def test_examples_of_other_systems_train(home, system):
-    """Only paths and sizes differ from the example: XORL's has four pipeline stages, ERNIEKit's eight shards.
+    """So do their conversions, with bit-equal losses.
 
-    The tiny model lacks the chat template of the model in Axolotl's.
+    Only paths and sizes differ from the example: XORL's has four pipeline stages, ERNIEKit's eight shards. The tiny
+    model lacks the chat template of the model in Axolotl's.
     """
     row, lists, devices = OTHERS[system]
     data = home / f"{system}.jsonl"
@@ -104,9 +117,8 @@ def test_examples_of_other_systems_train(home, system):
         "axolotl": warmup | {"chat.template": "chatml"},
         "xorl": {"train.grad_accum_steps": 4},
     }.get(system, {})
-    settings = [f"--config.{key}={value}" for key, value in options.items()]
-    call("jaxtune.train", EXAMPLES / f"{system}.yaml", *settings, devices=devices)
-    assert [row["step"] for row in metrics(home / "runs" / system) if "loss" in row]
+    train_file_and_conversion(home, system, flags(options), devices)
+    assert [row["step"] for row in metrics(home / "runs" / system) if "loss" in row][-1] == 3
 
 
 def sizes(home: Path, seq_len: int) -> dict[str, object]:
@@ -114,7 +126,7 @@ def sizes(home: Path, seq_len: int) -> dict[str, object]:
     return {
         "model.path": home / "model",
         "data.seq_len": seq_len,
-        "train.max_steps": 2,
+        "train.max_steps": 3,
         "train.grad_accum_steps": 1,
         "train.output_dir": home / "runs",
     }
@@ -142,6 +154,6 @@ def test_examples_of_data_train(home, example):
         options[f"data.{name}.path"] = file
     shutil.copytree(EXAMPLES / "data", home / "preprocess", dirs_exist_ok=True)
     file = EXAMPLES / "data" / f"{example}.yaml"
-    printed = call("jaxtune.train", file, *[f"--config.{key}={value}" for key, value in options.items()])
+    printed = call("jaxtune.train", file, *flags(options))
     rows = metrics(home / "runs" / example)
     assert [row["step"] for row in rows if "loss" in row] and "eval_loss" in rows[-1], printed

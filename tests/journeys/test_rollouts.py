@@ -80,13 +80,17 @@ def test_a_run_goes_on_in_equal_bits(home, data, whole):
         "ckpt.save_steps": 4,
         "rollout.reward_weights": "('short=-0.5',)",
     }
-    options |= {} if whole else {"lora.init": "pissa"}
+    options |= {"rollout.correction": "token_truncate", "rollout.spare_prompts": 1} if whole else {"lora.init": "pissa"}
     pair = data["rollout.rewards"].replace(",)", f", '{home / 'rewards.py'}:short')")
     command = recipe_command(home, "qwen_grpo.py", name, **OPTIONS, **data | {"rollout.rewards": pair}, **options)
     call(*command)
     rows = rows_of(home, name)
     assert rows[0]["kl"] >= 0 and rows[-1]["kl"] > 1e-4
+    assert all(0 < row["entropy"] < 7 for row in rows)  # of 1,024 tokens at most 6.9
     assert max(row["clip_ratio/low"] + row["clip_ratio/high"] for row in rows) > 0
+    if whole:  # the cache of decoding and the whole rows of training give the same probabilities
+        assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in rows)
+        assert rows[0]["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
     first = rows[0]
     assert first["reward"] == pytest.approx(first["rewards/letters/mean"] - 0.5 * first["rewards/short/mean"])
     shutil.rmtree(home / "runs" / name / "checkpoints" / "8")
@@ -144,11 +148,16 @@ def test_a_server_makes_the_completions(home, data):
 
     with CompletionServer(script) as server:
         options = OPTIONS | data | {"rollout.server": server.url, "train.max_steps": 2}
-        call(*recipe_command(home, "qwen_grpo.py", "served", **options))
+        printed = call(*recipe_command(home, "qwen_grpo.py", "served", **options))
         requests = [body for path, body in server.requests if path.endswith("/completions")]
         loaded = [body for path, body in server.requests if path.endswith("/load_lora_adapter")]
     assert len(requests) == 32 and len({(tuple(body["prompt"][0]), body["seed"]) for body in requests}) == 32
     assert [len({body["model"] for body in part}) for part in (requests[:16], requests[16:])] == [1, 1]
     assert len({body["lora_name"] for body in loaded}) == 2  # another adapter after a step
     assert all(body["max_tokens"] == 12 and body["temperature"] == 1.0 for body in requests)
-    assert [row["completions/mean_length"] for row in rows_of(home, "served")] == [4, 4]
+    rows = rows_of(home, "served")
+    assert [row["completions/mean_length"] for row in rows] == [4, 4]
+    # The model would not sample the script's tokens, so no completion counts much.
+    assert all(row["sampling/sampling_logp_difference/mean"] > 1 for row in rows)
+    assert all(0 < row["sampling/importance_sampling_ratio/max"] < 1e-3 for row in rows)
+    assert printed.count("engine that samples differ from the model's by") == 1

@@ -28,7 +28,9 @@ def request_for(**fields) -> AttentionRequest:
 
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize(
-    "features", [{}, {"packed": True}, {"window": 64}, {"soft_cap": 30.0}, {"sinks": True}, {"head_dim": 256}], ids=str
+    "features",
+    [{}, {"packed": True}, {"window": 64}, {"soft_cap": 30.0}, {"sinks": True}, {"head_dim": 256}],
+    ids=str,
 )
 def test_cards_take_the_checked_kernel_by_themselves(card, features):
     """Mosaic on Hopper GPUs, where it was measured, if it can run the request; Triton on other GPUs."""
@@ -37,9 +39,22 @@ def test_cards_take_the_checked_kernel_by_themselves(card, features):
     assert choose("flash_attention", BACKENDS, CARDS[card], request_for(**features)).name == expected
 
 
+def test_wide_heads_have_a_kernel_that_must_be_asked_for():
+    """No GPU has run it, and on paper XLA is faster for long documents."""
+    request = request_for(head_dim=512)
+    assert choose("flash_attention", BACKENDS, CARDS["h100"], request).name == "xla"
+    chosen = choose("flash_attention", BACKENDS, CARDS["h100"], request, "triton")
+    assert chosen.name == "triton" and chosen is not choose(
+        "flash_attention", BACKENDS, CARDS["h100"], request_for(), "triton"
+    )
+    with pytest.raises(CannotRun, match="at most 256, not 576"):
+        choose("flash_attention", BACKENDS, CARDS["h100"], request_for(head_dim=576), "triton")
+
+
 def test_what_kernels_cannot_do_goes_to_xla():
     wide = request_for(dtype=jnp.dtype("float32"), head_dim=256)
-    for device, request in [(CPU, request_for()), (CARDS["h100"], wide), (CARDS["h100"], request_for(head_dim=72))]:
+    odd = (request_for(head_dim=size) for size in (72, 336, 512, 576))
+    for device, request in [(CPU, request_for()), *((CARDS["h100"], request) for request in (wide, *odd))]:
         assert choose("flash_attention", BACKENDS, device, request).name == "xla"
     assert choose("flash_attention", BACKENDS, Device("gpu", "Tesla T4", (7, 5)), request_for()).name == "xla"
 

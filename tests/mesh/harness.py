@@ -336,6 +336,8 @@ def fields(steps: int, devices: int = 1) -> dict[str, np.ndarray]:
         "advantage": np.where(index < length, 1.0, -0.5).astype(np.float32) + tokens[..., :1] % 3,
         "old_log_prob": np.full(tokens.shape, -5.5, np.float32) + tokens % 3 / 50,
         "label": ((tokens[..., :1] + (index >= length)) % 3).astype(np.float32),
+        "further_targets": np.roll(tokens, -2, axis=2)[..., None],  # of one module
+        "further_loss_weight": (index < length - 2).astype(np.float32)[..., None],
         "teacher_tokens": (tokens[..., None] + 41 * np.arange(TOP_K)) % 256,  # anywhere in the vocabulary
         "teacher_log_probs": np.log(rng.dirichlet(np.ones(TOP_K + 1), tokens.shape)).astype(np.float32),
     }

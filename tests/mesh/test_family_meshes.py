@@ -12,16 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh.harness import MESHES, ROWS, SEQUENCE, fetch_arrays, fields, micro_batches
+from mesh.harness import MESHES, OPTIMIZERS, ROWS, SEQUENCE, fetch_arrays, fields, micro_batches
 from safetensors.numpy import load_file
 from tiny import layer, read_model, spec, write_model_folder
 
 from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, TrainOptions
 from jaxtune.exports.write import export_full
 from jaxtune.lora.options import LoraOptions
+from jaxtune.models.mixers import DeltaNet, Heads, Latent, Mamba2, Rope, ShortConv
 from jaxtune.models.options import ExpertsOptions as Options
 from jaxtune.models.parameters import Parameter, randomize
-from jaxtune.models.spec import ClampedSilu, DeltaNet, Experts, FeedForward, Heads, Latent, Norm, Rope
+from jaxtune.models.spec import ClampedSilu, Experts, FeedForward, Norm
+from jaxtune.objectives.options import MtpOptions
+from jaxtune.optim.options import OptimizerName, OptimOptions
 from jaxtune.parallel.layout import AXES
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.parallel.options import MeshOptions, ParallelOptions
@@ -60,21 +63,66 @@ MIXED = Experts(
 )
 LATENT = dataclasses.replace(
     SPARSE,
-    mixer=Heads(8, 8, 24, Rope(1e4, interleaved=True), latent=Latent(rank=16, query_rank=32, rotated=8, value_dim=16)),
+    mixer=Heads(
+        8,
+        8,
+        24,
+        Rope(1e4, original_positions=16, interleaved=True, query_growth=0.1),
+        latent=Latent(rank=16, query_rank=32, rotated=8, value_dim=16),
+    ),
     feed_forward=MIXED,
 )
+FURTHER = dataclasses.replace(FUSED, predictor=True)
 CLAMPED = Experts(64, count=4, active=2, normalized=True, activation=ClampedSilu(1.7, 0.5), router_bias=True, bias=True)
 SINKS = dataclasses.replace(SPARSE, mixer=dataclasses.replace(FUSED.mixer, sinks=True), feed_forward=CLAMPED)
-GATED = dataclasses.replace(FUSED, mixer=dataclasses.replace(HEADS, gated=True))
+GATED = dataclasses.replace(FUSED, mixer=dataclasses.replace(HEADS, gated="fused"))
+GATED_APART = dataclasses.replace(GATED, mixer=dataclasses.replace(HEADS, gated="separate"))
 NET = DeltaNet(key_heads=4, value_heads=8, key_dim=8, value_dim=8, kernel=4)
 NETS = dataclasses.replace(
     FUSED, mixer=NET, feed_forward=Experts(64, count=4, active=2, normalized=True, shared=32, shared_gate=True)
 )
 FUSED_NETS = dataclasses.replace(NETS, mixer=dataclasses.replace(NET, fused=True), feed_forward=FUSED.feed_forward)
+SPACE = Mamba2(heads=8, head_dim=8, groups=2, state=8, kernel=4, step_limit=(1e-3, math.inf))
+MAMBA = dataclasses.replace(layer(), mixer=SPACE, feed_forward=None)
+# Devices of the tensor axis share one group.
+MAMBA_WHOLE = dataclasses.replace(MAMBA, mixer=dataclasses.replace(SPACE, groups=1))
+RECODED = dataclasses.replace(MIXED, activation="relu2", gated=False, latent=16)
+CONV = dataclasses.replace(layer(intermediate=64), mixer=ShortConv(64, kernel=3, bias=True))
+CONV_OF_EXPERTS = dataclasses.replace(
+    SPARSE, mixer=ShortConv(64, kernel=3), feed_forward=dataclasses.replace(SPARSE.feed_forward, scores="sigmoid")
+)
+LOCAL = dataclasses.replace(
+    FUSED,
+    mixer=dataclasses.replace(HEADS, window=16, qk_norm="head", v_norm=True, scale=1.0),
+    feed_forward=Experts(32, count=4, active=2, normalized=True, activation="gelu_tanh", shared=64, parallel=True),
+    norms="both",
+    scaled=True,
+)
+GLOBAL = dataclasses.replace(
+    LOCAL,
+    mixer=dataclasses.replace(
+        LOCAL.mixer,
+        kv_heads=2,
+        head_dim=16,
+        window=None,
+        keys_as_values=True,
+        rope=Rope(1e6, kind="proportional", fraction=0.25),
+    ),
+)
 SCALED = {"norm": Norm(1e-5, centred=True, bias=True), "embedding_scale": 4.0, "logit_scale": 0.5, "logit_cap": 3.0}
 SPECS = {
+    "afmoe": spec((GATED_APART, GATED_APART), family="afmoe", hidden=64),
     "deepseek_v3": spec((LATENT, LATENT), family="deepseek_v3", hidden=64),
+    "gemma4_text": spec((LOCAL, GLOBAL), family="gemma4_text", hidden=64, norm=Norm(1e-6, rounded=False)),
     "gpt_oss": spec((SINKS, SINKS), family="gpt_oss", hidden=64, router_loss=0.1),
+    "nemotron_h": spec(
+        (MAMBA, dataclasses.replace(MAMBA, mixer=None, feed_forward=RECODED), MAMBA_WHOLE),
+        family="nemotron_h",
+        hidden=64,
+        tied=False,
+    ),
+    "nemotron_h of one kind": spec((MAMBA, MAMBA), family="nemotron_h", hidden=64, tied=False),
+    "lfm2_moe": spec((CONV, CONV_OF_EXPERTS), family="lfm2_moe", hidden=64),
     "olmo2": spec((NORMED_AFTER, NORMED_AFTER), family="olmo2", hidden=64),
     "starcoder2": spec((SIDE_BY_SIDE, SIDE_BY_SIDE), family="starcoder2", hidden=64, **SCALED),
     "phi3": spec((FUSED, FUSED), family="phi3", hidden=64),
@@ -85,6 +133,7 @@ SPECS = {
     "deepseek_v3 longer": spec(
         (dataclasses.replace(LATENT, feed_forward=FUSED.feed_forward), *[LATENT] * 5), family="deepseek_v3", hidden=64
     ),
+    "glm4_moe with a module": spec((FUSED,), family="glm4_moe", hidden=64, mtp=(FURTHER,)),
     "qwen3_5_moe_text longer": spec((NETS, GATED) * 2, family="qwen3_5_moe_text", hidden=64),
 }
 # In addition to config.json, if all parameters are trained.
@@ -93,6 +142,8 @@ OPTIONS = {"deepseek_v3": BALANCED, "deepseek_v3 longer": BALANCED}
 
 
 EXPERTS_APART = {
+    "expert=2": MeshOptions(fsdp=1, expert=2),
+    "fsdp=2 expert=2": MeshOptions(fsdp=2, expert=2),
     "expert=4": MeshOptions(fsdp=1, expert=4),
     "expert=4 tensor=2": MeshOptions(fsdp=1, expert=4, tensor=2),
     "data=2 expert=2 tensor=2": MeshOptions(data=2, fsdp=1, expert=2, tensor=2),
@@ -112,6 +163,7 @@ def train(
     parts: int = 1,
     chunks: int = 1,
     dispatch: Literal["all_gather", "all_to_all"] = "all_gather",
+    optimizer: OptimizerName = "adamw",
 ) -> tuple[np.ndarray, dict]:
     """Return the losses of two steps of `parts` micro-batches, and the trained parameters.
 
@@ -125,9 +177,11 @@ def train(
         data=DataOptions(seq_len=SEQUENCE),
         train=TrainOptions(micro_batch_size=ROWS // parts // data_shards(made), grad_accum_steps=parts),
         parallel=parallel,
+        optim=OptimOptions(optimizer),
         lora=LoraOptions(enabled=lora, rank=4, dropout=0.1),
         precision=PrecisionOptions("fp32"),
         experts=dataclasses.replace(Options() if lora else OPTIONS.get(family, Options()), dispatch=dispatch),
+        mtp=MtpOptions(0.5 if SPECS[family].mtp else 0.0),
         memory=MemoryOptions("none" if devices == 1 else "experts" if family == "qwen3_moe" else "auto"),
     )
     program = assemble(Base(SPECS[family]), config, made)
@@ -155,25 +209,34 @@ def values_of_layers(declared: Mapping[str, Parameter]) -> dict[str, jax.Array]:
 
     def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
         rng = np.random.default_rng(zlib.crc32(name.encode()))
-        return rng.normal(scale=0.02, size=shape).astype(np.float32) + np.float32("norm" in name)
+        return rng.normal(scale=0.02, size=shape).astype(np.float32) + np.float32("norm" in name or "scal" in name)
 
     values = {name: np.stack([draw(place.name, p.matrix) for place in p.places]) for name, p in declared.items()}
     return {name: jax.device_put(values[name].reshape(p.shape), p.sharding) for name, p in declared.items()}
 
 
 @cache
-def one_device(family: str, lora: bool, parts: int = 1, collapsed: bool = False) -> tuple[np.ndarray, dict]:
-    return train(family, lora, MeshOptions(), 1, collapsed, parts)
+def one_device(
+    family: str, lora: bool, parts: int = 1, collapsed: bool = False, optimizer: OptimizerName = "adamw"
+) -> tuple[np.ndarray, dict]:
+    return train(family, lora, MeshOptions(), 1, collapsed, parts, optimizer=optimizer)
 
 
 @pytest.mark.parametrize(
     ("family", "lora", "mesh"),
     [
+        ("afmoe", False, "fsdp=4 tensor=2"),
         ("deepseek_v3", False, "data=2 expert=2 tensor=2"),
         ("deepseek_v3", True, "sequence=8"),
         ("deepseek_v3", False, "context=8"),
+        ("gemma4_text", False, "data=2 expert=2 tensor=2"),
+        ("gemma4_text", True, "fsdp=2 expert=2 sequence=2"),
+        ("glm4_moe with a module", False, "fsdp=2 context=2 tensor=2"),
         ("gpt_oss", False, "fsdp=2 expert=2 sequence=2"),
         ("gpt_oss", True, "expert=2 context=2 sequence=2"),
+        ("nemotron_h", False, "fsdp=2 sequence=2 tensor=2"),
+        ("nemotron_h of one kind", True, "fsdp=2 sequence=2 tensor=2"),
+        ("lfm2_moe", False, "fsdp=2 context=2 tensor=2"),
         ("olmo2", False, "fsdp=4 tensor=2"),
         ("phi3", True, "fsdp=4 tensor=2"),
         ("qwen3_5_moe_text", False, "data=2 fsdp=2 tensor=2"),
@@ -207,6 +270,8 @@ def test_every_axis_and_every_pair_of_axes_has_a_mesh():
     ("family", "lora", "mesh", "chunks"),
     [
         ("deepseek_v3 longer", False, "fsdp=2 stage=2", 2),
+        ("deepseek_v3 longer", True, "stage=2", 1),
+        ("nemotron_h of one kind", False, "fsdp=2 stage=2", 1),
         ("qwen3_5_moe_text longer", True, "stage=2", 1),
         ("qwen3_moe", False, "stage=2 expert=2 tensor=2", 1),
     ],
@@ -222,9 +287,22 @@ def test_a_pipeline_and_the_layers_around_it_equal_one_device(family, lora, mesh
         """Router corrections of all layers; each is moved by the same rate or not at all."""
         return np.sort(np.concatenate([value for name, value in trained.items() if "correction" in name]), axis=None)
 
-    assert any("correction" in name for name in on_one) == (family == "deepseek_v3 longer")
-    if family == "deepseek_v3 longer":
+    assert any("correction" in name for name in on_one) == (family == "deepseek_v3 longer" and not lora)
+    if family == "deepseek_v3 longer" and not lora:
         np.testing.assert_array_equal(moved(on_stages), moved(on_one))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "mesh"),
+    [("muon", "expert=2"), ("muon", "fsdp=2 expert=2"), ("normuon", "stage=2 expert=2 tensor=2")],
+)
+def test_orthogonalised_experts_equal_one_device(optimizer, mesh):
+    axes = EXPERTS_APART[mesh]
+    parts = micro_batches(axes)
+    expected, _ = one_device("qwen3_moe", False, parts, optimizer=optimizer)
+    devices = math.prod(dataclasses.astuple(axes))
+    found, _ = train("qwen3_moe", False, axes, devices, parts=parts, optimizer=optimizer)
+    assert np.abs(found / expected - 1).max() <= OPTIMIZERS[optimizer]
 
 
 def test_devices_whose_experts_get_no_token_or_all_of_them_equal_one_device():

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from mesh.products import LAYERS, MESHES, NUMBERS, SHAPES, assert_eight_devices_equal_one, case, compute_products
 
-from jaxtune.models.parameters import Parameter
+from jaxtune.models.parameters import Parameter, undivided_blocks
 from jaxtune.models.places import Place
 from jaxtune.models.spec import Treatment
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
-from jaxtune.weights.model import undivided_blocks
 
 
 @pytest.mark.parametrize("numbers", NUMBERS.values(), ids=NUMBERS)

@@ -2,11 +2,14 @@
 
 import functools
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from runs import call, losses, recipe, write_conversations
+from tiny import write_model_folder
 
 from jaxtune.optim.muon import muon, normuon
 from jaxtune.optim.orthogonalize import orthogonalize
@@ -103,8 +106,31 @@ def test_replicas_share_the_work():
     assert collectives(orthogonalize, stack) == {"all-to-all": 2 * share // 2, "all-gather": share}
 
 
-def test_layers_that_are_sharded_are_refused():
-    mesh = make_mesh(MESHES["fsdp=8"])
-    stack = jax.device_put(jnp.ones((8, 4, 4)), jax.NamedSharding(mesh, jax.P("fsdp")))
-    with pytest.raises(ValueError, match="layers of a stack must not be sharded"):
-        orthogonalize(stack)
+@pytest.mark.parametrize("layers", [4, 12])
+def test_sharded_layers_stay_on_the_devices_of_their_shard(layers):
+    """Two experts or more, padded to 4 on the 4 devices of a shard, are exchanged over fsdp only."""
+    mesh = make_mesh(MeshOptions(fsdp=4, expert=2))
+    spec = jax.P("expert", None, "fsdp")
+    stack = np.random.default_rng(0).standard_normal((layers, 24, 32)).astype(np.float32)
+    placed = jax.device_put(stack, jax.NamedSharding(mesh, spec))
+    padded = 2 * 4 * -(-layers // 8)
+    assert collectives(orthogonalize, placed) == {"all-to-all": 2 * padded * 24 * 32 // 8}
+    found = jax.jit(lambda x: orthogonalize(x, dtype=jnp.float32))(placed)
+    assert jax.typeof(found).sharding.spec == spec
+    with jax.set_mesh(make_mesh(MeshOptions(), jax.devices()[:1])):
+        expected = orthogonalize(jnp.asarray(stack), dtype=jnp.float32)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_a_run_whose_experts_are_divided_resumes_in_equal_bits(tmp_path):
+    mixture = dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
+    write_model_folder(tmp_path / "model", "Qwen3Moe", **mixture)
+    write_conversations(tmp_path / "chat.jsonl")
+    settings = ("mesh.expert=2", "mesh.fsdp=1", "optim.name=muon", "train.max_steps=6", "ckpt.save_steps=3")
+    command = ("jaxtune.train", f"--config={recipe(tmp_path)}", *(f"--config.{setting}" for setting in settings))
+    call(*command, devices=2)
+    run = next((tmp_path / "runs").iterdir())
+    whole = losses(run)
+    shutil.rmtree(run / "checkpoints" / "6")
+    assert "resumed from step 3" in call(*command, devices=2)
+    assert losses(run) == whole

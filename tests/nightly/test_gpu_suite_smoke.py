@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 # Folders whose changes this test covers.
+TAKES_LONG = True
 COVERS = ("benchmarks", "jaxtune/plan", "jaxtune/training/assembly.py", "pallas_kernels")
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("suite")  # so that one worker runs the suite, once for all tests

@@ -14,12 +14,12 @@ import pyarrow.parquet
 import pytest
 import yaml
 from completion_server import CompletionServer
-from family_configs import FORMS
 from faults.test_hostile_weights import FILES, SHAPES, write_index
 from faults.test_hostile_weights import read as read_weights
 from hostile import CANARY, CODE, Outcomes, damaged_bytes, encode_text, json_files, mutated_values
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from published_configs import FORMS
 from safetensors.numpy import save
 from tiny import byte_tokenizer
 from unit.commands.test_report import run as run_folder

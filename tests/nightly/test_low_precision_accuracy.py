@@ -9,6 +9,7 @@ from runs import metrics, run
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "explanations" / "predicted_and_measured.md"
+TAKES_LONG = True
 COVERS = (
     "jaxtune/lora",
     "jaxtune/models",

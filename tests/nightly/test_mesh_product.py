@@ -23,6 +23,7 @@ from jaxtune.weights.model import read_base
 from jaxtune.weights.values import frozen_parameters
 
 # If these paths change, CI runs this file; otherwise it runs only at night.
+TAKES_LONG = True
 COVERS = (
     "jaxtune/parallel",
     "jaxtune/models",

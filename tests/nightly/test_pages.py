@@ -8,6 +8,7 @@ import pytest
 from pages import DOCS, blocks, run_blocks
 from runs import write_conversations, write_model_folder
 
+TAKES_LONG = True
 COVERS = ("docs", "jaxtune", "pallas_kernels")
 # Models of the pages, each a tiny one of the same kind here. Those that pages quantize have whole blocks.
 MODELS = {

@@ -17,6 +17,7 @@ from faults.test_checkpoint_faults import kill_and_restore, warnings_of
 from hosts.test_train import LAUNCH, training, workers
 from runs import losses, recipe, run, start
 
+TAKES_LONG = True  # 21 minutes on two cores
 COVERS = (
     "jaxtune/checkpoint",
     "jaxtune/data/rows/loader.py",

@@ -4,6 +4,7 @@ import pytest
 from readme import TRAININGS, empty_folder, run_commands
 from runs import metrics
 
+TAKES_LONG = True
 COVERS = ("jaxtune/recipes/quickstart.py", "jaxtune/recipes/quickstart_lora.py", "jaxtune/training/step.py")
 
 

@@ -3,12 +3,16 @@
 With the families' own templates, the tokens that are trained on are the ones that TRL marks.
 """
 
+import hashlib
 import importlib.resources
+import json
 import re
+from pathlib import Path
 
 import pytest
 from tiny import byte_tokenizer
 
+import jaxtune.hf
 from jaxtune.data.chat.chat_template import ChatTemplate
 from jaxtune.data.chat.messages import Message
 from jaxtune.data.chat.sandbox import Template
@@ -21,6 +25,8 @@ USER, ANSWER = {"role": "user", "content": "Hi!"}, {"role": "assistant", "conten
 MORE, LAST = {"role": "user", "content": "So?"}, {"role": "assistant", "content": "Well then."}
 CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": [1, "a"]}}}]}
 RESULT = {"role": "tool", "content": '{"found": 3}'}
+RESULT_OF_CALL = RESULT | {"name": "f", "tool_call_id": "a"}
+CALLED_BY_ID = CALLED | {"tool_calls": [{"id": "a", "type": "function", **CALLED["tool_calls"][0]}]}
 PARAMETERS = {
     "type": "object",
     "properties": {
@@ -71,13 +77,52 @@ def test_a_named_template_writes_the_family_s_format(tmp_path, name):
             assert Template(ours).render(**variables)[0] == Template(other).render(**variables)[0]
 
 
+# ours of templates/published: TRL's
+PUBLISHED = {
+    **{name: name for name in ("qwen3_6", "qwen3_8", "nemotron_3_nano", "nemotron_3_super")},
+    "qwen3_2507": "qwen3_instruct_2507",
+    "qwen3_5": "qwen3_5_think",
+    "qwen3_5_nothinking": "qwen3_5_nothink",
+    "gemma4": "gemma4_v5",
+    "glm4_moe": "glm4moe",
+    "lfm2": "lfm2_v2",
+    "lfm2_5": "lfm2_2_5_v2",
+}
+THEIRS = importlib.resources.files(trl).joinpath("chat_templates")
+
+
+def test_published_templates_are_those_of_trl_byte_for_byte():
+    files = importlib.resources.files(jaxtune.hf).joinpath("templates", "published")
+    assert {Path(file.name).stem for file in files.iterdir() if file.name.endswith(".jinja")} == set(PUBLISHED)
+    for ours, theirs in PUBLISHED.items():
+        assert files.joinpath(f"{ours}.jinja").read_bytes() == THEIRS.joinpath(f"{theirs}.jinja").read_bytes()
+
+
+def test_every_text_that_is_known_is_one_of_trl():
+    files = importlib.resources.files(jaxtune.hf).joinpath("templates", "published")
+    theirs = {hashlib.sha256(file.read_bytes()).hexdigest() for file in THEIRS.iterdir()}
+    assert theirs >= json.loads(files.joinpath("models.json").read_text()).keys()
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5"])
+def test_calls_of_gemma_4_are_trained_up_to_the_token_that_asks_for_the_result(tmp_path, name):
+    """TRL has no training version of Gemma 4's templates. Its models have <|tool_response> as an end token."""
+    source = THEIRS.joinpath(f"{name}.jinja").read_text()
+    special = tuple(dict.fromkeys(re.findall(r"<\|[a-z_\"]+\|?>|<[a-z_]+\|>", source)))
+    tokenizer = byte_tokenizer(tmp_path, None, ("<bos>", "<eos>", *special), bos="<bos>", eos="<eos>")
+    tokenizer.chat_template = source
+    messages = [SYSTEM, USER, CALLED_BY_ID, RESULT_OF_CALL, CALLED_BY_ID, RESULT_OF_CALL, LAST]
+    rendered = ChatTemplate(tokenizer).render(messages, TOOLS[:1])
+    call = '<|tool_call>call:f{x:[1,<|"|>a<|"|>]}<tool_call|><|tool_response>'
+    assert [rendered.text[slice(*span)] for span in rendered.spans or ()] == [call, call, "Well then.<turn|>"]
+    assert rendered.text == tokenizer.apply_chat_template(messages, tools=TOOLS[:1], tokenize=False)
+
+
 # Published templates: TRL's copies, and its training versions with {% generation %} marks.
 TRAINED = (
-    *("qwen2_5", "qwen3", "qwen3_5_think", "qwen3_6", "qwen3_instruct_2507", "gptoss", "glm4moe", "nemotron_3_nano"),
-    "lfm2_v2",
+    *("qwen2_5", "qwen3", "qwen3_5_think", "qwen3_6", "qwen3_8", "qwen3_instruct_2507", "gptoss", "glm4moe"),
+    *("nemotron_3_nano", "nemotron_3_super", "lfm2_v2"),
 )
-RESULT_OF_CALL = RESULT | {"name": "f", "tool_call_id": "a"}
-CALLED_BY_ID = CALLED | {"tool_calls": [{"id": "a", "type": "function", **CALLED["tool_calls"][0]}]}
 
 
 @pytest.mark.parametrize("name", TRAINED)

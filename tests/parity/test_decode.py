@@ -8,8 +8,9 @@ from batches import tokens
 from tiny import read_model, save_torch_model
 
 from jaxtune.errors import UserError
-from jaxtune.inference.decode import Sampling, choose, mask_logits
+from jaxtune.inference.decode import NextTokens, Sampling, choose, mask_logits
 from jaxtune.inference.generation import (
+    cast_weights,
     collect_completions,
     make_generate,
     make_stop_test,
@@ -17,6 +18,7 @@ from jaxtune.inference.generation import (
     stream_text,
     take_until,
 )
+from jaxtune.precision.options import PrecisionOptions
 
 NEW = 24
 
@@ -24,14 +26,22 @@ NEW = 24
 @pytest.mark.parametrize(
     "family",
     [
+        "afmoe, windows, gates, a dense layer",
         "cohere2, shared layer norm",
+        "cohere2_moe, a dense layer, a shared expert",
         "deepseek_v3, latent attention",
         "gemma2, soft caps",
         "gemma3_text, two ropes",
+        "gemma4_text, experts, keys as values",
         "gpt_oss, stacked experts",
+        "granitemoehybrid, Mamba-2, experts",
+        "lfm2, biases",
         "llama, llama3 rope, untied, biases",
         "ministral3, growing queries",
+        "mistral4, growing queries",
+        "nemotron_h, one part a layer, biases",
         "olmo3, windows",
+        "olmo_hybrid, delta nets and attention without rope",
         "qwen3, a period of two",
         "qwen3_next, a dense layer",
         "qwen3_5_text, delta nets",
@@ -55,7 +65,7 @@ def test_greedy_tokens_equal_transformers(family, one_device, tmp_path):
     sampling = {"sampling": Sampling(temperature=0.0), "dtype": jnp.dtype("float32")}
     generate = make_generate(model.graph, model.spec, max_new_tokens=NEW, **sampling)
     with jax.default_matmul_precision("highest"):
-        found = np.stack(list(generate(parameters, prompts)), axis=1)
+        found = np.stack([step.tokens for step in generate(parameters, prompts)], axis=1)
         assert found.tolist() == expected
         alone = take_until(generate(parameters, prompts[:1]), frozenset({expected[0][5]}))
         assert list(alone) == expected[0][: expected[0].index(expected[0][5])]
@@ -76,10 +86,22 @@ def test_what_is_sampled_does_not_depend_on_other_prompts(one_device, tmp_path):
     model, parameters, _ = read_model(tmp_path, one_device)
     generate = make_generate(model.graph, model.spec, max_new_tokens=8, dtype=jnp.dtype("float32"), seed=3)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (5, 9)]
-    together = np.stack(list(generate(parameters, [*prompts, prompts[0]], [7, 8, 9])), axis=1)
-    alone = np.stack(list(generate(parameters, prompts[:1], [7])), axis=1)
+    together = np.stack([step.tokens for step in generate(parameters, [*prompts, prompts[0]], [7, 8, 9])], axis=1)
+    alone = np.stack([step.tokens for step in generate(parameters, prompts[:1], [7])], axis=1)
     assert together[0].tolist() == alone[0].tolist()
     assert together[0].tolist() != together[2].tolist()
+
+
+def test_weights_that_are_cast_once_give_the_same_tokens(one_device, tmp_path):
+    """Layers of precision.exclude compute in float32, so their weights keep it."""
+    save_torch_model("qwen3_moe, a dense layer, router loss", tmp_path)
+    precision = PrecisionOptions("bf16", exclude="q_proj")
+    model, parameters, _ = read_model(tmp_path, one_device, precision=precision)
+    bfloat16 = jnp.dtype("bfloat16")
+    generate = make_generate(model.graph, model.spec, max_new_tokens=NEW, dtype=bfloat16)
+    steps = [generate(one, [[5, 6, 7]]) for one in (parameters, cast_weights(model, parameters, bfloat16))]
+    for ours, cast in zip(*steps, strict=True):
+        assert ours.tokens == cast.tokens and ours.log_probs[0] == cast.log_probs[0]
 
 
 @pytest.mark.parametrize(
@@ -125,14 +147,17 @@ def test_penalty_of_repetition_equals_transformers(one_device, tmp_path):
     how = {"max_new_tokens": NEW, "dtype": jnp.dtype("float32"), "sampling": sampling}
     generate = make_generate(model.graph, model.spec, **how)
     with jax.default_matmul_precision("highest"):
-        assert np.stack(list(generate(parameters, prompts)), axis=1).tolist() == expected
+        assert np.stack([step.tokens for step in generate(parameters, prompts)], axis=1).tolist() == expected
 
 
 def test_only_what_is_kept_is_sampled():
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
     keys = jax.random.split(jax.random.key(0), 100)
     found = choose(jnp.repeat(logits, 100, 0), keys, None, Sampling(top_p=0.7))
-    assert set(found.tolist()) == {0, 1}
+    assert set(found.tokens.tolist()) == {0, 1}
+    # Before any token is left out, as training computes them.
+    np.testing.assert_allclose(found.log_probs, logits[0, found.tokens], rtol=1e-6)
+    np.testing.assert_allclose(found.entropies, -np.sum(np.exp(logits[0]) * logits[0]), rtol=1e-6)
 
 
 def test_rows_end_one_by_one():
@@ -140,9 +165,13 @@ def test_rows_end_one_by_one():
         def decode(self, ids, skip_special_tokens):
             return bytes(ids).decode("utf-8", errors="replace")
 
-    made = [np.array(row) for row in zip(b"ab\0cd", b"xy STO", b"naive ")]
-    found = collect_completions(made, 3, make_stop_test(frozenset({0}), ["TO", "y S"], Bytes()))
+    made = [
+        NextTokens(np.array(row), -np.array(row) / 2, np.array(row) / 4) for row in zip(b"ab\0cd", b"xy STO", b"naive ")
+    ]
+    found = collect_completions(made, 3, make_stop_test(frozenset({0}), ["TO", "y S"], Bytes()), scores=True)
     assert [(bytes(one.tokens), one.finished) for one in found] == [(b"ab\0", True), (b"xy S", True), (b"naive", False)]
+    assert all([-2 * value for value in one.log_probs] == one.tokens for one in found)
+    assert all([4 * value for value in one.entropies] == one.tokens for one in found)
 
 
 def test_text_streams_whole_characters():

@@ -1,11 +1,14 @@
 """The table of TRL's options has the names and defaults of TRL and transformers themselves."""
 
 import dataclasses
+import importlib
+from typing import Any
 
 import pytest
 
-from jaxtune.config import foreign
+from jaxtune.config import foreign, keys
 from jaxtune.config.foreign import ForeignOption
+from jaxtune.config.yaml_file import YamlFile
 
 # Options of older versions, and of trainers that have left TRL.
 OLDER = (
@@ -27,8 +30,23 @@ OF_SCRIPTS = (
     "truncation_side use_flash_attention_2 vllm_device vllm_dtype vllm_enable_prefix_caching "
     "vllm_max_model_len wandb_entity wandb_log_unique_prompts wandb_project wandb_run_group"
 )
-# Options with different defaults in TRL's commands.
-OF_A_COMMAND = {"learning_rate", "loss_type", "train_sampling_strategy"}
+# Options that every file has.
+NAMES = {"model_name_or_path": "my/model", "dataset_name": "a/b"}
+# The fewest options that identify a trainer of TRL, and the defaults of its config that a file may not state here.
+TRAINERS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "SFTConfig": ({}, set()),
+    "DPOConfig": ({"precompute_ref_log_probs": False}, set()),
+    "GRPOConfig": ({"reward_funcs": ["my_rewards.right"]}, set()),
+    "KTOConfig": ({"loss_type": "kto"}, set()),
+    "RewardConfig": ({"lora_task_type": "SEQ_CLS"}, set()),
+    # A share of generated answers, lmbda, is refused.
+    "GKDConfig": ({"teacher_model_name_or_path": "big/one", "lmbda": 0.0}, {"lmbda"}),
+}
+# Options without an effect here, whose defaults differ between trainers.
+OF_TRAINERS = {"remove_unused_columns", "shuffle_dataset"}
+# Defaults that are not used: other processes show only warnings, and a run that does not move is only ended if the file
+# has a time for it.
+NOTED = {"log_on_each_node", "ddp_timeout"}
 
 
 def fields(*classes: type) -> dict[str, object]:
@@ -39,21 +57,59 @@ def fields(*classes: type) -> dict[str, object]:
     return found
 
 
-def test_names_and_defaults_are_those_of_trl():
+def config_of(name: str) -> type:
+    """Return a config class of the installed TRL, which has GKD's in another package."""
+    trl = pytest.importorskip("trl")
+    return getattr(trl, name) if hasattr(trl, name) else importlib.import_module("trl.experimental.gkd").GKDConfig
+
+
+def settings_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file without problems: those for the defaults, replaced by those for its options."""
+    translation = foreign.translate(YamlFile({**NAMES, **options}, {}), "trl")
+    assert not translation.problems, options
+    settings = {**translation.defaults, **translation.stated}
+    (entry,) = settings.pop("data.datasets")
+    settings |= {f"data.datasets[i].{key}": value for key, value in entry.items()}
+    # A setting of jaxtune's default is none.
+    return {key: value for key, value in settings.items() if value != keys.options()[key].default}
+
+
+def test_the_table_has_the_options_of_trl_and_no_others():
     trl = pytest.importorskip("trl")
     from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig
 
-    of_sft = fields(trl.ScriptArguments, trl.ModelConfig, trl.SFTConfig, DatasetMixtureConfig)
-    theirs = of_sft | {name: value for name, value in fields(trl.DPOConfig).items() if name not in of_sft}
+    configs = [config_of(name) for name in TRAINERS]
+    theirs = fields(trl.ScriptArguments, trl.ModelConfig, DatasetMixtureConfig, *configs).keys()
     table = foreign.table("trl")
-    of_commands = fields(trl.GRPOConfig, trl.KTOConfig, trl.RewardConfig).keys() - theirs.keys()
-    assert table.keys() - {*OLDER.split(), *OF_SCRIPTS.split()} - of_commands == theirs.keys()
-    said = {name: row.default for name, row in table.items() if row.default is not ForeignOption().default}
-    said = {name: default for name, default in said.items() if name in theirs}
-    assert {name: said[name] for name in said.keys() - OF_A_COMMAND} == {
-        name: theirs[name] for name in said.keys() - OF_A_COMMAND
+    assert {*OLDER.split(), *OF_SCRIPTS.split()} <= table.keys()
+    assert table.keys() - {*OLDER.split(), *OF_SCRIPTS.split()} <= theirs <= table.keys()
+    assert table["datasets"].of.keys() == fields(DatasetConfig).keys()
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_defaults_are_those_of_the_trainers_config(name):
+    """A file that states a default of TRL becomes what the file without it becomes, option by option."""
+    trl = pytest.importorskip("trl")
+    least, refused = TRAINERS[name]
+    theirs = fields(trl.ScriptArguments, trl.ModelConfig, config_of(name))
+    stated = {
+        option: settings_of({**least, option: theirs[option]})
+        for option in theirs.keys() - NAMES.keys() - least.keys() - refused - NOTED
     }
-    entry = table["datasets"].of
-    assert entry.keys() == fields(DatasetConfig).keys()
-    assert trl.SFTConfig.learning_rate == 2e-5 and trl.DPOConfig.learning_rate == 1e-6
-    assert trl.SFTConfig.loss_type == "nll"
+    without = settings_of(least)
+    different = {option: settings for option, settings in stated.items() if settings != without}
+    assert not different, {
+        option: (theirs[option], [key for key in {**settings, **without} if settings.get(key) != without.get(key)])
+        for option, settings in different.items()
+    }
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_default_of_the_table_that_is_not_null_is_one_of_trl(name):
+    trl = pytest.importorskip("trl")
+    theirs = fields(trl.ScriptArguments, trl.ModelConfig, config_of(name))
+    ours = {option: row.default for option, row in foreign.table("trl").items() if option in theirs}
+    ours = {option: default for option, default in ours.items() if default not in (None, ForeignOption().default)}
+    assert {option: theirs[option] for option in ours.keys() - OF_TRAINERS} == {
+        option: ours[option] for option in ours.keys() - OF_TRAINERS
+    }

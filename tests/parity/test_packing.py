@@ -15,10 +15,16 @@ from jaxtune.objectives.cross_entropy import cross_entropy
 @pytest.mark.parametrize(
     "family",
     [
+        "afmoe, windows, gates, a dense layer",
+        "cohere2_moe, a dense layer, a shared expert",
         "deepseek_v3, latent attention",
         "gpt_oss, stacked experts",
+        "lfm2, biases",
         "llama, llama3 rope, untied, biases",
         "ministral3, growing queries",
+        "mistral4, growing queries",
+        "nemotron_h, experts in a latent",
+        "olmo_hybrid, delta nets and attention without rope",
         "qwen3, a period of two",
         "qwen3_next, a dense layer",
     ],

@@ -63,9 +63,11 @@ def test_a_lane_with_covers_is_left_out_until_something_there_changes(tmp_path, 
     monkeypatch.setattr(lanes, "PASSED", tmp_path / "passed.json")
     monkeypatch.setattr(lanes.subprocess, "call", lambda command, cwd: ran.append(command) or 0)
     assert lanes.main(["mesh"]) == lanes.main(["mesh"]) == 0 and len(ran) == 1  # the first one is on record
+    assert lanes.main(["mesh", "--quick"]) == 0 and len(ran) == 1
     assert lanes.main(["mesh", "--all"]) == 0 and len(ran) == 2
     monkeypatch.setattr(lanes, "digest", lambda paths: "changed")
-    assert lanes.main(["mesh"]) == 0 and len(ran) == 3
+    assert lanes.main(["mesh", "--quick"]) == 0 and len(ran) == 3 and "tests/mesh" not in ran[-1]
+    assert lanes.main(["mesh"]) == 0 and len(ran) == 4, "a part is not put on record"
 
 
 @pytest.mark.parametrize(("minutes", "code", "told"), [(4.9, 0, False), (6.9, 0, True), (7.1, 1, True)])
@@ -78,3 +80,24 @@ def test_a_lane_that_takes_longer_says_so_and_fails_only_if_no_machine_explains_
     monkeypatch.setattr(lanes.tomllib, "loads", lambda text: {"quick": {"minutes": 5, "arguments": ["tests/unit"]}})
     assert lanes.main(["quick"]) == code
     assert ("over its budget" in capsys.readouterr().out) == told
+
+
+def test_a_file_that_takes_long_does_not_start_within_a_limit_of_time(tmp_path, monkeypatch, capsys):
+    quick, slow = tmp_path / "test_quick.py", tmp_path / "test_slow.py"
+    quick.write_text("COVERS = ()\n")
+    slow.write_text("TAKES_LONG = True\n")
+    started = []
+    monkeypatch.setattr(lanes, "main", lambda arguments: started.append(arguments) or 0)
+    assert lanes.run_within(3, "nightly", [slow, quick], ["-q"]) == 0
+    assert started == [["nightly", "test_quick", "-q"]]
+    assert "no time was left for 1 files: python tests/lanes.py nightly test_slow" in capsys.readouterr().out
+
+
+def test_what_counts_as_changed_is_the_code_alone_in_any_version_of_python(tmp_path):
+    file = tmp_path / "code.py"
+    file.write_text('"""What it is for."""\ndef f(*, a: int = 1): # why\n  "What it returns."\n  return []\n')
+    dump = (
+        "Module(body=[FunctionDef(name='f', args=arguments(kwonlyargs=[arg(arg='a', annotation=Name(id='int', "
+        "ctx=Load()))], kw_defaults=[Constant(value=1)]), body=[Return(value=List(ctx=Load()))])])"
+    )
+    assert lanes.content(file).decode() == dump

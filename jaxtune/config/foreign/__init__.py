@@ -6,13 +6,15 @@ default   the default value in that system; absent if it has none
 key       our option that gets the value, or a list of options; data.datasets[i].x sets x of every dataset
 values    our value for each of their values (null: our default), or several settings by key
 others    with `values`: pass other values through unchanged; without it, other values are unsupported
-convert   the function that translates it, possibly together with other options, in the system's Python module
+convert   the function that translates it, possibly together with other options, in a Python module of the system
 like      an example value, if there is no default that shows the type that `convert` can read
 entries   our list of datasets that this list of datasets becomes; `of` is the table of an entry
 present   the option has no value: only its presence counts
 reason    why it has no meaning here, and what happens instead
 later     the unsupported feature; an error unless the value is the default
 note      a note for the user
+
+The row `SECTION.*` answers names that users register in a section, which mean something even without a value.
 """
 
 import dataclasses
@@ -26,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtune.config import keys, yaml_file
-from jaxtune.config.foreign import axolotl, erniekit, qefficient, surogate, trl, xorl
+from jaxtune.config.foreign import axolotl, axolotl_data, erniekit, qefficient, surogate, trl, trl_data, xorl
 from jaxtune.config.foreign.conversions import FILE, NOTE, Options, Settings, Unsupported
 from jaxtune.errors import UserError, shorten
 from jaxtune.option_field import Problem
@@ -41,7 +43,7 @@ DIALECTS = {
 }
 CONVERSIONS: dict[str, Callable[[Options], Settings]] = {
     name: function
-    for module in (surogate, xorl, erniekit, qefficient, trl, axolotl)
+    for module in (surogate, xorl, erniekit, qefficient, trl, trl_data, axolotl, axolotl_data)
     for name, function in module.CONVERSIONS.items()
 }
 DEFAULT = "jaxtune's default"  # the text of a line whose value needs no setting here
@@ -189,13 +191,19 @@ def translate(written: yaml_file.YamlFile, dialect: str) -> Translation:
 
 
 def translate_flag(name: str, value: Any) -> tuple[str, Settings] | None:
-    """Return (the system, our settings) of an option that has a dotted name on a command line elsewhere; else None."""
+    """Return (the system, our settings) of a flag that another system has.
+
+    None: no system has it, or its value sets nothing here, or our nearest option to the name is among the settings.
+    """
+    answers = []
     for dialect, system in DIALECTS.items():
-        if "." in name and name in table(dialect):
+        if name in table(dialect):
             lines = translate(yaml_file.YamlFile({name: value}, {}), dialect).lines
-            settings = next((line.settings for line in lines if line.option == name), {})
-            return (system, settings) if settings else None
-    return None
+            answers += [(system, line.settings) for line in lines if line.option == name and line.settings]
+    nearest = None if "." in name else keys.nearest_option(name)
+    if nearest is not None and any(nearest.key in settings for _, settings in answers):
+        return None
+    return answers[0] if answers else None
 
 
 def _refuse_other_systems(values: Mapping[str, Any], name: str) -> None:
@@ -283,12 +291,14 @@ def _lines(
             yield Line(f"{theirs}{name}", value, name in from_file, settings, text, wrong)
     # Users of several systems also write our own names: lora_rank for lora.rank, which is lora_r there.
     by_name = {key.replace(".", "_"): name for name, row in table.items() for key in row.keys}
-    by_name |= {name: name for name in table}
+    by_name |= {name: name for name in table if not name.endswith(".*")}
     for name in (name for name in from_file if name not in table):
         nearest = difflib.get_close_matches(name, by_name, n=1, cutoff=0.5)
         text = f"no such option of {system}" + (f"; nearest: {by_name[nearest[0]]}" if nearest else "")
         off = _is_off(from_file[name])
         text = f"left out: the table of {system} lacks it, and its value switches nothing on" if off else text
+        if own := table.get(f"{name.rpartition('.')[0]}.*"):
+            text, off = f"not supported yet: {own.later}", False
         yield Line(f"{theirs}{name}", from_file[name], True, {}, text, wrong=not off)
 
 

@@ -42,6 +42,11 @@ def strategy_of(value: Any) -> str:
     return value
 
 
+def word_of(strategy: Any) -> Any:
+    """Return a strategy; YAML reads an unquoted `no` as false."""
+    return "no" if strategy is False else strategy
+
+
 def saves_of(strategy: Any, steps: int) -> Settings:
     """Return the checkpoint settings for a strategy and its steps."""
     by = {"steps": {"ckpt.save_steps": steps}, "epoch": {"ckpt.save_epochs": 1.0}, "no": {"ckpt.at_end": False}}

@@ -317,9 +317,9 @@ def _dpo(o: Options) -> bool:
 
 
 def _experts_apart(o: Options) -> bool:
-    """Whether our axis of experts is available: neither with whole matrices nor with offloaded weights."""
+    """Whether our axis of experts is available: not with offloaded weights."""
     offloads = any(o[f"offload_{part}"] for part in ("master", "quants", "optimizer", "grads")) or o["cpu_training"]
-    return not (offloads or o["optimizer"] == "normuon" or (o["qlora_offload_experts"] and surogate_qlora(o)))
+    return not (offloads or (o["qlora_offload_experts"] and surogate_qlora(o)))
 
 
 def _with_lines(text: object) -> str:

@@ -1,4 +1,4 @@
-"""Options of TRL that are translated together (see `conversions`)."""
+"""Training options of TRL that are translated together (see `conversions`); its data are in `trl_data`."""
 
 import math
 import re
@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, conversions_of, lines_of, names_of
+from jaxtune.config.foreign.conversions import (
+    NOTE,
+    Options,
+    Settings,
+    Unsupported,
+    conversions_of,
+    lines_of,
+    names_of,
+    word_of,
+)
 
 # Options that identify the trainer of a file, because its command (`trl grpo`, `trl dpo`) is not in it.
 _OF_GRPO = (
@@ -19,8 +28,8 @@ _OF_DPO = (
     *("beta", "label_smoothing", "precompute_ref_log_probs", "sync_ref_model", "ref_model_sync_steps"),
     *("ref_model_mixup_alpha", "disable_dropout", "rpo_alpha", "max_prompt_length", "simpo_gamma", "cpo_alpha"),
 )
-_OF_SFT = (None, "nll", "chunked_nll")
-_GRPO_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo")
+_OF_SFT = (None, "nll", "chunked_nll", "dft")
+_GRPO_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard")
 LOSSES += ("apo_zero", "apo_down")
 # Names that the scripts of open-r1 and TRL give to their reward functions (open_r1/rewards.py, trl/scripts/grpo.py).
@@ -38,7 +47,7 @@ def _loss(o: Options) -> str | None:
     return loss[0] if isinstance(loss, list) else loss
 
 
-def _trainer(o: Options) -> str:
+def trainer_of(o: Options) -> str:
     """Return the trainer that a file is for, by its options: grpo, gkd, reward, kto, dpo or sft."""
     has_one = {
         trainer: any(o.get(name) is not None for name in names)
@@ -58,11 +67,11 @@ def _trainer(o: Options) -> str:
 
 def trl_objective(o: Options) -> Settings:
     """The objective of the file's trainer."""
-    loss, trainer = _loss(o), _trainer(o)
+    loss, trainer = _loss(o), trainer_of(o)
     if trainer == "sft":
         if loss not in _OF_SFT:
-            raise Unsupported(f"loss_type must be nll or chunked_nll, or for DPO one of {', '.join(LOSSES)}")
-        return {}
+            raise Unsupported(f"loss_type must be nll, chunked_nll or dft, or for DPO one of {', '.join(LOSSES)}")
+        return {"train.loss": "dft"} if loss == "dft" else {}
     if trainer == "grpo":
         return _grpo(o)
     if trainer == "gkd":
@@ -115,7 +124,8 @@ def _grpo(o: Options) -> Settings:
     names = (function.rpartition(":")[2] for function in functions)
     scales = {"true": "group", "false": "none"}
     scale = str(o.get("scale_rewards", "group")).lower()
-    levels = {"loss_type": ("grpo", "dr_grpo", "dapo"), "importance_sampling_level": ("token", "sequence")}
+    losses = ("grpo", "dr_grpo", "dapo", "cispo", "sapo")
+    levels = {"loss_type": losses, "importance_sampling_level": ("token", "sequence")}
     loss, level = _loss(o) or "dapo", o.get("importance_sampling_level", "token")
     for option, value in (("loss_type", loss), ("importance_sampling_level", level)):
         if value not in levels[option]:
@@ -125,6 +135,9 @@ def _grpo(o: Options) -> Settings:
         raise Unsupported("completions that serve several optimizer steps; remove steps_per_generation")
     if o.get("sync_ref_model"):
         raise Unsupported("a reference that is updated; remove sync_ref_model")
+    highest = o.get("epsilon_high") or 0.0
+    if loss == "cispo" and highest < 1:
+        raise Unsupported("for cispo, epsilon_high is the largest ratio itself; write a value above 1, such as 5.0")
     settings: Settings = {
         "rollout.rewards": functions,
         "rollout.group_size": o.get("num_generations", 8),
@@ -135,6 +148,13 @@ def _grpo(o: Options) -> Settings:
         "grpo.advantage_scale": scales.get(scale, scale),
         "grpo.beta": o.get("beta", 0.0),
     }
+    iterates = o.get("num_iterations", 1) > 1
+    if o.get("off_policy_mask_threshold") is not None and not iterates:
+        settings[NOTE] = "off_policy_mask_threshold has no effect with one iteration on the run's own completions"
+    if o.get("multi_objective_aggregation") == "normalize_then_sum":
+        settings["grpo.advantage_scale"] = "gdpo"
+    if o.get("beta"):
+        settings["grpo.kl_ratio"] = o.get("use_bias_correction_kl") is not False
     if weights is not None:
         settings["rollout.reward_weights"] = [f"{name}={weight}" for name, weight in zip(names, weights, strict=True)]
     keys = {
@@ -142,11 +162,16 @@ def _grpo(o: Options) -> Settings:
         "top_p": "rollout.top_p",
         "min_p": "rollout.min_p",
         "repetition_penalty": "rollout.repetition_penalty",
-        "epsilon": "grpo.clip_low",
-        "epsilon_high": "grpo.clip_high",
         "num_iterations": "grpo.iterations",
         "mask_truncated_completions": "grpo.mask_truncated",
+        **({"off_policy_mask_threshold": "grpo.off_policy_kl"} if iterates else {}),
     }
+    if loss == "sapo":
+        keys |= {"sapo_temperature_pos": "grpo.sapo_positive", "sapo_temperature_neg": "grpo.sapo_negative"}
+    elif loss == "cispo":
+        settings["grpo.clip_high"] = highest - 1
+    else:
+        keys |= {"epsilon": "grpo.clip_low", "epsilon_high": "grpo.clip_high", "delta": "grpo.clip_largest"}
     return settings | {key: o[name] for name, key in keys.items() if o.get(name) is not None}
 
 
@@ -185,7 +210,7 @@ _RATES = {"sft": 2e-5, "gkd": 2e-5, "reward": 1e-4}
 def trl_rate(o: Options) -> Settings:
     """The learning rate, whose default depends on the trainer."""
     rate = o.get("learning_rate")
-    return {"optim.learning_rate": _RATES.get(_trainer(o), 1e-6) if rate is None else rate}
+    return {"optim.learning_rate": _RATES.get(trainer_of(o), 1e-6) if rate is None else rate}
 
 
 def trl_dtype(o: Options) -> Settings:
@@ -208,7 +233,7 @@ def trl_precision(o: Options) -> Settings:
 
 def trl_dropout(o: Options) -> Settings:
     """Dropout of adapters; most trainers other than SFT disable it, and comparing with a reference needs that."""
-    trainer = _trainer(o)
+    trainer = trainer_of(o)
     disabled = o.get("disable_dropout", trainer not in ("sft", "grpo"))
     if trainer in ("dpo", "kto") and not disabled and o["use_peft"] and o["lora_dropout"]:
         raise Unsupported("dropout when the model is compared with a reference; set lora_dropout: 0")
@@ -270,124 +295,6 @@ def trl_quant(o: Options) -> Settings:
     if o["bnb_4bit_quant_type"] not in ("nf4", "fp4"):
         raise Unsupported("bnb_4bit_quant_type must be nf4 or fp4")
     return {"quant.format": o["bnb_4bit_quant_type"]}
-
-
-def _samples(o: Options) -> Settings:
-    kinds = {"dpo": "preference", "reward": "preference", "kto": "unpaired_preference"}
-    return {"type": kinds[_trainer(o)]} if _trainer(o) in kinds else {}
-
-
-def trl_mixer(o: Options) -> Settings:
-    """Datasets and the part of each to use, as older files of the alignment handbook have it (alignment/data.py)."""
-    parts, subsets = o.get("dataset_mixer") or {}, o.get("dataset_configs") or []
-    train = [split for split in names_of(o["dataset_splits"]) if "train" in split]
-    test = [split for split in names_of(o["dataset_splits"]) if "test" in split] if _strategy(o) != "no" else []
-    if parts and (len(train) != 1 or (subsets and len(subsets) != len(parts))):
-        raise Unsupported("dataset_splits must have one training split, and dataset_configs one entry for each dataset")
-    settings: Settings = {}
-    for key, splits in (("data.datasets", train), ("data.eval_datasets", test)):
-        entries = []
-        for i, (path, part) in enumerate(parts.items()):
-            entry: Settings = {"path": path} | _samples(o) | ({"subset": subsets[i]} if subsets else {})
-            entries += [entry | ({"split": split} if test is splits else part_of(part, split)) for split in splits]
-        settings |= {key: entries} if entries else {}
-    return settings
-
-
-def trl_mixed(o: Options) -> Settings:
-    """The part of an entry of a mixture that is used."""
-    return part_of(o.get("weight"), o.get("split") or "train")
-
-
-def part_of(part: float | None, split: str) -> Settings:
-    """Return the settings for a part of a dataset: every n-th sample, or the first ones."""
-    if part is None or part == 1:
-        return {"split": split}
-    if not 0 < part < 1:
-        raise Unsupported("a part of a dataset must be a number up to 1")
-    every = 1 / part
-    if abs(every - round(every)) < 1e-6:
-        return {"split": split, "shards": round(every), "shard_idx": 0}
-    return {"split": f"{split}[:{100 * part:g}%]"}
-
-
-def trl_kwargs(o: Options) -> Settings:
-    """Arguments of the tokenisation; without those two, as here, only the template writes special tokens."""
-    others = (o.get("dataset_kwargs") or {}).keys() - {"add_special_tokens", "append_concat_token"}
-    if others:
-        raise Unsupported(f"dataset_kwargs {', '.join(sorted(others))}")
-    return {}
-
-
-def trl_prompt(o: Options) -> Settings:
-    """The most tokens of a prompt; for GRPO they are a part of data.seq_len."""
-    return {} if _trainer(o) == "grpo" else {"data.datasets[i].max_prompt_tokens": o["max_prompt_length"]}
-
-
-def trl_system(o: Options) -> Settings:
-    """The system prompt and the column of prompts, which only the GRPO script of open-r1 reads."""
-    if _trainer(o) != "grpo":
-        return {}
-    names = {"system_prompt": "system_prompt", "dataset_prompt_column": "prompt_field"}
-    return {f"data.datasets[i].{ours}": o[theirs] for theirs, ours in names.items() if o.get(theirs)}
-
-
-def trl_data(o: Options) -> Settings:
-    """One dataset by name, with its test split if the file enables evaluations."""
-    if not o.get("dataset_name"):
-        return {}
-    entry: Settings = {"path": o["dataset_name"]} | _samples(o)
-    entry |= {"subset": o["dataset_config"]} if o.get("dataset_config") else {}
-    settings: Settings = {"data.datasets": [entry | {"split": o["dataset_train_split"]}]}
-    if _strategy(o) != "no":
-        settings["data.eval_datasets"] = [entry | {"split": o["dataset_test_split"]}]
-    return settings
-
-
-def trl_length(o: Options) -> Settings:
-    """Row length; longer documents are cut, except in preference learning, which leaves them out."""
-    if _trainer(o) == "grpo":  # newer versions of TRL have no limit for prompts, older ones max_prompt_length
-        return {"data.seq_len": (o.get("max_prompt_length") or 1024) + o.get("max_completion_length", 512)}
-    modes = {"keep_start": "right", "keep_end": "left"}
-    if o["truncation_mode"] not in modes:
-        raise Unsupported("truncation_mode must be keep_start or keep_end")
-    split = o["packing"] and o["packing_strategy"] in ("bfd_split", "wrapped")
-    side = o.get("truncation_side") or modes[o["truncation_mode"]]
-    cut = {} if _trainer(o) not in ("sft", "gkd") or split else {"data.truncation": side}
-    return cut if "max_seq_length" in o else {"data.seq_len": o["max_length"], **cut}
-
-
-def trl_packing(o: Options) -> Settings:
-    """The packing method; bfd_split and wrapped continue a document that does not fit in the next row."""
-    methods = {"bfd": "best_fit", "bfd_split": "best_fit", "wrapped": "sequential"}
-    if not o["packing"]:
-        return {}
-    if o["packing_strategy"] not in methods:
-        raise Unsupported(f"packing_strategy must be one of {', '.join(methods)}")
-    split = {"data.truncation": "split"} if o["packing_strategy"] != "bfd" else {}
-    return {"data.packing_method": methods[o["packing_strategy"]]} | split
-
-
-def trl_trained(o: Options) -> Settings:
-    """The loss mask: all of a conversation, unless an option restricts it to answers."""
-    trainer = _trainer(o)
-    if trainer == "gkd":  # its collator trains the last message
-        return {"chat.loss_scale": "last_round"}
-    only_answers = o["assistant_only_loss"] or o.get("completion_only_loss") or trainer != "sft"
-    return {} if only_answers else {"chat.loss_scale": "all"}
-
-
-def trl_order(o: Options) -> Settings:
-    """The data order: random, as stored (the default of KTOConfig), or grouped by length."""
-    orders: dict[str, Settings] = {
-        "random": {},
-        "sequential": {"data.shuffle": False},
-        "group_by_length": {"data.group_by_length": True},
-    }
-    order = o.get("train_sampling_strategy") or ("sequential" if _trainer(o) == "kto" else "random")
-    if order not in orders:
-        raise Unsupported(f"train_sampling_strategy must be one of {', '.join(orders)}")
-    return orders[order]
 
 
 def trl_seeds(o: Options) -> Settings:
@@ -505,18 +412,14 @@ def zero_of(config: object, adapters: bool = False) -> Settings:
     return settings
 
 
-def _strategy(o: Options) -> str:
+def evaluation_of(o: Options) -> str:
+    """Return the strategy of evaluations; older files name it evaluation_strategy."""
     return word_of(o.get("evaluation_strategy", o["eval_strategy"]))
-
-
-def word_of(strategy: Any) -> Any:
-    """Return a strategy; YAML reads an unquoted `no` as false."""
-    return "no" if strategy is False else strategy
 
 
 def trl_eval(o: Options) -> Settings:
     """Evaluation by steps or epochs."""
-    strategy = _strategy(o)
+    strategy = evaluation_of(o)
     if strategy not in ("no", "steps", "epoch"):
         raise Unsupported("eval_strategy must be no, steps or epoch")
     if strategy == "steps":

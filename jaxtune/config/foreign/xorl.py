@@ -112,8 +112,7 @@ def xorl_mesh(o: Options) -> Settings:
             raise Unsupported("experts on several devices without data_parallel_mode fsdp2")
         return {"mesh.data": 1 if mode == "none" else -1, "mesh.fsdp": 1}
     replicas, shards = o["train.data_parallel_replicate_size"], o["train.data_parallel_shard_size"]
-    # Muon needs whole matrices, so it takes experts that are sharded like other weights.
-    if experts <= 1 or o["train.optimizer"] == "muon":
+    if experts <= 1:
         apart = 1
     elif shards > 0:
         apart = math.gcd(experts, shards)
@@ -237,9 +236,15 @@ def xorl_merge(o: Options) -> Settings:
 
 
 def xorl_exclude(o: Options) -> Settings:
-    """Module names, as one regular expression."""
-    names = names_of(o.get("lora.exclude_modules"))
-    return {"quant.exclude": "|".join(map(re.escape, names))} if names and o["lora.enable_qlora"] else {}
+    """Layers that stay unquantized, by the last part of their names, as one regular expression (qlora/utils.py).
+
+    The head and the routers are never quantized, in XORL either, and a name with a dot matches nothing there.
+    """
+    names = [part for name in names_of(o.get("lora.exclude_modules")) for part in FUSED.get(name, (name,))]
+    names = [name for name in names if name not in ("lm_head", "gate") and "." not in name]
+    if not names or not o["lora.enable_qlora"]:
+        return {NOTE: "the head and routers are never quantized"}
+    return {"quant.exclude": rf"\.({'|'.join(map(re.escape, names))})$"}
 
 
 def xorl_noise(o: Options) -> Settings:

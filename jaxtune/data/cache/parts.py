@@ -215,8 +215,8 @@ class _Problems:
     def raise_refused(self):
         if self.count:
             raise UserError(
-                f"{self.count} samples cannot be trained on; the first: {self.first}. Fix them, or leave them out "
-                "with data.on_bad_row='skip'"
+                f"{counted(self.count, 'sample')} cannot be trained on; the first: {self.first}. Fix them, or leave "
+                "them out with data.on_bad_row='skip'"
             )
 
 

@@ -17,6 +17,14 @@ from jaxtune.data.chat.turns import Conversation, missing_token, missing_token_e
 from jaxtune.errors import UserError
 from jaxtune.tokenizer_type import Tokenizer
 
+MARK = re.compile(r"{%[-+]?\s*generation\b")
+
+
+def source_of(tokenizer: Tokenizer) -> str | None:
+    """Return the Jinja source of the tokenizer's chat template, the default one of several."""
+    source = tokenizer.chat_template
+    return source.get("default") if isinstance(source, dict) else source
+
 
 class ChatTemplate:
     """A tokenizer's chat template."""
@@ -37,9 +45,7 @@ class ChatTemplate:
         Raises:
             UserError: the tokenizer has no template, or several without a default; the template is not valid Jinja.
         """
-        source = tokenizer.chat_template
-        if isinstance(source, dict):
-            source = source.get("default")
+        source = source_of(tokenizer)
         if not source:
             raise UserError(
                 "the tokenizer has no chat template; set chat.template (a name, such as chatml, or a file), use "

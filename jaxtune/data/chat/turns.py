@@ -138,12 +138,13 @@ class Conversation:
 
         The first candidate is the end of the prompt. The prompts of some templates begin a thought, or hold an empty
         one, and the rendered conversation does not. So the second candidate is the text that the template writes before
-        an answer that is followed by other messages, if the prompt begins with it too; the third is the end of the
-        prompt with thinking turned off.
+        an answer that is followed by other messages, if the prompt begins with it too, or if it ends with the prompt
+        (the prompt before any message lacks what the first message brings: Llama 3's begin of text, Qwen2.5-VL's
+        system message); the third is the end of the prompt with thinking turned off.
         """
         yield self._tails[kind]
         header = self._header(i, kind)
-        if header is not None and self._tails[kind].startswith(header):
+        if header is not None and (self._tails[kind].startswith(header) or header.endswith(self._tails[kind])):
             yield header
         if kind not in self._thoughtless:
             self._thoughtless[kind] = self._tail(i, kind, enable_thinking=False, thinking=False)
@@ -188,6 +189,8 @@ class Conversation:
             for length in range(len(header), token.end() if token else len(header), -1):
                 if before.endswith(header[:length]):
                     return before[:-length] + header
+        if not how:  # the prompt begins a thought, and the answer has an empty one (Nemotron 3)
+            return self._tail_without_question(i, kind, error, {"enable_thinking": False, "thinking": False})
         raise UntrainableSample(
             f"message {i} (assistant) cannot be found in the rendered text: no message of the user is before it, and "
             f"{error}. Use a template with {{% generation %}} marks"
@@ -294,11 +297,13 @@ class Conversation:
         """Return the last special token in the common beginning of two texts that follow turn i.
 
         A template that always writes the header of the next answer (Command R7B's) may end in a token of that header;
-        then the tokenizer's eos ends the turn.
+        then the tokenizer's eos ends the turn. One that writes no header after a call (Gemma 4's, whose answer goes on
+        behind the tool's result) ends in the turn's own token.
         """
         shared = next((i for i, (a, b) in enumerate(zip(text, other)) if a != b), min(len(text), len(other)))
         tokens = [token.group() for token in self._special.finditer(text) if token.end() <= shared]
-        if len(tokens) > 1 and self._up_to(i) == self._up_to(i, add_generation_prompt=True):
+        always_prompts = len(tokens) > 1 and self._up_to(i) == self._up_to(i, add_generation_prompt=True)
+        if always_prompts and self._ends_in_header(i, text):
             if self._eos not in tokens:
                 raise UntrainableSample(
                     f"message {i} (assistant): the chat template writes the next answer's header whatever "
@@ -307,6 +312,12 @@ class Conversation:
                 )
             return self._eos
         return tokens[-1] if tokens else None
+
+    def _ends_in_header(self, i: int, text: str) -> bool:
+        """Whether a text ends as the prompt of turn i does, from the prompt's last special token on."""
+        prompt = self._tails[self._kind(i)]
+        tokens = [token.start() for token in self._special.finditer(prompt)]
+        return bool(tokens) and text.endswith(prompt[tokens[-1] :])
 
     def _up_to(self, i: int, **how: Any) -> str:
         """Render the conversation up to turn i, with a question before it if the template fails without one."""

@@ -20,6 +20,9 @@ log = logging.getLogger("jaxtune")
 
 Sample = Mapping[str, Any]
 
+_ASKED = ("prompt", "question", "query", "instruction", "conversations", "messages")  # columns of a prompt, best first
+_USED = {"system": "system_field", "tools": "tools_field"}  # columns that are used even if no option names them
+
 
 class Prompt(NamedTuple):
     """A prompt to continue.
@@ -48,6 +51,7 @@ class Prompts:
         self._texts_are_chat = has_template if texts_are_chat is None else texts_are_chat
         self._template = ChatTemplate(tokenizer, chat=chat) if has_template or texts_are_chat else None
         self._encode, self._begun = Encoder(tokenizer), chat.response_prefix or ""
+        self._found: dict[tuple[Any, ...], Dataset] = {}
 
     @property
     def turn_end(self) -> str | None:
@@ -59,13 +63,7 @@ class Prompts:
 
         The columns `system` and `tools`, and `input` after an instruction, are used even if the entry names none.
         """
-        if entry.prompt_field is None and (fields := prompt_fields(entry, sample)):
-            entry = dataclasses.replace(entry, prompt_field=fields[0][1])
-        if entry.input_field == Dataset().input_field and entry.prompt_field != Dataset().instruction_field:
-            entry = dataclasses.replace(entry, input_field=None)
-        for option, column in (("system_field", "system"), ("tools_field", "tools")):
-            if getattr(entry, option) is None and sample.get(column):
-                entry = dataclasses.replace(entry, **{option: column})
+        entry = self._with_columns(entry, sample)
         given = prompt_in(entry, sample)
         if not given:
             raise UserError(f"it has no prompt; its columns are {', '.join(sample)}")
@@ -79,6 +77,21 @@ class Prompts:
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
         tokens = self._template.prompt(*with_system_and_tools(messages, entry, sample))
         return Prompt(given, tokens, sample, self._begun, continued=tokens if self._begun else ())
+
+    def _with_columns(self, entry: Dataset, sample: Sample) -> Dataset:
+        """Return the entry with the columns to use, found once for all samples that fill the same columns."""
+        key = entry, *(sample.get(name) is not None for name in _ASKED), *(bool(sample.get(name)) for name in _USED)
+        if (found := self._found.get(key)) is not None:
+            return found
+        if entry.prompt_field is None and (fields := prompt_fields(entry, sample)):
+            entry = dataclasses.replace(entry, prompt_field=fields[0][1])
+        if entry.input_field == Dataset().input_field and entry.prompt_field != Dataset().instruction_field:
+            entry = dataclasses.replace(entry, input_field=None)
+        for column, option in _USED.items():
+            if getattr(entry, option) is None and sample.get(column):
+                entry = dataclasses.replace(entry, **{option: column})
+        self._found[key] = entry
+        return entry
 
 
 def read_prompts(
@@ -130,9 +143,8 @@ def prompt_fields(entry: Dataset, sample: Sample) -> list[tuple[str, str]]:
     """Return (option, column) of the prompt and of earlier exchanges; [] if the sample has no known prompt column."""
     if entry.prompt_field is not None:
         return [("prompt_field", entry.prompt_field)]
-    known = ("prompt", "question", "query", "instruction", "conversations", "messages")
     answer = entry.output_field if entry.type == "unpaired_preference" else None
-    field = next((name for name in known if sample.get(name) is not None and name != answer), None)
+    field = next((name for name in _ASKED if sample.get(name) is not None and name != answer), None)
     history = [("", HISTORY)] if isinstance(sample.get(HISTORY), list) else []
     return [] if field is None else [("prompt_field", field), *history]
 

@@ -89,11 +89,11 @@ def _run(path: Path) -> ModuleType:
     # The module is registered, because dataclasses look up their module in sys.modules; the hash
     # distinguishes files of the same name.
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
-    spec = importlib.util.spec_from_file_location(f"jaxtune_user_file_{path.stem}_{digest}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = ModuleType(f"jaxtune_user_file_{path.stem}_{digest}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    # Python's own loader takes stored bytecode for a file that was changed within the second and kept its size.
+    exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
     return module
 
 

@@ -10,12 +10,13 @@ import jax
 
 from jaxtune.columns import NEXT_TOKEN, Column
 from jaxtune.config.schema import Config, DataOptions
+from jaxtune.data.chat.template_line import say_template
 from jaxtune.data.formats.units import Documents
 from jaxtune.data.rows.loader import batches
 from jaxtune.data.rows.packed_rows import Counts, Rows
 from jaxtune.data.rows.splits import open_documents, open_validation
 from jaxtune.data.rows.streams import Stream
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, counted
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import data_shards
 
@@ -104,7 +105,6 @@ def open_feed(
     if data.streaming:
         eval_documents = open_validation(config, tokenizer, vocabulary)
         documents = rows = Stream(config, tokenizer, vocabulary, columns, rows_per_step)
-        chat = any(entry.type in ("conversation", "instruction") for entry in data.datasets)
         # A stream has no end; the checks of the config require train.max_steps.
         assert train.max_steps is not None
         total_steps = train.max_steps
@@ -116,11 +116,10 @@ def open_feed(
         for note in documents.notes:
             log.info("data: %s", note)
         log.info("data: %s", rows.counts)
-        # Running text has no messages to render. Entries with a prompt_format have no template either: they are
-        # excluded below.
-        chat = not documents.continuous.all()
         total_steps = train.max_steps or count_steps(rows.total(train.epochs), rows_per_step, data.drop_last)
-    log.info("%d steps of %d rows of %d tokens", total_steps, rows_per_step, data.seq_len)
+    log.info(
+        "%s of %s of %s", counted(total_steps, "step"), counted(rows_per_step, "row"), counted(data.seq_len, "token")
+    )
     eval_rows = rows_to_evaluate(eval_documents, config, columns)
     # With data.validation_split both come from the same sources, and their losses are logged once.
     logged = () if isinstance(rows, Stream) else rows.losses
@@ -129,10 +128,22 @@ def open_feed(
             if loss not in logged:
                 log.warning("validation%s: %s", f" {name}" if name else "", loss)
         log.info("validation%s: %s", f" {name}" if name else "", named_rows.counts)
-    chat = chat and all(entry.prompt_format is None for entry in data.datasets)
+    chat = is_chat(config, documents)
+    for line in say_template(tokenizer, config.chat) if chat else ():
+        log.info("data: %s", line)
     # Micro-batches follow each other on all devices, so the first axis is not sharded.
     sharding = jax.NamedSharding(mesh, P(None, *by_token()))
     return Feed(documents, rows, eval_rows, shape, sharding, total_steps, chat, data)
+
+
+def is_chat(config: Config, documents: Documents | Stream) -> bool:
+    """Whether the chat template rendered the documents, if the tokenizer has one."""
+    entries = config.data.datasets
+    if config.sample_type == "classification" or any(entry.prompt_format is not None for entry in entries):
+        return False
+    if isinstance(documents, Stream):
+        return any(entry.type in ("conversation", "instruction") for entry in entries)
+    return not documents.continuous.all()  # running text has no messages to render
 
 
 def rows_to_evaluate(
@@ -157,5 +168,5 @@ def count_steps(rows: int, rows_per_step: int, drop_last: bool) -> int:
     steps, left_out = divmod(rows, rows_per_step)
     if not steps:
         raise UserError(f"data.drop_last: a step is {rows_per_step} rows, and there are only {rows}")
-    log.info("data.drop_last leaves out %d rows of the last epoch", left_out)
+    log.info("data.drop_last leaves out %s of the last epoch", counted(left_out, "row"))
     return steps

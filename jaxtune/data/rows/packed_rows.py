@@ -108,8 +108,9 @@ class Rows:
         kept, dropped, targets = _drop_untrained(documents, pieces, data.seq_len, labelled)
         if not kept.any():
             why = "the cut leaves no trained token" if pieces.cut.any() else "all are dropped"
+            longer = "the document is" if len(lengths) == 1 else f"all {len(lengths):,} documents are"
             raise UserError(
-                f"{name}: the {len(lengths)} documents are longer than data.seq_len={data.seq_len} tokens, and with "
+                f"{name}: {longer} longer than data.seq_len={data.seq_len} tokens, and with "
                 f"data.truncation={truncation!r} {why}; raise data.seq_len, or choose another data.truncation"
             )
         self._document, self._start, self._length = pieces.document[kept], pieces.start[kept], pieces.length[kept]
@@ -303,6 +304,13 @@ class Rows:
                     row["key_start"][whole] = begin
                 case "last":
                     row["last"][begin + length - 1] = True
+                case "further_targets" | "further_loss_weight":
+                    values = column.name.removeprefix("further_").replace("targets", "tokens")
+                    for module in range(column.width or 0):
+                        # As for targets, values may be in the next piece, but never in another document.
+                        first = start + module + 2
+                        found = self._documents.values(values, document, first, first + length)
+                        row[column.name][begin : begin + len(found), module] = found
                 case name:
                     # Values of tokens are shifted by one: each is at the position that predicts its token.
                     at = predicting if column.per == "token" else whole

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -13,11 +13,12 @@ import jax
 import numpy as np
 
 from jaxtune.config.schema import Config
+from jaxtune.data.chat.template_line import say_template
 from jaxtune.data.formats.prompts import Prompt, read_prompts
 from jaxtune.data.rows.feed import count_steps
 from jaxtune.data.rows.packing import stable_permutation
 from jaxtune.data.rows.splits import validation_seed
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, counted
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.tokenizer_type import Tokenizer
 
@@ -30,10 +31,12 @@ class PromptBatch(NamedTuple):
     Attributes:
         prompts: the prompts.
         first: number of the first completion of the first prompt, counted through the run.
+        spare: rollout.spare_prompts further prompts; their completions have the numbers that follow.
     """
 
     prompts: list[Prompt]
     first: int
+    spare: Sequence[Prompt] = ()
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,10 @@ class PromptFeed:
         self.documents, self.eval_prompts, self.chat = prompts, validation, chat
         self.rows_per_step = completions_per_step
         self._data, self._group_size = config.data, config.rollout.group_size
-        self._per_step = completions_per_step // self._group_size
+        self._per_step, self._spare = completions_per_step // self._group_size, config.rollout.spare_prompts
         completions = math.ceil(config.train.epochs * len(prompts.prompts)) * self._group_size
-        steps = config.train.max_steps or count_steps(completions, completions_per_step, config.data.drop_last)
+        at_most = completions_per_step + self._spare * self._group_size
+        steps = config.train.max_steps or count_steps(completions, at_most, config.data.drop_last)
         self.total_steps = steps
         self._order = lru_cache(2)(self._make_order)  # a step may have prompts of two epochs
 
@@ -90,13 +94,11 @@ class PromptFeed:
 
     def batches(self, position: dict[str, Any], steps: int) -> Iterator[tuple[dict[str, Any], PromptBatch]]:
         """Yield (position after a step, its prompts) from a position; a step may span two epochs."""
-        first = position.get("prompt", 0)
-        for start in range(first, first + steps * self._per_step, self._per_step):
-            after = start + self._per_step
-            yield (
-                {"prompt": after},
-                PromptBatch([self._prompt(n) for n in range(start, after)], start * self._group_size),
-            )
+        first, taken = position.get("prompt", 0), self._per_step + self._spare
+        for start in range(first, first + steps * taken, taken):
+            prompts = [self._prompt(number) for number in range(start, start + taken)]
+            batch = PromptBatch(prompts[: self._per_step], start * self._group_size, prompts[self._per_step :])
+            yield {"prompt": start + taken}, batch
 
     def _prompt(self, number: int) -> Prompt:
         epoch, place = divmod(number, len(self.documents.prompts))
@@ -122,8 +124,11 @@ def open_prompts(config: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) 
         )
     prompts, validation = open_prompt_sets(config, tokenizer)
     feed = PromptFeed(PromptSet(prompts), validation, config, completions, bool(tokenizer.chat_template))
+    for line in say_template(tokenizer, config.chat, masks=False):
+        log.info("data: %s", line)
     per_step = completions // options.group_size
-    log.info("%d steps of %d prompts, each completed %d times", feed.total_steps, per_step, options.group_size)
+    steps, prompts_of_a_step = counted(feed.total_steps, "step"), counted(per_step, "prompt")
+    log.info("%s of %s, each completed %s", steps, prompts_of_a_step, counted(options.group_size, "time"))
     return feed
 
 

@@ -49,11 +49,14 @@ def open_validation(config: Config, tokenizer: Tokenizer, vocabulary: int | None
     """
     data = config.data
     if data.eval_datasets:
-        # data.samples_per_epoch is the length of a training epoch; validation uses every document.
-        whole, documents = dataclasses.replace(data, samples_per_epoch=None), {}
+        # data.samples_per_epoch and data.mixing are of training; validation uses every document, unless its own entries
+        # have weights.
+        shares = dataclasses.replace(data, samples_per_epoch=None)
+        whole, documents = dataclasses.replace(shares, mixing="concat"), {}
         for name in dict.fromkeys(entry.name or "" for entry in data.eval_datasets):
             entries = tuple(entry for entry in data.eval_datasets if (entry.name or "") == name)
-            documents[name] = mix(_documents(config, entries, tokenizer, vocabulary), entries, whole)
+            together = _documents(config, entries, tokenizer, vocabulary)
+            documents[name] = mix(together, entries, whole if entries[0].weight is None else shares)
         return documents
     if data.validation_split:
         everything = _documents(config, data.datasets, tokenizer, vocabulary)

@@ -9,20 +9,25 @@ A family has
 It may have
 
 - `CLASSIFIER`, the class in transformers with a head of labels, without "ForSequenceClassification";
+- `NO_LORA`, a regex for the linear layers whose LoRA peft cannot load;
 - `MORE_TOKENS`, a regex for the tensors of a layer that predicts more tokens, which transformers leaves out. A group in
-  it matches the layer's number, which is one after the last layer.
+  it matches the layer's number, which is one after the last layer;
+- `MTP`, the `MtpTensors` of the modules that mtp.weight trains.
 """
 
+import dataclasses
 import importlib
 import pkgutil
 import re
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from jaxtune.errors import UserError
 from jaxtune.models.families.entries import Entries
+from jaxtune.models.families.mtp_tensors import MtpTensors, add_modules
 from jaxtune.models.places import Tensor
-from jaxtune.models.spec import Experts, ModelSpec
+from jaxtune.models.spec import Experts, Layer, ModelSpec
 
 MOST_EXPERTS = 100_000
 """Largest number of experts in all layers together; DeepSeek-V3 has 14,848."""
@@ -38,8 +43,11 @@ def classifiers() -> dict[str, str]:
     return {name: family.CLASSIFIER for name, family in FAMILIES.items() if hasattr(family, "CLASSIFIER")}
 
 
-def read_spec(config: dict[str, Any]) -> ModelSpec:
-    """Return the ModelSpec of a config.json. Raises UserError for a family or a field that is not supported."""
+def read_spec(config: dict[str, Any], mtp: bool = False, mtp_default: int | None = None) -> ModelSpec:
+    """Return the ModelSpec of a config.json. Raises UserError for a family or a field that is not supported.
+
+    mtp: whether with its multi-token-prediction modules; mtp_default: their number if config.json does not say it.
+    """
     config = config if isinstance(config, Entries) else Entries(config)
     kind = config.get("model_type")
     if kind not in FAMILIES:
@@ -51,29 +59,92 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     experts = sum(layer.feed_forward.count for layer in spec.layers if isinstance(layer.feed_forward, Experts))
     if experts > MOST_EXPERTS:  # a name is made for each of their tensors, which would take too long
         raise UserError(f"config.json: {experts:,} experts in {len(spec.layers):,} layers; at most {MOST_EXPERTS:,}")
-    return spec
+    if not mtp:
+        return spec
+    trained = [name for name, family in FAMILIES.items() if hasattr(family, "MTP")]
+    if kind not in trained:
+        raise UserError(
+            f"mtp.weight: multi-token-prediction modules of model_type={kind!r} are not trained here; those of "
+            f"{', '.join(trained)} are"
+        )
+    return add_modules(spec, modules_of(spec), config, mtp_default)
 
 
-def names_of(spec: ModelSpec) -> dict[str, str | Tensor]:
-    """Return the family's table of names, with the name of a classifier's head if the model has one."""
-    names = FAMILIES[spec.family].NAMES
-    return names | {"head.weight": "score.weight"} if spec.labels else names
+def refuses_lora(spec: ModelSpec, name: str) -> bool:
+    """Return whether peft cannot load LoRA of a linear layer."""
+    return re.search(getattr(FAMILIES[spec.family], "NO_LORA", r"\Z\A."), name) is not None
+
+
+def modules_of(spec: ModelSpec) -> MtpTensors:
+    """Return the tensors of a family's multi-token-prediction modules."""
+    return FAMILIES[spec.family].MTP
+
+
+def names_of(spec: ModelSpec, layer: Layer | None = None) -> Mapping[str, str | Tensor]:
+    """Return the family's table of names, with the name of a classifier's head if the model has one.
+
+    layer: one that may be a multi-token-prediction module's, whose tensors have other names.
+    """
+    if layer is not None and layer.predictor:
+        names = modules_of(spec).names
+    else:
+        names = FAMILIES[spec.family].NAMES | ({"head.weight": "score.weight"} if spec.labels else {})
+    return _stack_experts(names) if spec.stacked_experts else names
+
+
+def _stack_experts(names: Mapping[str, str | Tensor]) -> Mapping[str, str | Tensor]:
+    """Return the table with a tensor of all experts of a layer in place of one an expert, by transformers' names."""
+    gated = any(str(tensor).endswith(".experts.{expert}.gate_proj.weight") for tensor in names.values())
+
+    def stack(tensor: str | Tensor) -> str | Tensor:
+        match = re.fullmatch(r"(.*\.experts)\.\{expert\}\.(gate|up|down)_proj\.weight", str(tensor))
+        if match is None:
+            return tensor
+        return Tensor(f"{match[1]}.{'gate_up' if gated and match[2] != 'down' else match[2]}_proj", stacked=True)
+
+    return {name: stack(tensor) for name, tensor in names.items()}
+
+
+def stacked_experts_of(spec: ModelSpec) -> frozenset[str]:
+    """Return the names that tensors of all experts have in files of the other layout, with {layer}; often none."""
+    names, stacked = (names_of(dataclasses.replace(spec, stacked_experts=to)) for to in (False, True))
+    changed = (tensor for name, tensor in stacked.items() if tensor != names[name])
+    return frozenset(tensor.name for tensor in changed if isinstance(tensor, Tensor))
 
 
 def is_ignorable(spec: ModelSpec, name: str) -> bool:
     """Return whether a checkpoint's key is not read: a computed buffer, a head that is tied or replaced, untouched."""
     headless = spec.tied or bool(spec.labels)
     computed = bool(re.search(FAMILIES[spec.family].IGNORABLE, name))
-    return computed or (headless and name == "lm_head.weight") or is_untouched(spec, name)
+    ignored = computed or (headless and name == "lm_head.weight") or name in copies_of(spec)
+    return ignored or is_untouched(spec, name)
 
 
 def is_untouched(spec: ModelSpec, name: str) -> bool:
     """Return whether a checkpoint's key is outside the decoder; such tensors are exported unchanged."""
+    if _is_of_a_module(spec, name):
+        return False
     in_larger_model = spec.untouched is not None and bool(re.search(spec.untouched, name))
     return in_larger_model or predicts_more_tokens(spec, name)
 
 
 def predicts_more_tokens(spec: ModelSpec, name: str) -> bool:
-    """Return whether a checkpoint's key is of a layer after the decoder that predicts more than the next token."""
+    """Return whether a checkpoint's key is of a layer that predicts more than the next token, and is not computed."""
+    if _is_of_a_module(spec, name):
+        return False
     match = re.search(getattr(FAMILIES[spec.family], "MORE_TOKENS", r"\Z\A."), name)
     return match is not None and (not match.groups() or int(match[1]) == len(spec.layers))
+
+
+def _is_of_a_module(spec: ModelSpec, name: str) -> bool:
+    """Return whether a checkpoint's key is of a multi-token-prediction module of the spec."""
+    match = re.search(modules_of(spec).tensors, name) if spec.mtp else None
+    return match is not None and (not match.groups() or len(spec.layers) <= int(match[1]) < len(spec.every_layer))
+
+
+def copies_of(spec: ModelSpec) -> dict[str, str]:
+    """Return the parameter, such as "embed.weight", of which each of the modules' tensors in the files is a copy."""
+    if not spec.mtp:
+        return {}
+    numbers = range(len(spec.layers), len(spec.every_layer))
+    return {hf.format(layer=n): name for name, hf in modules_of(spec).copies.items() for n in numbers}

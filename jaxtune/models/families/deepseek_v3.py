@@ -3,8 +3,10 @@
 from typing import Any
 
 from jaxtune.errors import UserError
-from jaxtune.models.families import glm4_moe, llama, qwen3_moe
-from jaxtune.models.spec import Latent, ModelSpec
+from jaxtune.models.families import glm4_moe, llama, mtp_tensors, qwen3_moe
+from jaxtune.models.families.entries import require
+from jaxtune.models.mixers import Latent, Rope
+from jaxtune.models.spec import Experts, FeedForward, ModelSpec
 
 CLASSIFIER = "DeepseekV3"
 
@@ -22,6 +24,7 @@ LATENTS = {
 NORMS = {f"attention.{x}_norm.weight": f"{ATTENTION}.{x}_a_layernorm.weight" for x in ("q", "kv")}
 NAMES = llama.NAMES | qwen3_moe.MIXTURE | glm4_moe.SHARED | glm4_moe.CORRECTION | LATENTS | NORMS
 IGNORABLE, MORE_TOKENS = llama.IGNORABLE, glm4_moe.MORE_TOKENS
+MTP = mtp_tensors.as_layers(NAMES)
 DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "kv_lora_rank": 512,
@@ -45,6 +48,15 @@ DEFAULTS = {
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `DeepseekV3ForCausalLM` config.json."""
     config = DEFAULTS | config
+    require(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    rope = llama.read_rope(config, interleaved=config["rope_interleave"])
+    return common_spec("deepseek_v3", config, rope, glm4_moe.feed_forwards(config, glm4_moe.experts(config)))
+
+
+def common_spec(
+    family: str, config: dict[str, Any], rope: Rope, feed_forwards: list[FeedForward | Experts]
+) -> ModelSpec:
+    """Return a ModelSpec with DeepSeek-V3's latent attention."""
     rotated = config["qk_rope_head_dim"]
     head_dim = config["qk_nope_head_dim"] + rotated
     if config["v_head_dim"] > head_dim:
@@ -52,13 +64,12 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
             f"config.json: v_head_dim={config['v_head_dim']} is not supported: it is more than keys have "
             f"(qk_nope_head_dim + qk_rope_head_dim = {head_dim})"
         )
-    rope = llama.read_rope(config, interleaved=config["rope_interleave"])
     bias = ("q_down", "kv_down", "o") if config.get("attention_bias", False) else ()
     return llama.common_spec(
-        "deepseek_v3",
+        family,
         config | {"head_dim": head_dim, "num_key_value_heads": config["num_attention_heads"]},
         rope=rope,
-        feed_forward=glm4_moe.feed_forwards(config),
+        feed_forward=feed_forwards,
         bias=frozenset(bias),
         scale=head_dim**-0.5 * rope.magnitude(rope.mscale_all_dim or 0) ** 2,
         latent=Latent(config["kv_lora_rank"], config["q_lora_rank"], rotated, config["v_head_dim"]),

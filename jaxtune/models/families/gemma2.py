@@ -5,7 +5,8 @@ from typing import Any
 
 from jaxtune.errors import UserError
 from jaxtune.models.families import llama
-from jaxtune.models.spec import FeedForward, ModelSpec, Norm, Rope
+from jaxtune.models.mixers import Rope
+from jaxtune.models.spec import FeedForward, ModelSpec, Norm
 
 CLASSIFIER = "Gemma2"
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxtune.models.families import llama, qwen3, qwen3_moe
+from jaxtune.models.families import llama, mtp_tensors, qwen3, qwen3_moe
 from jaxtune.models.spec import Experts, FeedForward, ModelSpec
 
 SHARED = {
@@ -12,6 +12,7 @@ SHARED = {
 CORRECTION = {"mlp.router.correction": "model.layers.{layer}.mlp.gate.e_score_correction_bias"}
 NAMES = llama.NAMES | qwen3.QK_NORMS | qwen3_moe.MIXTURE | SHARED | CORRECTION
 IGNORABLE, MORE_TOKENS = llama.IGNORABLE, r"^model\.layers\.(\d+)\."
+MTP = mtp_tensors.as_layers(NAMES)
 DEFAULTS = {
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
@@ -37,15 +38,21 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
         "glm4_moe",
         config,
         rope=rope,
-        feed_forward=feed_forwards(config),
+        feed_forward=feed_forwards(config, experts(config)),
         bias=frozenset("qkv" if config.get("attention_bias", False) else ""),
         qk_norm="head" if config["use_qk_norm"] else None,
     )
 
 
-def feed_forwards(config: dict[str, Any]) -> list[FeedForward | Experts]:
-    """Return the feed-forward of each layer: the first ones are dense, the others have experts as in DeepSeek-V3."""
-    experts = Experts(
+def feed_forwards(config: dict[str, Any], experts: Experts) -> list[FeedForward | Experts]:
+    """Return the feed-forward of each layer: the first ones are dense, the others have the given experts."""
+    dense, first = llama.dense(config), config["first_k_dense_replace"]
+    return [dense if number < first else experts for number in range(config["num_hidden_layers"])]
+
+
+def experts(config: dict[str, Any]) -> Experts:
+    """Return the experts of a layer, as in DeepSeek-V3."""
+    return Experts(
         size=config["moe_intermediate_size"],
         count=config["n_routed_experts"],
         active=config["num_experts_per_tok"],
@@ -59,5 +66,3 @@ def feed_forwards(config: dict[str, Any]) -> list[FeedForward | Experts]:
         float32=True,
         shared=config["moe_intermediate_size"] * config["n_shared_experts"],
     )
-    first = config["first_k_dense_replace"]
-    return [llama.dense(config) if number < first else experts for number in range(config["num_hidden_layers"])]

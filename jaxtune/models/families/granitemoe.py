@@ -20,11 +20,21 @@ IGNORABLE = llama.IGNORABLE
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `GraniteMoeForCausalLM` config.json."""
+    return common_spec("granitemoe", config)
+
+
+def common_spec(family: str, config: dict[str, Any], shared: int = 0, **fields: Any) -> ModelSpec:
+    """Return a ModelSpec with experts in every layer.
+
+    shared: hidden features of a shared expert, 0 for none. fields: as in llama.common_spec.
+    """
     experts = Experts(
         size=config["intermediate_size"],
         count=config.get("num_local_experts", 8),
         active=config.get("num_experts_per_tok", 2),
         normalized=True,
         activation=llama.activation(config),
+        shared=shared,
     )
-    return granite.common_spec("granitemoe", config, feed_forward=experts, model=qwen3_moe.router_loss(config, 0.001))
+    model = qwen3_moe.router_loss(config, 0.001)
+    return granite.common_spec(family, config, feed_forward=experts, model=model, **fields)

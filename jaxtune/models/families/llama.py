@@ -1,11 +1,13 @@
 """Llama 3.x, and code that families with its tensor names share: config.json to ModelSpec, and the table of names."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtune.errors import UserError
-from jaxtune.models.families.entries import Entries
-from jaxtune.models.spec import Activation, Experts, FeedForward, Heads, Layer, ModelSpec, Norm, Rope
+from jaxtune.models.families.entries import Entries, check_kinds
+from jaxtune.models.mixers import Heads, Rope
+from jaxtune.models.spec import Activation, Experts, FeedForward, Layer, ModelSpec, Norm
 
 CLASSIFIER = "Llama"
 
@@ -87,12 +89,27 @@ def common_spec(
     )
 
 
+def change_layers(spec: ModelSpec, kinds: Sequence[str], kind: str, **fields: Any) -> ModelSpec:
+    """Return the spec with other fields, such as the mixer, in its layers of a kind; `kinds`: of each layer."""
+    layers = (
+        dataclasses.replace(layer, **fields) if of_layer == kind else layer
+        for layer, of_layer in zip(spec.layers, kinds, strict=True)
+    )
+    return dataclasses.replace(spec, layers=tuple(layers))
+
+
 def dense(config: dict[str, Any], bias: bool = False) -> FeedForward:
     """Return the gated feed-forward layer of a config."""
     return FeedForward(config["intermediate_size"], bias, activation(config))
 
 
-ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
+}
 
 
 def activation(config: dict[str, Any], key: str = "hidden_act") -> Activation:
@@ -110,10 +127,12 @@ def read_rope(config: dict[str, Any], theta: float = 10_000.0, **fields: Any) ->
     """
     values = Entries({**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})})
     kind = values.get("rope_type", values.get("type", "default"))
-    known = ("default", "linear", "dynamic", "yarn", "llama3")
+    known = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
     if kind not in known:
         raise UserError(f"config.json: rope_type={kind!r} is not supported; supported: {', '.join(known)}")
-    if partial_rotary(config) != fields.get("fraction", 1.0):
+    if kind == "proportional":
+        fields["fraction"] = values.get("partial_rotary_factor", 1.0)
+    elif partial_rotary(config) != fields.get("fraction", 1.0):
         raise UserError(f"config.json: partial_rotary_factor={partial_rotary(config)} is not supported for this family")
     positions = config["max_position_embeddings"]
     return Rope(
@@ -172,11 +191,7 @@ def ropes_by_kind(config: dict[str, Any], theta: float, local_theta: float) -> l
 
 def layer_types(config: dict[str, Any]) -> list[str]:
     """Return "full_attention" or "sliding_attention" for each layer, from `layer_types`."""
-    count, kinds = config["num_hidden_layers"], config["layer_types"]
-    unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
-    if unknown or len(kinds) != count:
-        raise UserError(f"config.json: layer_types {unknown or len(kinds)} for {count} layers is not supported")
-    return kinds
+    return check_kinds(config, config["layer_types"], "full_attention", "sliding_attention")
 
 
 def every_nth_is_full(config: dict[str, Any], period: int | str) -> dict[str, Any]:

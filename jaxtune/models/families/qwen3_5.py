@@ -7,6 +7,7 @@ from jaxtune.models.spec import ModelSpec
 
 NAMES, IGNORABLE = vision_wrapper.names(qwen3_5_text.NAMES), qwen3_5_text.IGNORABLE
 UNTOUCHED = r"^(model\.visual|mtp)\."
+MTP = qwen3_5_text.MTP
 
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:

@@ -6,6 +6,7 @@ from jaxtune.models.families import qwen3_5, qwen3_5_moe_text, vision_wrapper
 from jaxtune.models.spec import ModelSpec
 
 NAMES, IGNORABLE = vision_wrapper.names(qwen3_5_moe_text.NAMES), qwen3_5_moe_text.IGNORABLE
+MTP = qwen3_5_moe_text.MTP
 
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from jaxtune.models.families import qwen3_5_text, qwen3_moe, qwen3_next
+from jaxtune.models.families import mtp_tensors, qwen3_5_text, qwen3_moe, qwen3_next
 from jaxtune.models.spec import ModelSpec
 
 NAMES = qwen3_5_text.NAMES | qwen3_next.MIXTURE
 IGNORABLE, MORE_TOKENS = qwen3_next.IGNORABLE, qwen3_next.MORE_TOKENS
+MTP = mtp_tensors.apart(NAMES, "mtp_num_hidden_layers")
 DEFAULTS = qwen3_next.DEFAULTS | {"num_experts": 256, "num_experts_per_tok": 8}
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxtune.models.families import llama, qwen3, qwen3_next
+from jaxtune.models.families import llama, mtp_tensors, qwen3, qwen3_next
 from jaxtune.models.spec import ModelSpec
 
 CLASSIFIER = "Qwen3_5Text"
@@ -13,6 +13,7 @@ PROJECTIONS = {f"delta_net.{name}.weight": f"{NET}.in_proj_qkv.weight" for name 
 }
 NAMES = llama.NAMES | qwen3.QK_NORMS | qwen3_next.DELTA_NET | PROJECTIONS
 IGNORABLE, MORE_TOKENS = qwen3_next.IGNORABLE, qwen3_next.MORE_TOKENS
+MTP = mtp_tensors.apart(NAMES, "mtp_num_hidden_layers")
 DEFAULTS = qwen3_next.MIXERS | {"num_key_value_heads": 4}
 
 

@@ -3,9 +3,10 @@
 import dataclasses
 from typing import Any
 
-from jaxtune.errors import UserError
-from jaxtune.models.families import llama, qwen3, qwen3_moe
-from jaxtune.models.spec import DeltaNet, Experts, ModelSpec, Norm
+from jaxtune.models.families import llama, mtp_tensors, qwen3, qwen3_moe
+from jaxtune.models.families.entries import check_kinds
+from jaxtune.models.mixers import DeltaNet
+from jaxtune.models.spec import Experts, ModelSpec, Norm
 
 CLASSIFIER = "Qwen3Next"
 
@@ -25,6 +26,7 @@ SHARED = {f"mlp.shared.{x}.weight": f"{MLP}.shared_expert.{x}_proj.weight" for x
 MIXTURE = qwen3_moe.MIXTURE | SHARED
 NAMES = llama.NAMES | qwen3.QK_NORMS | DELTA_NET | FUSED | MIXTURE
 IGNORABLE, MORE_TOKENS = llama.IGNORABLE, r"^mtp\."
+MTP = mtp_tensors.apart(NAMES, "num_nextn_predict_layers")
 MIXERS = {
     "head_dim": 256,
     "num_key_value_heads": 2,
@@ -66,23 +68,22 @@ def common_spec(family: str, config: dict[str, Any], fused: bool, **fields: Any)
         rope=llama.read_rope(config, fraction=llama.partial_rotary(config)),
         norm=Norm(config["rms_norm_eps"], offset=True, rounded=False),
         qk_norm="head",
-        gated=True,
+        gated="fused",
         **fields,
     )
-    net = DeltaNet(
+    return llama.change_layers(spec, layer_types(config), "linear_attention", mixer=delta_net(config, fused=fused))
+
+
+def delta_net(config: dict[str, Any], **fields: Any) -> DeltaNet:
+    """Return the delta net of a config; `fields`: further fields of `DeltaNet`."""
+    return DeltaNet(
         key_heads=config["linear_num_key_heads"],
         value_heads=config["linear_num_value_heads"],
         key_dim=config["linear_key_head_dim"],
         value_dim=config["linear_value_head_dim"],
         kernel=config["linear_conv_kernel_dim"],
-        fused=fused,
+        **fields,
     )
-    kinds = layer_types(config)
-    layers = (
-        dataclasses.replace(layer, mixer=net) if kind == "linear_attention" else layer
-        for layer, kind in zip(spec.layers, kinds, strict=True)
-    )
-    return dataclasses.replace(spec, layers=tuple(layers))
 
 
 def layer_types(config: dict[str, Any]) -> list[str]:
@@ -94,10 +95,7 @@ def layer_types(config: dict[str, Any]) -> list[str]:
     kinds = config.get("layer_types") or [
         "linear_attention" if (number + 1) % interval else "full_attention" for number in range(count)
     ]
-    unknown = sorted(set(kinds) - {"linear_attention", "full_attention"})
-    if unknown or len(kinds) != count:
-        raise UserError(f"config.json: layer_types {unknown or len(kinds)} for {count} layers is not supported")
-    return kinds
+    return check_kinds(config, kinds, "full_attention", "linear_attention")
 
 
 def with_shared(config: dict[str, Any]) -> Experts:

@@ -1,1 +1,1 @@
-"""Layers of a decoder: attention, feed-forwards, experts, delta net, norms, rotary embeddings."""
+"""Layers of a decoder: attention, delta net, Mamba-2, short convolution, feed-forwards, experts, norms, ropes."""

@@ -15,9 +15,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxtune.models.declared import declare_parameter
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.linear import Linear, run_linears
-from jaxtune.models.layers.norm import NormLayer
+from jaxtune.models.layers.norm import NormLayer, divide_by_rms
 from jaxtune.models.layers.rope import Rotation, rotate
-from jaxtune.models.spec import Heads, Layer, ModelSpec, Rope
+from jaxtune.models.mixers import Heads, Rope
+from jaxtune.models.spec import Layer, ModelSpec
 from jaxtune.parallel.layout import by_token
 
 # (queries, keys, values, the layer's heads, sinks, this layer's cache, its call) -> (attended values, updated cache).
@@ -48,17 +49,20 @@ class Attention(nnx.Module):
     """softmax(QK^T)V, with input and output projections."""
 
     def __init__(self, spec: ModelSpec, layer: Layer, mixer: Heads):
-        self.mixer = mixer
+        self.mixer, self.epsilon = mixer, spec.norm.epsilon
         queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
         self.kv_axis = None if mixer.kv_whole else "kv_heads"  # None: keys and values are not sharded
 
         def linear(name: str, shape: tuple[int, int], axes: tuple[str | None, str]) -> Linear:
             return Linear(spec, layer, f"attention.{name}", shape, axes, bias=name in mixer.bias)
 
-        # With gates, the rows of q are, head by head, the query's features and then the gate's.
-        self.q = linear("q", (queries * (1 + mixer.gated), spec.hidden), ("heads", "embed"))
+        # With fused gates, the rows of q are, head by head, the query's features and then the gate's.
+        fused = mixer.gated == "fused"
+        self.q = linear("q", (queries * (1 + fused), spec.hidden), ("heads", "embed"))
         self.k = linear("k", (keys, spec.hidden), (self.kv_axis, "embed"))
-        self.v = linear("v", (keys, spec.hidden), (self.kv_axis, "embed"))
+        self.v = None if mixer.keys_as_values else linear("v", (keys, spec.hidden), (self.kv_axis, "embed"))
+        separate = mixer.gated == "separate"
+        self.gate = linear("gate", (queries, spec.hidden), ("heads", "embed")) if separate else None
         self.o = linear("o", (spec.hidden, queries), ("embed", "heads"))
 
         def norm(size: int, axis: str | None) -> NormLayer | None:
@@ -78,19 +82,26 @@ class Attention(nnx.Module):
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: ForwardOptions
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return the layer's output and its updated cache."""
-        q, k, v = run_linears([self.q, self.k, self.v], x, call)
-        gate = None
-        if self.mixer.gated:
+        linears = [linear for linear in (self.q, self.k, self.v, self.gate) if linear is not None]
+        q, k, *projected = run_linears(linears, x, call)
+        gate = None if self.gate is None else projected.pop()
+        v = projected[0] if projected else k
+        if self.mixer.gated == "fused":
             both = jnp.reshape(q, (*x.shape[:2], -1, 2 * self.mixer.head_dim), out_sharding=by_token("heads", None))
             q, gate = map(merge_heads, jnp.split(both, 2, axis=-1))
-        q = self._by_head(q, "heads", self.q_norm)
-        k, v = self._by_head(k, self.kv_axis, self.k_norm), self._by_head(v, self.kv_axis)
+        late = self.mixer.qk_norm == "rotated"
+        q = self._by_head(q, "heads", None if late else self.q_norm)
+        k, v = self._by_head(k, self.kv_axis, None if late else self.k_norm), self._by_head(v, self.kv_axis)
+        if self.mixer.v_norm:
+            v = divide_by_rms(v.astype(jnp.float32), self.epsilon).astype(v.dtype)
         if (rope := self.mixer.rope) is not None:
             # Keys are rotated before `attend`, so a cache has rotated keys.
             rotation = inputs.rotations[rope, self.mixer.head_dim]
             q, k = rotate(q, rope, rotation), rotate(k, rope, rotation)
             if rotation.query_scale is not None:
                 q *= rotation.query_scale.astype(q.dtype)
+        if late and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         sinks = None if self.sinks is None else self.sinks.get_value()
         attended, cache = inputs.attend(q, k, v, self.mixer, sinks, cache, call)
         y = merge_heads(attended)

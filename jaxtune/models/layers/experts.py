@@ -20,6 +20,7 @@ from jaxtune.models.layers.expert_all_to_all import through_experts
 from jaxtune.models.layers.expert_sort import from_rows, to_rows
 from jaxtune.models.layers.linear import Linear
 from jaxtune.models.layers.mlp import MLP
+from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.layers.router import Router, Routing
 from jaxtune.parallel.layout import RULES, Axes, Layout, P, Rules, axes_of, by_token, gather, shards
 from jaxtune.parallel.random import Noise
@@ -43,33 +44,56 @@ class ExpertsLayer(nnx.Module):
     """
 
     def __init__(self, spec: specs.ModelSpec, layer: specs.Layer, options: specs.Experts):
-        def feed_forward(size: int, name: str) -> MLP:
-            return MLP(spec, layer, specs.FeedForward(size, options.bias, options.activation), f"mlp.{name}")
+        def feed_forward(size: int, name: str, width: int | None = None) -> MLP:
+            one = specs.FeedForward(size, options.bias, options.activation, options.gated)
+            return MLP(spec, layer, one, f"mlp.{name}", width)
+
+        def latent(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]) -> Linear | None:
+            return Linear(spec, layer, f"mlp.{name}", shape, axes) if options.latent else None
 
         self.router = Router(spec, options)
-        self.experts = feed_forward(options.size, "experts")
+        self.latent_down = latent("latent_down", (options.latent, spec.hidden), (None, "embed"))
+        self.latent_up = latent("latent_up", (spec.hidden, options.latent), ("embed", None))
+        self.experts = feed_forward(options.size, "experts", options.latent)
         self.shared = feed_forward(options.shared, "shared") if options.shared else None
         gate = Linear(spec, layer, "mlp.shared_gate", (1, spec.hidden), (None, "embed"), kind="gate")
         self.shared_gate = gate if options.shared_gate else None
+
+        def norm() -> NormLayer | None:
+            return NormLayer(spec.hidden, spec.norm) if options.parallel else None
+
+        self.experts_norm, self.experts_out_norm, self.shared_out_norm = norm(), norm(), norm()
         self.options = options
 
     @jax.named_scope("experts")
     def __call__(
-        self, x: Float[Array, "b s d"], call: ForwardOptions, valid: Bool[Array, "b s"]
+        self,
+        x: Float[Array, "b s d"],
+        call: ForwardOptions,
+        valid: Bool[Array, "b s"],
+        residual: Float[Array, "b s d"],
     ) -> tuple[Float[Array, "b s d"], dict[str, Float[Array, "..."]]]:
         """Return the output, and sums over the `valid` tokens of each row, for `objectives.balanced`.
 
+        residual: the residual stream before the norm whose output is x; only parallel experts read it.
         router_choices (b, e): how often each expert is chosen. router_probability (b, e): sum of its probabilities.
         router_z (b): sum of the squares of `Routing.log_sum`.
         """
-        routing = self.router(x)
+        routed, into = x, x
+        if self.experts_norm is not None:
+            routed = jax.reshard(residual, by_token(None))
+            into = self.experts_norm(routed)
+        routing = self.router(routed)
         # Weights are rounded to the dtype of activations, but multiplied and summed in float32.
         routing = routing._replace(weights=routing.weights.astype(x.dtype).astype(jnp.float32))
         try:
             backend = registry.choose("experts", BACKENDS, current_device(), self.experts, call.experts)
         except CannotRun as error:
             raise UserError(f"experts.backend={call.experts!r}: {error}") from None
-        y = backend.run(self.experts, x, routing, call).astype(x.dtype)
+        into = into if self.latent_down is None else self.latent_down(into, call)
+        y = backend.run(self.experts, into, routing, call).astype(x.dtype)
+        y = y if self.latent_up is None else self.latent_up(y, call)
+        y = y if self.experts_out_norm is None else self.experts_out_norm(y)
         is_chosen = jax.nn.one_hot(routing.chosen, self.options.count, dtype=jnp.float32)  # (b, s, active, e)
         counted, by_row = valid.astype(jnp.float32), by_token()[:1]
 
@@ -85,7 +109,9 @@ class ExpertsLayer(nnx.Module):
 
     def _run_shared(self, shared: MLP, x: Float[Array, "b s d"], call: ForwardOptions) -> Float[Array, "b s d"]:
         y = shared(x, call)
-        return y if self.shared_gate is None else y * jax.nn.sigmoid(self.shared_gate(x, call))
+        y = y if self.shared_out_norm is None else self.shared_out_norm(y)
+        y = y if self.shared_gate is None else y * jax.nn.sigmoid(self.shared_gate(x, call))
+        return y if self.options.shared_scale == 1 else y * self.options.shared_scale
 
 
 def dense(experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: ForwardOptions) -> Float[Array, "b s d"]:

@@ -17,7 +17,8 @@ from jaxtune.models.layers.attention import Inputs
 from jaxtune.models.layers.linear import Linear, run_linears
 from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.layers.rope import rotate
-from jaxtune.models.spec import Heads, Latent, Layer, ModelSpec
+from jaxtune.models.mixers import Heads, Latent
+from jaxtune.models.spec import Layer, ModelSpec
 from jaxtune.models.spec import Norm as NormSpec
 from jaxtune.parallel.layout import by_token
 
@@ -68,11 +69,15 @@ class LatentAttention(nnx.Module):
         q, kv, key = self._by_head(q), self._by_head(kv), key[:, :, None]
         plain = head_dim - latent.rotated
         (q, q_rotated), (k, v) = (jnp.split(both, [plain], axis=-1) for both in (q, kv))
+        query_scale = None
         if (rope := self.heads.rope) is not None:
-            turn = partial(rotate, rope=rope, rotation=inputs.rotations[rope, latent.rotated])
+            rotation = inputs.rotations[rope, latent.rotated]
+            turn, query_scale = partial(rotate, rope=rope, rotation=rotation), rotation.query_scale
             q_rotated, key = turn(q_rotated), turn(key)
         key = jnp.broadcast_to(key, q_rotated.shape, out_sharding=by_token("heads", None))
         q, k = jnp.concatenate([q, q_rotated], axis=-1), jnp.concatenate([k, key], axis=-1)
+        if query_scale is not None:
+            q *= query_scale.astype(q.dtype)
         # Values are padded, because the kernels need keys and values of the same width.
         v = jnp.pad(v, [(0, 0)] * 3 + [(0, head_dim - latent.value_dim)])
         attended, cache = inputs.attend(q, k, v, self.heads, None, cache, call)

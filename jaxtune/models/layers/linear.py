@@ -21,7 +21,7 @@ from jaxtune.precision.matmul import LowPrecision
 from jaxtune.quant.array import QuantizedArray
 from pallas_kernels.grouped_matmul import Groups, by_row, grouped_matmul
 
-# Names of linear layers' outputs in policies of jax.checkpoint: projections before attention or a delta net, layers of
+# Names of linear layers' outputs in policies of jax.checkpoint: projections before a mixer, layers of
 # a feed-forward, layers of experts, and all others.
 QKV_PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT = "linear before a mixer", "linear of a feed-forward", "linear of an expert"
 PRODUCT = "linear"

@@ -23,6 +23,7 @@ ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": jax.nn.gelu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 
@@ -35,11 +36,16 @@ def gate_by(activation: Activation, gate: Float[Array, "b s h"], up: Float[Array
 
 
 class MLP(nnx.Module):
-    """down(gate_by(activation, gate(x), up(x))), or down(activation(up(x))). `name` is its path in the layer."""
+    """down(gate_by(activation, gate(x), up(x))), or down(activation(up(x))). `name` is its path in the layer.
 
-    def __init__(self, spec: ModelSpec, layer: Layer, options: FeedForward, name: str = "mlp"):
-        linear = partial(Linear, spec, layer, bias=options.bias)
-        into, out = ((options.size, spec.hidden), ("mlp", "embed")), ((spec.hidden, options.size), ("embed", "mlp"))
+    width: features of its input and output; None: the width of the residual stream.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, layer: Layer, options: FeedForward, name: str = "mlp", width: int | None = None
+    ):
+        linear, width = partial(Linear, spec, layer, bias=options.bias), width or spec.hidden
+        into, out = ((options.size, width), ("mlp", "embed")), ((width, options.size), ("embed", "mlp"))
         self.gate = linear(f"{name}.gate", *into) if options.gated else None
         self.up = linear(f"{name}.up", *into)
         self.down = linear(f"{name}.down", *out)

@@ -32,7 +32,7 @@ class NormLayer(nnx.Module):
         wide = x.astype(jnp.float32)
         if self.options.centred:
             wide -= jnp.mean(wide, axis=-1, keepdims=True)
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.options.epsilon)
+        normed = divide_by_rms(wide, self.options.epsilon)
         if self.options.rounded:
             normed = normed.astype(x.dtype).astype(jnp.float32)
 
@@ -42,3 +42,8 @@ class NormLayer(nnx.Module):
         weight = broadcastable(self.weight.get_value())
         y = normed * (1 + weight if self.options.offset else weight)
         return (y if self.bias is None else y + broadcastable(self.bias.get_value())).astype(x.dtype)
+
+
+def divide_by_rms(x: Float[Array, "... d"], epsilon: float) -> Float[Array, "... d"]:
+    """Divide by the root mean square over the last dimension, in the dtype of x; epsilon is added to the mean."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxtune.models.spec import Rope
+from jaxtune.models.mixers import Rope
 
 
 class Rotation(NamedTuple):
@@ -25,7 +25,8 @@ class Rotation(NamedTuple):
 @jax.named_scope("rope")
 def rotation(rope: Rope, head_dim: int, positions: Int[Array, "b s"]) -> Rotation:
     """Compute the rotation of each token, once per batch. Matches transformers' modeling_rope_utils."""
-    frequencies, magnitude = _frequencies(rope, int(head_dim * rope.fraction), positions)
+    rotated = head_dim if rope.kind == "proportional" else int(head_dim * rope.fraction)
+    frequencies, magnitude = _frequencies(rope, rotated, positions)
     # bfloat16 has no odd integers above 256, so neighbours would get the same angle.
     positions = positions[..., None].astype(jnp.float32)
     angles = positions * frequencies
@@ -66,6 +67,10 @@ def _frequencies(rope: Rope, head_dim: int, positions: Array) -> tuple[Array, fl
     if rope.kind == "linear":
         # Position interpolation (Chen et al. 2023): the same angles as with positions divided by the factor.
         return jnp.asarray(base / rope.factor), 1.0
+    if rope.kind == "proportional":
+        # Pairs beyond the fraction keep their angle, so that all pairs are features n and n + d / 2 of the head.
+        turning = np.arange(len(base)) < int(rope.fraction * head_dim // 2)
+        return jnp.asarray(np.where(turning, base / np.float32(rope.factor), np.float32(0))), 1.0
     if rope.kind == "llama3":
         return jnp.asarray(_llama3(rope, base)), 1.0
     if rope.kind == "yarn":

@@ -13,9 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxtune.models import spec as specs
 from jaxtune.models.declared import declare_parameter
+from jaxtune.models.layers.norm import divide_by_rms
 from jaxtune.parallel.layout import P, gather
-
-TINY = 1e-20  # added to a sum that divides scores, as in transformers
 
 
 class Routing(NamedTuple):
@@ -46,12 +45,19 @@ class Router(nnx.Module):
         self.bias = declare_parameter((options.count,), (None,), zeros, "vector") if options.router_bias else None
         correction = declare_parameter((options.count,), (None,), zeros, "correction", float32=True)
         self.correction = correction if options.corrected else None
+        ones = nnx.initializers.ones
+        self.scale = declare_parameter((spec.hidden,), (None,), ones, "vector") if options.parallel else None
+        self.expert_scale = declare_parameter((options.count,), (None,), ones, "vector") if options.parallel else None
+        self.epsilon = spec.norm.epsilon
         self.options = options
 
     @jax.named_scope("router")
     def __call__(self, x: Float[Array, "b s d"]) -> Routing:
         """Route tokens. As in transformers, logits are in the dtype of x or float32; the rest is float32."""
         options = self.options
+        if self.scale is not None:
+            x = divide_by_rms(x.astype(jnp.float32), self.epsilon).astype(x.dtype)
+            x *= jax.reshard(self.scale.get_value().astype(x.dtype), P()) * x.shape[-1] ** -0.5
         x = x.astype(jnp.float32) if options.float32 else x
         weight = gather(self.weight.get_value().astype(x.dtype))
         precision = "highest" if options.float32 else None  # no TF32 on a GPU, nor in the backward pass
@@ -65,9 +71,14 @@ class Router(nnx.Module):
         # 2.1.2).
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if options.normalized:
-            weights /= weights.sum(-1, keepdims=True) + TINY
+            weights /= weights.sum(-1, keepdims=True) + options.epsilon
+        if self.expert_scale is not None:
+            scales = jax.reshard(self.expert_scale.get_value().astype(jnp.float32), P())
+            weights *= scales.at[chosen].get(out_sharding=jax.typeof(chosen).sharding)
         # Sigmoid scores do not sum to 1, and balancing losses need a distribution over experts.
-        probability = scores if options.scores == "softmax" else scores / (scores.sum(-1, keepdims=True) + TINY)
+        probability = scores
+        if options.scores == "sigmoid":
+            probability = scores / (scores.sum(-1, keepdims=True) + specs.ROUTER_EPSILON)
         return Routing(probability, chosen, weights * options.scale, jax.nn.logsumexp(logits, axis=-1))
 
     def _rank(self, scores: Float[Array, "b s e"]) -> Float[Array, "b s e"]:

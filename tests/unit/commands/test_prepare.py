@@ -32,6 +32,8 @@ def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "left out: recipe: optim.power = 2.0: has no effect" in out
     assert "data.jsonl: instruction from instruction, output" in out
+    template = "chat template: the tokenizer's own, because chat.template is unset; the assistant's turns are found in"
+    assert f"{template} the rendered text\n" in out
     assert "1 document, 23 tokens (2 trained) in 1 row, 35.9% full" in out
     assert "H(39|-100|0) <|im_end|>(258|-100|0) \\n(198|-100|0)" in out
     assert "Y(56|56|1) <|im_end|>(258|258|1) \\n(198|-100|0)" in out
@@ -67,7 +69,9 @@ def test_prepare_prints_counts_and_shows_what_is_trained(tmp_path, capsys):
     )
     (tmp_path / "several.py").write_text(several)
     assert prepare.main([f"--config={tmp_path}/several.py:{tmp_path}", "--show=3"]) == 0
-    printed = re.findall(r"sample (\d), \S*/(\w.jsonl:\d): ", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    printed = re.findall(r"sample (\d), \S*/(\w.jsonl:\d): ", out)
+    assert "chat template" not in out, "running text has no messages"
     assert printed == [("0", "b.jsonl:1"), ("3", "c.jsonl:1"), ("1", "b.jsonl:2")]
 
     (tmp_path / "data.jsonl").write_text('{"instruction": "H"')

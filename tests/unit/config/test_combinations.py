@@ -9,6 +9,7 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 
 FACTORS = {"lora.enabled": "true", "lora.kind": "ia3"}
+REWARDED = {"rollout.rewards": "rewards.py:one", "data.datasets[0].type": "auto"}
 PAIRS = {"preference.loss": "sigmoid"}
 ONE_SCORED = {"data.datasets[1].chosen_score_field": "good", "data.datasets[1].rejected_score_field": "bad"}
 LABELS = {
@@ -23,6 +24,16 @@ LABELS = {
     [
         ({"model.path": ""}, "model.path", "must name"),
         ({"lora.enabled": "true", "lora.target_modules": "all"}, "lora.target_modules", "'all-linear' selects all"),
+        ({"mtp.weight": "0.3", "mesh.stage": "2"}, "mtp.weight", "cannot be combined with mesh.stage: a pipeline"),
+        ({"mtp.weight": "0.3", **PAIRS}, "mtp.weight", "with preference.loss: a preference loss reads whole answers"),
+        ({"mtp.weight": "0.3", "distill.teacher": "x"}, "mtp.weight", "with distill.teacher: a teacher's scores"),
+        ({"mtp.only": "yes"}, "mtp.only", "only when mtp.weight"),
+        (
+            {"mtp.weight": "1", "mtp.only": "yes", "train.freeze": "mlp"},
+            "train.freeze",
+            "mtp.only trains nothing of the",
+        ),
+        ({"mtp.weight": "1", "mtp.only": "yes", "train.z_loss": "0.1"}, "train.z_loss", "mtp.only has no next-token"),
         ({"data.datasets[1].path": ""}, r"data.datasets\[1\].path", "must name"),
         (
             {"data.datasets[0].message_property_mappings": "role"},
@@ -73,6 +84,13 @@ LABELS = {
             {**PAIRS, **ONE_SCORED, "preference.offset_alpha": "1"},
             r"data.datasets\[0\].chosen_score_field",
             "needs the scores of both",
+        ),
+        ({**REWARDED, "rollout.correction_max": "2"}, "rollout.correction_max", "only when rollout.correction"),
+        ({**REWARDED, "grpo.off_policy_kl": "1"}, "grpo.off_policy_kl", "only when grpo.iterations > 1"),
+        (
+            {**REWARDED, "rollout.correction": "token_mask", "rollout.correction_min": "5"},
+            "rollout.correction_min",
+            "must be below rollout.correction_max = 3",
         ),
         ({"preference.loss": "exo_pair"}, "preference.label_smoothing", "exo_pair needs a value above 0"),
         ({"preference.loss": "bradley_terry"}, "preference.loss", "a reward model outputs one number"),
@@ -152,7 +170,7 @@ LABELS = {
         ({"mesh.sequence": "-1"}, "mesh.fsdp and mesh.sequence", "only one axis"),
         ({"experts.dispatch": "all_to_all"}, "experts.dispatch", "only when mesh.expert != 1"),
         ({"mesh.expert": "2", "experts.capacity_factor": "2"}, "experts.capacity", "only when experts.dispatch =="),
-        ({"mesh.expert": "2", "optim.name": "muon"}, "mesh.expert", "not available with optim.name = 'muon' yet"),
+        ({"mesh.expert": "2", "optim.name": "adafactor"}, "mesh.expert", "not available with optim.name = 'adafactor'"),
         ({"parallel.zero": "2", "parallel.reshard_after_forward": "false"}, "parallel.reshard", "parallel.zero == 3"),
         (
             {"memory.offload_optimizer": "true", "optim.name": "schedule_free", "optim.schedule": "constant"},
@@ -309,6 +327,10 @@ LABELS = {
             "from 1 to 1.7e.38",
         ),
         ({"optim.lr_multipliers": "embed(=0.1"}, "optim.lr_multipliers", r"such as \('embed\(=0.1',\)"),
+        ({"optim.lr_multipliers": "[(a|b)=2, c=1]"}, "optim.lr_multipliers", r"such as \('\(a|b\)=2', 'c=1'\)"),
+        ({"optim.lr_multipliers": "(a|b)=2,c=1"}, "optim.lr_multipliers", r"such as \('\(a|b\)=2', 'c=1'\)"),
+        ({"optim.lr_multipliers": "{'a': 'x'}"}, "optim.lr_multipliers", "'a=x' is not 'REGEX=FACTOR'"),
+        ({"data.special_tokens": "{'a': 1}"}, "data.special_tokens", r"expected tuple\[str"),
         ({"optim.learning_rate": "1e999"}, "optim.learning_rate", "a finite float"),
         ({"precision.recipe": "fp8_hybrid", "precision.fp8.amax_history": "0"}, "precision.fp8.amax", "at least 1"),
         (

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jaxtune import options
+from jaxtune import command, options
 from jaxtune.config import foreign, keys, read_recipe, yaml_file
 from jaxtune.errors import UserError
 from jaxtune.train import train
@@ -38,7 +38,7 @@ def value(config, key: str):
     return config
 
 
-# system, lines of its config, their translation
+# system, lines of its config, their translation; tests/golden/test_foreign_options.py has rows for each option
 TRANSLATED = [
     # Surogate: options that are read together
     (
@@ -52,16 +52,13 @@ TRANSLATED = [
         "recompute_block: false\nrecompute_att: false\nrecompute_ffn: false\nrecompute_qkv: false\n",
         {"memory.remat": "none"},
     ),
-    (SUROGATE, "offload_residual: true\n", {"memory.remat": "offload"}),
     (SUROGATE, "zero_level: 1\nshard_gradients: true\n", {"parallel.zero": 2}),
-    (SUROGATE, "shard_weights: true\n", {"parallel.zero": 3}),
     (SUROGATE, "gpus: 0\n", {"device.gpus": None}),
     (SUROGATE, "recipe: fp8-hybrid\ngradient_dtype: bf16\n", {"precision.recipe": "fp8_hybrid"}),
     (SUROGATE, "qlora_fp8: true\nrecipe: fp8-hybrid\nskip_quant_last_layers: 1\n", {"precision.skip_last_layers": 1}),
     (SUROGATE, "max_length: 64\ntruncation_strategy: left\n", {"data.datasets[0].longer": "left"}),
     (SUROGATE, "max_length: 64\n", {"data.datasets[0].max_tokens": 64, "data.datasets[0].longer": "delete"}),
     (SUROGATE, "max_length: 512\ntruncation_strategy: right\n", {"data.datasets[0].max_tokens": None}),
-    (SUROGATE, "system: 'Be\\nkind'\n", {"data.datasets[0].system_prompt": "Be\nkind"}),
     (SUROGATE, "template: my/own.jinja\n", {"chat.template": "my/own.jinja"}),
     (SUROGATE, "template: qwen3_5\n", {"chat.template": None}),
     (SUROGATE, "report_to: [surogate, wandb]\nlogging_steps: 5\n", {"log.wandb.enabled": True, "log.every": 5}),
@@ -75,13 +72,11 @@ TRANSLATED = [
         "gpus: 4\nep_size: 4\nqlora_bnb: true\nqlora_offload_experts: true\n",
         {"mesh.expert": 1, "parallel.zero": 3, "memory.offload_quants": True},
     ),
-    (SUROGATE, "gpus: 2\nep_size: 2\noptimizer: normuon\n", {"mesh.expert": 1, "parallel.zero": 3}),
+    (SUROGATE, "gpus: 2\nep_size: 2\noptimizer: normuon\n", {"mesh.expert": 2, "parallel.zero": 1}),
     (SUROGATE, "qlora_offload_experts: false\ncpu_training: false\n", {"memory.offload_quants": False}),
     (SUROGATE, "distributed: {num_nodes: 2, gpus_per_node: 8}\nep_size: 4\n", {"mesh.fsdp": 4, "mesh.expert": 4}),
     (SUROGATE, "auto_lr_reduction: true\n", {"guard.action": "lower_rate", "guard.deviations": 3.0}),
     (SUROGATE, "trackio_space: null\nuse_new_kernel: false\nnoise: {a: 0, b: []}\n", {"model.path": "my/model"}),
-    (SUROGATE, "gpus: 2\ndistributed: {gpus_per_node: 8}\n", {"device.gpus": 8}),
-    (SUROGATE, "use_cuda_graphs: false\n", {"device.command_buffers": "off"}),
     (SUROGATE, "qlora_bnb: true\nqlora_bnb_block_size: 128\n", {"quant.format": "nf4", "quant.block_size": 128}),
     (SUROGATE, "qlora_fp8: true\nskip_quant_first_layers: 2\n", {"quant.format": "fp8", "quant.skip_first_layers": 2}),
     (
@@ -136,7 +131,6 @@ TRANSLATED = [
     (SUROGATE, "system: Be kind.\n", {"data.datasets[0].system_prompt": "Be kind."}),
     (SUROGATE, "report_to: [wandb]\n", {"log.wandb.enabled": True, "log.wandb.project": "Surogate"}),
     (SUROGATE, "lora_target_modules: [q_proj, v_proj]\n", {"lora.target_modules": ("q_proj", "v_proj")}),
-    (SUROGATE, "resume_from_checkpoint: true\n", {"ckpt.resume": "auto"}),
     (
         SUROGATE.replace(
             "type: conversation", "type: conversation, message_property_mappings: {role: from, content: content}"
@@ -205,7 +199,7 @@ TRANSLATED = [
     (
         XORL.replace("out}", "out, optimizer: muon, data_parallel_shard_size: 8, expert_parallel_size: 8}"),
         "",
-        {"mesh.fsdp": 8, "mesh.expert": 1, "optim.name": "muon"},
+        {"mesh.fsdp": 1, "mesh.expert": 8, "optim.name": "muon"},
     ),
     (
         XORL.replace("out}", "out, expert_parallel_size: 8}"),
@@ -214,7 +208,6 @@ TRANSLATED = [
     ),
     (XORL.replace("out}", "out, weight_decay: 0.1}"), "", {"optim.no_decay": "", "optim.beta2": 0.95}),
     (XORL.replace("out}", "out, weight_decay: 0.1, no_decay_modules: [Qwen3RMSNorm]}"), "", {"optim.no_decay": "norm"}),
-    (XORL, "lora: {enable_lora: true}\n", {"export.merge": True}),
     (XORL, "lora: {enable_lora: true, save_lora_only: true}\n", {"export.merge": False}),
     (
         XORL.replace("out}", "out, enable_mixed_precision: false}"),
@@ -247,6 +240,10 @@ TRANSLATED = [
     (TRL, "save_steps: 0.1\nmax_steps: 25\n", {"ckpt.save_steps": 3}),
     (TRL, "eval_strategy: steps\neval_steps: 0.1\n", {"eval.steps": 0, "eval.epochs": 0.1 * 3.0}),
     (TRL, "reward_funcs: [accuracy]\n", {"rollout.rewards": ("open_r1.rewards:accuracy_reward",)}),
+    (TRL, "reward_funcs: [a.b]\nbeta: 0.1\nuse_bias_correction_kl: false\n", {"grpo.kl_ratio": False}),
+    (TRL, "reward_funcs: [a.b]\nbeta: 0.1\n", {"grpo.beta": 0.1, "grpo.kl_ratio": True}),
+    (TRL, "reward_funcs: [a.b]\nloss_type: cispo\nepsilon_high: 5.0\n", {"grpo.clip_high": 4.0}),
+    (TRL, "loss_type: dft\n", {"train.loss": "dft"}),
     (TRL, 'chat_template: "{% for message in messages %}{% endfor %}"\n', {"preference.loss": None}),
     # Axolotl
     (AXOLOTL, "", {"optim.schedule": "cosine", "optim.warmup_ratio": 0.03, "memory.remat": "none"}),
@@ -295,9 +292,8 @@ TRANSLATED = [
         {"data.special_tokens": ("<a>",)},
     ),
     # ERNIEKit
-    (ERNIEKIT, "num_samples_each_epoch: 500\n", {"data.samples_per_epoch": 500}),
     (ERNIEKIT, "num_samples_each_epoch: 6000000\n", {"data.samples_per_epoch": None}),
-    (ERNIEKIT, "lora: true\n", {"lora.rank": 8, "lora.alpha": 16.0}),
+    (ERNIEKIT, "lora: true\n", {"lora.rank": 8, "lora.alpha": 16.0, "optim.learning_rate": 3e-4}),
     (ERNIEKIT, "lora: true\nrslora: true\n", {"lora.alpha": 4.0, "lora.use_rslora": True}),
     (ERNIEKIT, "lora: true\nrslora_plus: true\n", {"lora.alpha": 4.0, "lora.lr_ratio": 4.0}),
     (ERNIEKIT, "fine_tuning: LoRA\nweight_quantize_algo: weight_only_mix\n", {"quant.format": "weight_only_mix"}),
@@ -317,13 +313,11 @@ TRANSLATED = [
         "do_eval: true\neval_dataset_path: e.jsonl\n",
         {"data.eval_datasets[0].path": "e.jsonl", "eval.max_batches": 1},
     ),
-    (ERNIEKIT, "eval_dataset_path: e.jsonl\n", {"data.eval_datasets": ()}),
     (
         ERNIEKIT,
         "sharding: stage2\nsharding_parallel_degree: 4\n",
         {"parallel.zero": 2, "mesh.fsdp": 4, "mesh.data": -1},
     ),
-    (ERNIEKIT, "offload_optim: true\n", {"memory.offload_optimizer": True}),
     (ERNIEKIT, "recompute: true\nrecompute_granularity: core_attn\n", {"memory.remat": "dots"}),
     (
         ERNIEKIT,
@@ -337,11 +331,9 @@ TRANSLATED = [
         },
     ),
     (ERNIEKIT, "stage: DPO\nreference_free: true\n", {"preference.loss": "sigmoid", "preference.reference": None}),
-    (ERNIEKIT, "stage: DPO\nref_model_update_steps: 5\n", {"preference.reference_update_steps": 5}),
     (ERNIEKIT, "beta: 0.2\n", {"preference.loss": None}),
     # QEfficient
     (QEFFICIENT, "", {"data.datasets[0].path": "a.json", "data.validation_split": 0.2, "precision.recipe": "fp16"}),
-    (QEFFICIENT, "training: {do_eval: false}\n", {"data.validation_split": 0.0}),
     (QEFFICIENT, "training: {eval_strategy: steps, eval_steps: 5}\n", {"eval.steps": 5}),
     (QEFFICIENT, "training: {save_strategy: steps, save_steps: 5}\n", {"ckpt.save_steps": 5}),
     (QEFFICIENT, "training: {num_train_epochs: 3}\n", {"ckpt.save_epochs": 1.0, "eval.epochs": 1.0}),
@@ -356,7 +348,6 @@ TRANSLATED = [
     (ERNIEKIT, "stage: PT\n", {"data.datasets[0].type": "text", "optim.learning_rate": 3e-5}),
     (ERNIEKIT, "stage: DPO\n", {"data.datasets[0].type": "preference", "optim.learning_rate": 1e-6}),
     (ERNIEKIT, "lora: true\nlearning_rate: 1e-3\n", {"optim.learning_rate": 1e-3}),
-    (ERNIEKIT, "lora: true\n", {"optim.learning_rate": 3e-4}),
     (ERNIEKIT, "compute_type: wint4/8\nlora: true\n", {"quant.format": "weight_only_mix", "precision.recipe": "bf16"}),
     (ERNIEKIT, "compute_type: wint8\nfine_tuning: LoRA\n", {"quant.format": "int8", "lora.enabled": True}),
     (ERNIEKIT, "compute_type: fp8\nlora: true\n", {"quant.format": "fp8", "precision.recipe": "bf16"}),
@@ -371,7 +362,6 @@ TRANSLATED = [
         {"mesh.stage": 2, "memory.offload_optimizer": False},
     ),
     (ERNIEKIT, "fine_tuning: Full\nlora: true\n", {"lora.enabled": False}),
-    (ERNIEKIT, "use_flash_attention: false\n", {"attention.backend": "xla"}),
     (ERNIEKIT, "packing: false\n", {"data.packing": False}),
     (ERNIEKIT, "split_multi_turn: true\nuse_sp_callback: true\n", {"data.packing": True}),
     (
@@ -383,7 +373,6 @@ TRANSLATED = [
     (ERNIEKIT, "save_strategy: epoch\n", {"ckpt.save_epochs": 1.0, "ckpt.save_steps": 0}),
     (ERNIEKIT, "", {"ckpt.at_end": False}),
     (XORL.replace("out}", "out, load_checkpoint_path: other/run}"), "", {"ckpt.start": "other/run"}),
-    (QEFFICIENT, "training: {use_cpu: true}\n", {"device.platform": "cpu"}),
     (QEFFICIENT, "training: {fsdp_config: {min_num_params: 1}}\n", {"mesh.fsdp": -1, "mesh.data": 1}),
     (QEFFICIENT, "scheduler: {scheduler_name: cosine, warmup_steps: 0.05}\n", {"optim.warmup_ratio": 0.05}),
     (QEFFICIENT, "scheduler: {scheduler_name: cosine, warmup_steps: 100}\n", {"optim.warmup_steps": 100}),
@@ -530,6 +519,10 @@ def test_options_become_ours(system, more, expected):
             "prompt_func = .*: not supported yet: two functions; write one that returns",
         ),
         (
+            QEFFICIENT + "callbacks:\n  my_callback:\n",
+            "callbacks.my_callback = None: not supported yet: callbacks of your own; train.plugins names Python files",
+        ),
+        (
             TRL + "lr_scheduler_type: reduce_lr_on_plateau\n",
             "lr_scheduler_type = .*: not supported yet: the schedules are",
         ),
@@ -540,8 +533,8 @@ def test_options_become_ours(system, more, expected):
         (TRL + "optim: galore_adamw\n", "optim = 'galore_adamw': not supported yet: the optimizers are adamw_torch,"),
         (TRL + "gradient_acumulation_steps: 1\n", "no such option of TRL; nearest: gradient_accumulation_steps"),
         (
-            TRL + "loss_type: dft\n",
-            "loss_type = 'dft': not supported yet: loss_type must be nll or chunked_nll, or for DPO",
+            TRL + "loss_type: nefl\n",
+            "loss_type = 'nefl': not supported yet: loss_type must be nll, chunked_nll or dft, or for DPO",
         ),
         (
             TRL + "sync_ref_model: true\n",
@@ -563,6 +556,10 @@ def test_options_become_ours(system, more, expected):
         (
             TRL + "reward_funcs: [cosine]\n",
             "reward_funcs = .*: not supported yet: the reward function 'cosine', which has settings in open-r1",
+        ),
+        (
+            TRL + "reward_funcs: [a.b]\nloss_type: cispo\n",
+            "not supported yet: for cispo, epsilon_high is the largest ratio itself",
         ),
         (TRL + "num_generations: 4\n", "num_generations = 4: not supported yet: GRPO without reward_funcs"),
         (TRL + "teacher_model_name_or_path: a\n", "write lmbda: 0.0 to learn on the answers of the data"),
@@ -661,10 +658,62 @@ def test_what_switches_nothing_on_is_a_note():
     )
 
 
-def test_a_flag_of_another_system_is_answered_with_ours():
-    assert foreign.translate_flag("train.lr", 2e-5) == ("XORL", {"optim.learning_rate": 2e-5})
-    assert foreign.translate_flag("lora.enable_lora", True) == ("XORL", {"lora.enabled": True})
-    assert foreign.translate_flag("training.num_train_epochs", 3) == ("QEfficient", {"train.epochs": 3})
+@pytest.mark.parametrize(
+    ("flags", "answer"),
+    [
+        ("--learning_rate=2e-5", "nearest: --config.optim.learning_rate"),
+        ("--per_device_train_batch_size 4", "nearest: --config.train.micro_batch_size"),
+        ("--micro_batch_size=4", "nearest: --config.train.micro_batch_size"),
+        ("--gradient_accumulation_steps=8", "nearest: --config.train.grad_accum_steps"),
+        ("--num_train_epochs=3", "nearest: --config.train.epochs"),
+        ("--num_epochs=3", "nearest: --config.train.epochs"),
+        ("--model_name_or_path=a/b", "nearest: --config.model.path"),
+        ("--base_model=a/b", "nearest: --config.model.path"),
+        ("--dataset_name=a/b", "nearest: --config.data.datasets"),
+        ("--output_dir=out", "nearest: --config.train.output_dir"),
+        ("--lr_scheduler_type=cosine", "nearest: --config.optim.schedule"),
+        ("--max_seq_length=2048", "nearest: --config.data.seq_len"),
+        ("--sequence_len=2048", "nearest: --config.data.seq_len"),
+        ("--bf16", "nearest: --config.precision.recipe"),
+        ("--gradient_checkpointing", "nearest: --config.memory.remat"),
+        ("--lora_r=8", "nearest: --config.lora.rank"),
+        ("--use_peft", "nearest: --config.lora.enabled"),
+        ("--load_in_4bit", "nearest: --config.quant.format"),
+        ("--logging_steps=5", "nearest: --config.log.every"),
+        ("--report_to=wandb", "nearest: --config.log.wandb.enabled"),
+        ("--beta=0.1", "nearest: --config.preference.beta"),
+        ("--attn_implementation=sdpa", "nearest: --config.attention.backend"),
+        ("--val_set_size=0.1", "nearest: --config.data.validation_split"),
+        ("--train.seed=3", "nearest: --config.train.seed"),
+        ("--train.lr 2e-5", "XORL's option is here --config.optim.learning_rate=2e-05"),
+        ("--lora.enable_lora", "XORL's option is here --config.lora.enabled=True"),
+        ("--training.num_train_epochs=3", "QEfficient's option is here --config.train.epochs=3"),
+        ("--tensor_parallel_degree=4", "ERNIEKit's option is here --config.mesh.tensor=4"),
+        ("--eval_num_steps=9", "Surogate's option is here --config.eval.max_batches=9"),
+        ("--save_only_model", "TRL's option is here --config.ckpt.save_optimizer=False"),
+        ("--text_column=a", "TRL's option is here --config.data.datasets[0].text_field=a"),
+        ("--expert_parallel_size=2", "Axolotl's option is here --config.mesh.expert=2"),
+        ("--train.gc_steps=3", "nearest: "),
+    ],
+)
+def test_a_flag_of_another_system_is_answered_with_ours(flags, answer, capsys):
+    assert command.main("train", ["--config=quickstart", *flags.split()]) == 2
+    flag = re.split("[= ]", flags)[0]
+    assert f"jaxtune: error: {flag}: no such flag; {answer}" in capsys.readouterr().err
+
+
+def test_each_option_that_has_one_key_here_is_answered_with_it_on_the_command_line():
+    for dialect in foreign.DIALECTS:
+        for name, row in foreign.table(dialect).items():
+            if not row.keys[0] or row.values:
+                continue
+            value = 3 if row.sample is None else row.sample
+            nearest, translated = keys.nearest_option(name), foreign.translate_flag(name, value)
+            answers = set(translated[1]) if translated else {nearest.key if nearest else ""}
+            assert answers & set(row.keys), (dialect, name, answers)
+
+
+def test_a_flag_that_no_system_translates_is_not_answered_as_theirs():
     assert foreign.translate_flag("train.gc_steps", 3) is foreign.translate_flag("train.foo", 3) is None
 
 
@@ -674,6 +723,7 @@ def test_a_line_says_what_a_user_would_look_for_elsewhere():
     assert "train.output_dir = './out'; the result is in <output_dir>/<train.run_name>/export" in notes
     assert "special_tokens.pad_token = '<p>' -> padding is neither attended to nor trained" in notes
     assert "loss_watchdog_threshold = 5.0 -> guard.max_loss = 5.0" in notes
+    notes = "\n".join(resolve_text(TRL + "reward_funcs: [a.b]\nbeta: 0.1\n").notes)
 
 
 def test_what_is_not_there_yet_at_its_default_is_a_note_and_so_is_a_reason():

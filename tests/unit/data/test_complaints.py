@@ -94,7 +94,7 @@ def test_long_samples_are_truncated_silently():
 @pytest.mark.parametrize("name, where", [("", "^validation: "), ("own", "^validation own: ")])
 def test_validation_documents_that_are_all_too_long_are_named(name, where):
     long = {name: numbered_documents([30], continuous=False)}
-    with pytest.raises(UserError, match=f"{where}the 1 documents are longer than data.seq_len=10"):
+    with pytest.raises(UserError, match=f"{where}the document is longer than data.seq_len=10"):
         rows_to_evaluate(long, Config(data=DataOptions(seq_len=10)), NEXT_TOKEN)
 
 

@@ -67,7 +67,7 @@ def test_the_last_step_is_filled_up_with_padding_or_left_out(monkeypatch, caplog
     with caplog.at_level("INFO", "jaxtune"):
         whole, dropped = opened(False, grad_accum_steps=4), opened(True, grad_accum_steps=4)
     assert whole.rows.stop == 21 and (whole.total_steps, dropped.total_steps) == (6, 5)
-    assert caplog.text.count("leaves out 1 rows of the last epoch") == 1
+    assert caplog.text.count("leaves out 1 row of the last epoch") == 1
     positions, batches = zip(*whole.batches({}, whole.total_steps))
     assert whole.epoch(positions[-1]) == pytest.approx(1.4)
     padding = [(np.asarray(batch["segment_ids"]) == 0).all(-1).sum() for batch in batches]

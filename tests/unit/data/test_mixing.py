@@ -69,6 +69,14 @@ def test_datasets_are_in_the_data_in_their_shares(open_entries, options, weights
         assert drawn == [f"{count} drawn of {size}" for count, size in zip(wanted, (60, 30, 10))]
 
 
+@pytest.mark.parametrize(("weights", "wanted"), [((None, None), [6, 3]), ((1.0, 1.0), [3, 3])])
+def test_validation_data_is_whole_unless_it_has_weights(open_entries, weights, wanted):
+    entries = open_entries((6, 3))[2].datasets
+    weighted = tuple(replace(entry, weight=weight) for entry, weight in zip(entries, weights))
+    (train, validation), _, _ = open_entries((6, 3), mixing="interleave_under", eval_datasets=weighted)
+    assert shares(train) == [3, 3] and shares(validation) == wanted
+
+
 @given(
     sizes=st.lists(st.integers(2, 30), min_size=1, max_size=3),
     weights=st.lists(st.floats(0.1, 10), min_size=3, max_size=3),

@@ -8,6 +8,7 @@ import pytest
 from tiny import byte_tokenizer
 
 from jaxtune.config.schema import ChatOptions, Config, DataOptions, Dataset, RolloutOptions, TrainOptions
+from jaxtune.data.formats import prompts as prompts_module
 from jaxtune.data.formats.prompts import Prompts, read_prompts
 from jaxtune.data.rows.prompt_feed import open_prompts
 from jaxtune.errors import UserError
@@ -75,6 +76,15 @@ def test_columns_that_are_used_without_being_named(tmp_path):
     prompts = [plain_of(prompt, tokenizer) for prompt in read(file_of(tmp_path, *samples), tokenizer)]
     assert "user\nAdd\n1, 2<|im_end|>" in prompts[0] and "left out" not in prompts[1]
     assert prompts[1].startswith("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi<|im_end|>")
+
+
+def test_columns_are_looked_for_once(tmp_path, monkeypatch):
+    """Samples that fill the same columns share what was found."""
+    looked, real = [], prompts_module.prompt_fields
+    monkeypatch.setattr(prompts_module, "prompt_fields", lambda *given: looked.append(given) or real(*given))
+    samples = {"prompt": "Hi"}, {"question": "Why?"}, {"prompt": "Ho", "question": None}, {"question": "Who?"}
+    read_back = read(file_of(tmp_path, *samples), byte_tokenizer(tmp_path / "chat"))
+    assert [prompt.given for prompt in read_back] == ["Hi", "Why?", "Ho", "Who?"] and len(looked) == 2
 
 
 def test_an_answer_that_is_begun(tmp_path):

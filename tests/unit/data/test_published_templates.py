@@ -31,6 +31,7 @@ SPECIAL = (
     *("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_ACTION|>", "<|END_ACTION|>", "[TOOL_CALLS]", "[ARGS]"),
     *("<|START_TOOL_RESULT|>", "<|END_TOOL_RESULT|>", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<|python_tag|>", "<|eom_id|>"),
+    *("<eos>", "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
     *(f"<{BAR}{name}{BAR}>" for name in ("User", "Assistant", "end▁of▁sentence", "begin▁of▁sentence")),
     *(f"<{BAR}tool▁{name}▁{end}{BAR}>" for name in ("calls", "call", "outputs", "output") for end in ("begin", "end")),
     f"<{BAR}tool▁sep{BAR}>",
@@ -263,7 +264,7 @@ WANTS_A_QUESTION = (
 
 
 @pytest.mark.parametrize("begin", [WANTS_A_MESSAGE, WANTS_A_QUESTION], ids=["message", "question"])
-@pytest.mark.parametrize("name", ["Qwen1.5, 2.5", "Qwen3", "Qwen3.5"])
+@pytest.mark.parametrize("name", ["Qwen1.5, 2.5", "Qwen3", "Qwen3.5", "Nemotron 3"])
 def test_an_answer_that_the_template_writes_no_prompt_for_is_trained(tokenizer, name, begin):
     """The conversation begins with the assistant; Qwen's templates fail on the empty list before it."""
     source, tokenizer.eos_token, first, last = FAMILIES[name]
@@ -276,6 +277,17 @@ def test_an_answer_that_the_template_writes_no_prompt_for_is_trained(tokenizer, 
         assert [rendered.text[slice(*span)] for span in rendered.spans or ()] == expected
         [encoded] = Encoder(tokenizer)([rendered])
         assert tokenizer.decode(encoded.tokens[encoded.loss_weights > 0].tolist()) == "".join(expected)
+
+
+def test_an_answer_before_which_the_template_writes_more_than_in_its_prompt_is_trained(tokenizer):
+    """Llama 3's template begins the text with the first message, and the prompt of the first answer has none."""
+    source, tokenizer.eos_token, first, last = FAMILIES["Llama 3"]
+    begin, loop, rest = source.partition("{% for m in messages %}")
+    tokenizer.chat_template = f"{loop}{{% if loop.first %}}{begin}{{% endif %}}{rest}"
+    rendered = ChatTemplate(tokenizer).render([FIRST_ANSWER, USER, SECOND_ANSWER])
+    assert rendered.text.startswith("<s><|start_header_id|>assistant")
+    parts = [rendered.text[slice(*span)] for span in rendered.spans or ()]
+    assert parts == [first.replace("A", "Hello!"), last.replace("B", "So.")]
 
 
 def test_a_first_answer_of_which_no_prompt_tells_the_header_is_refused(tokenizer):
@@ -509,6 +521,26 @@ CALLING = {
         f'<tool_call>\n{{"name": "look_up", "arguments": {JAX}}}\n</tool_call><|end_of_text|>',
         None,
         "B<|end_of_text|>",
+    ),
+    "Gemma 4": (  # a model's turn continues after the results of its calls
+        calling(
+            f"<|turn>user\n{FIRST_TOOLS}CONTENT<turn|>\n",
+            f"{NO_RESULT_BEFORE}<|turn>model\n{{% endif %}}CONTENT<turn|>\n",
+            (
+                f"{NO_RESULT_BEFORE}<|turn>model\n{{% endif %}}",
+                '<|tool_call>call:NAME{word:<|"|>{{ c.arguments.word }}<|"|>}<tool_call|>',
+                "",
+                f"{NO_RESULT_BEHIND}<|tool_response>{{% endif %}}",
+            ),
+            '<|tool_response>response:look_up{value:<|"|>CONTENT<|"|>}<tool_response|>',
+            "{% if messages[-1].role == 'user' %}<|turn>model\n{% endif %}",
+            "{{ bos_token }}",
+        ),
+        "<eos>",
+        '<|tool_call>call:look_up{word:<|"|>jax<|"|>}<tool_call|><|tool_response>',
+        '<|tool_call>call:look_up{word:<|"|>jax<|"|>}<tool_call|>'
+        '<|tool_call>call:look_up{word:<|"|>flax<|"|>}<tool_call|><|tool_response>',
+        "B<turn|>",
     ),
     "gpt-oss": (
         calling(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import ORDERS, numbered_documents
 
-from jaxtune.columns import LABELLED, Column
+from jaxtune.columns import LABELLED, NEXT_TOKEN, Column, further_columns
 from jaxtune.config.schema import DataOptions
 from jaxtune.data.formats.units import Documents
 from jaxtune.data.rows.packed_rows import Rows
@@ -29,14 +29,23 @@ SEQ_LEN = 16
 @settings(deadline=None)
 def test_every_target_is_trained_once_an_epoch_after_its_own_document(lengths, order, truncation):
     documents = numbered_documents(lengths)
-    rows = Rows(documents, DataOptions(seq_len=SEQ_LEN, truncation=truncation, **order), epochs=1, rows_per_step=4)
+    data, columns = DataOptions(seq_len=SEQ_LEN, truncation=truncation, **order), (*NEXT_TOKEN, *further_columns(2))
+    rows = Rows(documents, data, epochs=1, columns=columns, rows_per_step=4)
     seen = Counter()
+    last = {int(offset) for offset in documents.parts[0].offsets[1:]}  # tokens are numbered from 1
     for i in range(rows.stop):
         row = rows[i]
         trained = row["loss_weight"] > 0
         seen.update(row["targets"][trained].tolist())
         assert (row["targets"] - row["tokens"] == 1)[trained].all()
         assert not trained[row["segment_ids"] == 0].any()
+        for module in range(2):
+            # The token after the next one, or further, of the same document, unless it has ended before.
+            ahead = np.where(trained, row["targets"] + module + 1, 0)
+            within = [all(int(token) - back not in last for back in range(1, module + 2)) for token in ahead]
+            ahead = np.where(within, ahead, 0)
+            assert np.array_equal(row["further_targets"][:, module], ahead)
+            assert np.array_equal(row["further_loss_weight"][:, module], ahead > 0)
     offsets = documents.parts[0].offsets
     starts = set((offsets[:-1] + 1).tolist())
     expected = {

@@ -109,6 +109,13 @@ def test_experts_in_one_tensor_are_known_by_their_ranks_and_the_names_of_paramet
     hf.write_adapter(tmp_path, tensors, LORA, "owner/name", "v1", ["q_proj"], parameters)
     back = hf.read_adapter(tmp_path)
     assert back.modules == modules.keys() and back.targets == (*parameters, MODULE)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    for pattern in ("down_proj", r"experts\.down_proj", r"model\.layers\.0\.mlp\.experts\.down_proj", ".*_proj"):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"alpha_pattern": {pattern: 2}}))
+        with pytest.raises(UserError, match="alpha_pattern is .* numbers by name of module"):
+            hf.read_adapter(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"alpha_pattern": {"q_proj": 2}}))
+    assert hf.read_adapter(tmp_path).alphas == {MODULE: 2.0}
 
     file = tmp_path / "adapter_model.safetensors"
     save_file(load_file(file) | {f"base_model.model.{experts}.lora_B.weight": np.zeros((5, 8), np.float32)}, file)

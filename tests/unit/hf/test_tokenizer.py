@@ -1,7 +1,9 @@
 """A folder's tokenizer is loaded without running its code, and copied unchanged."""
 
+import hashlib
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from tiny import byte_tokenizer
 from jaxtune import hf
 from jaxtune.data.chat.chat_template import ChatTemplate
 from jaxtune.errors import UserError
+from jaxtune.hf import chat_templates
+from jaxtune.hf.chat_templates import find_template
 
 
 def test_a_tokenizer_is_loaded_with_its_chat_template(tmp_path):
@@ -136,13 +140,39 @@ def test_a_chat_template_by_name_renders_as_in_transformers_and_marks_answers(tm
             "llama3",
             r"writes <\|start_header_id\|> and .* does not have; --config.data.special_tokens='<\|start_header_id",
         ),
-        ("chatlm", "neither one of chatml, .*, vicuna nor a file that can be read"),
+        ("chatlm", "neither one of chatml, .*, lfm2_5 nor a file that can be read"),
     ],
 )
 def test_a_chat_template_that_cannot_be_used_says_why(tmp_path, wanted, said):
     byte_tokenizer(tmp_path)
     with pytest.raises(UserError, match=said):
         hf.load_tokenizer(tmp_path, wanted)
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted", "said"),
+    [
+        ("{{ 1 }}", None, "the tokenizer's own, because chat.template is unset"),
+        ("{{ 1 }}", "{{ 1 }}", "Jinja text, because chat.template says so"),
+        ("{{ 1 }}", "mine.jinja", "mine.jinja, because chat.template says so"),
+        ("qwen3_8", None, "the tokenizer's own, because chat.template is unset; published with Qwen3.8"),
+        ("glm4_moe", "glm4_moe", "glm4_moe, because chat.template says so; published with GLM-4.5"),
+    ],
+)
+def test_a_line_says_which_chat_template_is_used_and_why(template, wanted, said):
+    source = template if "{" in template else find_template(template, dict.fromkeys(chat_templates.NAMED[template], 0))
+    assert hf.describe_template(source, wanted) == said
+    assert "published" not in hf.describe_template(source + " ", None)  # only the exact text is known
+
+
+def test_every_published_template_here_is_known_by_its_text():
+    folder = Path(chat_templates.__file__).parent / "templates" / "published"
+    known = json.loads((folder / "models.json").read_text())
+    for file in folder.glob("*.jinja"):
+        words = known[hashlib.sha256(file.read_bytes()).hexdigest()]
+        assert file.stem in chat_templates.NAMED and "later revision" not in words
+    newer = re.findall(r"chat\.template=(\w+)", " ".join(known.values()))
+    assert newer and set(newer) <= set(chat_templates.NAMED)
 
 
 def test_a_chat_template_from_a_file_is_exported_with_the_token_that_ends_its_turns(tmp_path):

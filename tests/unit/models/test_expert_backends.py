@@ -77,7 +77,7 @@ def numbers(
 
         def output(trained, x):
             parts = (trained, rest) if lora.enabled else (adapters, trained)
-            return nnx.merge(graph, *parts)(x, call, valid)[0]
+            return nnx.merge(graph, *parts)(x, call, valid, x)[0]
 
         y, back = jax.vjp(output, adapters if lora.enabled else rest, x)
         return y, *back(dy)

@@ -29,7 +29,7 @@ def tokens(model: str, mesh: MeshOptions, devices: int, sampling: Sampling) -> l
     how = {"max_new_tokens": 8, "dtype": jnp.dtype("float32"), "sampling": sampling}
     generate = make_generate(declared.graph, declared.spec, **how)
     with jax.default_matmul_precision("highest"):
-        steps = list(generate(read_parameters(declared, declared.whole), PROMPTS))
+        steps = [step.tokens for step in generate(read_parameters(declared, declared.whole), PROMPTS)]
     return np.stack(steps, axis=1).tolist()
 
 

@@ -5,6 +5,7 @@ import math
 import sys
 import types
 
+import pytest
 import rich.console
 
 from jaxtune.monitor.progress import Progress
@@ -31,6 +32,12 @@ def test_without_a_terminal_progress_is_plain_lines(capsys):
     assert "  peak 71.5 GB" in lines[1]
     assert lines[-1] == "[saved] step 3"
     assert "\x1b" not in "".join(lines)
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0.0 kB"), (2000, "2.0 kB"), (5e8, "500.0 MB"), (1e9, "1.0 GB")])
+def test_little_memory_is_not_shown_as_zero(size, text, capsys):
+    show(1, 0, 1, [(1, {"peak_memory_bytes": size})])
+    assert f"peak {text}" in capsys.readouterr().out
 
 
 def test_the_mean_loss_is_of_the_last_twenty_finite_steps(capsys):

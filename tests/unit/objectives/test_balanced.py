@@ -50,7 +50,7 @@ def test_a_row_balances_alone_and_padding_does_not_count(one_device, experts):
     @jax.jit
     @partial(jax.vmap, in_axes=(0, 0, None))
     def emitted(stacked, x, valid):
-        return nnx.merge(graph, stacked)(x, ForwardOptions(jnp.dtype("bfloat16"), experts="dense"), valid)[1]
+        return nnx.merge(graph, stacked)(x, ForwardOptions(jnp.dtype("bfloat16"), experts="dense"), valid, x)[1]
 
     scores = Scores(jnp.zeros(()), jnp.zeros(()), emitted(stacked, x, valid))
     batch = {"segment_ids": jnp.asarray(real, jnp.int32)}

@@ -15,8 +15,8 @@ from tiny import VOCABULARY
 
 from jaxtune.errors import UserError
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.score import ScoreOptions, score
-from jaxtune.objectives.cross_entropy import cross_entropy
+from jaxtune.models.score import ScoreOptions, Scores, score
+from jaxtune.objectives.cross_entropy import cross_entropy, dynamic_fine_tuning
 from jaxtune.objectives.objective import Sums
 from jaxtune.parallel.layout import by_token, gathered_entry
 
@@ -95,3 +95,21 @@ def test_a_temperature_divides_the_logits(one_device):
     np.testing.assert_allclose(log_prob, of_targets - np.log(np.exp(logits).sum(-1)), rtol=1e-5)
     with pytest.raises(UserError, match="logits of a made here are capped"):
         score(only_a_head(head, 30.0), batch, call, (hidden, {}), options)
+
+
+def test_dynamic_fine_tuning_is_the_loss_of_trl():
+    """As its SFTTrainer.compute_loss: the cross-entropy of a token times its probability, which has no gradient."""
+    torch = pytest.importorskip("torch", reason="the reference is written in torch (Python 3.11 here)")
+    values, weight = -np.random.default_rng(0).exponential(size=(2, 5)), np.array([[1, 1, 0, 1, 1], [0, 1, 1, 1, 0]])
+    log_probs = torch.tensor(values * weight, requires_grad=True)
+    expected = (-log_probs * log_probs.exp().detach()).sum() / weight.sum()
+    expected.backward()
+
+    def loss(log_prob):
+        scores = Scores(log_prob, -log_prob * weight, {})
+        sums = dynamic_fine_tuning().loss(scores, {"loss_weight": jnp.asarray(weight, jnp.float32)})
+        return sums.loss / sums.weight
+
+    found, gradient = jax.value_and_grad(loss)(jnp.asarray(values * weight, jnp.float32))
+    assert abs(float(found) - expected.item()) <= 1e-6
+    np.testing.assert_allclose(gradient * weight, log_probs.grad.numpy() * weight, atol=1e-6)

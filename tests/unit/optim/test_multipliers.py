@@ -50,10 +50,13 @@ def test_by_default_rates_are_the_same_and_norms_biases_and_embeddings_do_not_de
 def test_no_vector_of_a_model_decays(one_device):
     """Norms, biases, decay rates of delta nets, attention sinks: all kinds that families have."""
     vectors = set()
-    for kind in ("GptOssConfig", "Qwen3NextConfig"):
+    for kind in ("GptOssConfig", "Qwen3NextConfig", "NemotronHConfig"):
         config = getattr(transformers, kind)(**SIZES | dict(FAMILIES.values())[kind]).to_dict()
         declared = declare(read_spec(config))[1].values()
         vectors |= {place.name for one in declared if one.kind == "vector" for place in one.places}
+        embedding = {"": tuple(place.name for place in declare(read_spec(config))[1]["embed.weight"].places)}
+        assert decays(OptimOptions(weight_decay=0.1), embedding) == {"": 0.0}
+        assert rates(OptimOptions(layerwise_lr_decay=0.5), embedding, LAYERS) == {"": 0.5 ** (LAYERS + 1)}
     assert any(name.endswith("sinks") for name in vectors)
     assert {name for name in vectors if decays(OptimOptions(weight_decay=0.1), {"": (name,)}) != {"": 0.0}} == set()
 
@@ -90,6 +93,8 @@ def test_layerwise_decay_goes_from_the_head_to_the_embedding():
     expected = dict.fromkeys(NAMES, by_layer) | {"embed.weight": 0.5**4, "norm.scale": 1.0, "head.weight": 1.0}
     same(rates(OptimOptions(layerwise_lr_decay=0.5), NAMES, LAYERS), expected)
     same(rates(OptimOptions(layerwise_lr_decay=0.5), ADAPTERS, LAYERS), dict.fromkeys(ADAPTERS, by_layer))
+    further = {"mtp.0": ("mtp.layers.0.mlp.up_proj.weight",), "mtp.1": (f"model.layers.{LAYERS + 1}.eh_proj.weight",)}
+    same(rates(OptimOptions(layerwise_lr_decay=0.5), further, LAYERS), dict.fromkeys(further, 1.0))
 
 
 def test_layerwise_decay_of_some_layers_counts_all_of_the_model_and_takes_multipliers_on_top():

@@ -24,6 +24,7 @@ PARAMETERS = {
     "Qwen/Qwen2.5-14B": 14_770_033_664,
     "Qwen/Qwen2.5-32B": 32_763_876_352,
     "Qwen/Qwen2.5-72B": 72_706_203_648,
+    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "meta-llama/Llama-3.2-3B": 3_212_749_824,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
@@ -31,13 +32,38 @@ PARAMETERS = {
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     "microsoft/phi-4": 14_659_507_200,
 }
+# Billions of parameters, as published; GLM-4.5-Air is cut, not rounded. Gemma 4 and Qwen3.5 count their text decoder.
+PUBLISHED = {
+    "Qwen/Qwen3-30B-A3B-Base": "30.5",
+    "Qwen/Qwen3-235B-A22B": "235",
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": "46.7",
+    "openai/gpt-oss-20b": "20.9",
+    "openai/gpt-oss-120b": "116.8",
+    "zai-org/GLM-4.5-Air": "106",
+    "deepseek-ai/DeepSeek-V3": "671",
+    "google/gemma-4-31B-it": "30.7",
+    "google/gemma-4-26B-A4B-it": "25.2",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "31.6",
+    "Qwen/Qwen3.5-9B": "9",
+    "Qwen/Qwen3.5-27B": "27",
+}
+
+
+def parameters(model: str) -> int:
+    spec = families.read_spec(config_of(model))
+    padding = (spec.padded_vocabulary - spec.vocabulary) * spec.hidden * (1 if spec.tied else 2)
+    return count(declare(spec)[1]) - padding
 
 
 @pytest.mark.parametrize("model", PARAMETERS)
 def test_a_known_model_has_as_many_parameters_as_on_the_hub(model):
-    spec = families.read_spec(config_of(model))
-    padding = (spec.padded_vocabulary - spec.vocabulary) * spec.hidden * (1 if spec.tied else 2)
-    assert count(declare(spec)[1]) - padding == PARAMETERS[model]
+    assert parameters(model) == PARAMETERS[model]
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_a_known_model_has_as_many_parameters_as_published(model):
+    published = PUBLISHED[model]
+    assert abs(parameters(model) / 1e9 - float(published)) < 10 ** -len(published.partition(".")[2])
 
 
 def test_another_model_is_not_known():

@@ -88,14 +88,24 @@ def test_a_copy_from_the_host_takes_pcie_and_is_hidden_by_as_much_work(moved):
 
 
 @pytest.mark.parametrize(
-    ("group", "gigabytes"), [(range(16), 400), (range(0, 16, 4), 100), ((0, 8), 50), (range(8), 450)]
+    ("group", "gigabytes", "inside", "between"),
+    [(range(16), 400, 14, 1), (range(0, 16, 4), 100, 2, 1), ((0, 8), 50, 0, 1), (range(8), 450, 7, 0)],
 )
-def test_a_collective_between_hosts_has_the_network_adapters_of_its_gpus(group, gigabytes):
-    """Two hosts of 8 H100: 400 to 450 GB/s of bus bandwidth are published for all of them with adapters of 400 Gb/s."""
+def test_a_collective_between_hosts_has_the_network_adapters_of_its_gpus(group, gigabytes, inside, between):
+    """Two hosts of 8 H100: bus bandwidths of 400 to 450 GB/s are published for 16 GPUs with adapters of 400 Gb/s.
+
+    inside, between: steps of NCCL's ring to the next GPU of the same and of another host.
+    """
     count = len(group)
     gather = Launch("g", "all-gather", "forward", 1, (("w", 1e9 / count),), 1e9, group=tuple(group))
     ring = 1e9 * (count - 1) / count / (gigabytes * 1e9 * CENTRAL.link) * 1e6
-    assert us(gather, per_host=8) == pytest.approx(ring + CENTRAL.latency)
+    assert us(gather, per_host=8) == pytest.approx(ring + 10.0 + 1.9 * inside + 4.0 * between)
+
+
+def test_a_small_all_reduce_waits_for_every_step_of_its_ring():
+    """NCCL's model of a ring of 128 GPUs in 16 hosts: 2 x 112 steps inside hosts, and 2 x 15 between hosts."""
+    reduce = Launch("r", "all-reduce", "forward", 1, (("w", 4.0),), 4.0, group=tuple(range(128)))
+    assert us(reduce) == pytest.approx(10.0 + 224 * 1.9 + 30 * 4.0, rel=1e-3)
 
 
 def test_devices_exchange_all_but_their_own_part():
@@ -103,4 +113,4 @@ def test_devices_exchange_all_but_their_own_part():
     exchange, scatter = (
         us(Launch("g", kind, "forward", 1, (), **written)) for kind in ("all-to-all", "reduce-scatter")
     )
-    assert exchange == scatter
+    assert exchange == pytest.approx(scatter - 7 * CENTRAL.hop)  # a ring has 7 steps

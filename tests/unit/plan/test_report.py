@@ -1,9 +1,13 @@
 """The text of a plan, and the refusals of its command."""
 
+import os
 from types import SimpleNamespace
 
+import pytest
+
+from jaxtune.config.schema import Config, MemoryOptions
 from jaxtune.plan import __main__ as plan
-from jaxtune.plan import summary
+from jaxtune.plan import hints, prediction, summary
 from jaxtune.plan.prediction import Collective, Speed, TargetGpus
 
 FACTORS = {"central": 1.0, "optimistic": 2.0, "pessimistic": 0.5}
@@ -28,6 +32,46 @@ def test_a_price_gives_what_tokens_and_the_run_cost():
         "  1M tokens  0.056 (0.028 - 0.111)",
         "  3,600 steps  20.00 (10.00 - 40.00), without start, evaluations and checkpoints",
     ]
+
+
+@pytest.mark.parametrize(
+    ("needs", "chosen", "said"),
+    [
+        ({"none": 12, "dots": 6}, "dots", "6.00 GB, fits; 5 tokens/s"),
+        ({"none": 12, "dots": 9.8, "block": 9.5, "offload": 9.6}, "block", "9.50 GB, fits; 5 tokens/s"),
+        (
+            {"none": 14, "dots": 12, "block": 10.5, "offload": 11},
+            "block",
+            "10.50 GB, does not fit, 0.50 GB missing; 5 tokens/s",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_the_one_that_needs_least_and_says_so(monkeypatch, needs, chosen, said):
+    """The limit is 10 GB; a run wants a tenth of the memory to be free."""
+
+    def plan_of(config, where, measured):
+        needed, speeds = int(1e9 * needs[config.memory.remat]), {"central": Speed(1.0, 5.0, 0.4)}
+        rest = {"groups": (), "collectives": (), "launches": {}, "assumptions": {}, "said": ("a note",), "seconds": 1.0}
+        return prediction.Plan(config, where, 1, {"weights": 3}, needed, 10**10, speeds, **rest)
+
+    monkeypatch.setattr(prediction, "_predict", plan_of)
+    planned = prediction.predict(Config(memory=MemoryOptions("auto")), TargetGpus("h100"))
+    assert planned.config.memory.remat == chosen and summary.line(planned).endswith(said)
+    each = "none needs 14.00 GB, dots needs 12.00 GB, block needs 10.50 GB, offload needs 11.00 GB"
+    assert planned.said == (() if planned.fits else (f"memory.remat=auto: no policy fits: {each}",)) + ("a note",)
+    weights, total = summary._memory(planned)[1:3]
+    assert weights.endswith(" 0.0 kB") and ("DOES NOT FIT, 0.50 GB missing" in total) == (not planned.fits)
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "2"), ("1", "2"), ("0", "0"), ("3", "3")])
+def test_warnings_about_an_absent_gpu_are_shown_only_if_asked_for(monkeypatch, given, used):
+    """jax sets 1 if the user sets nothing."""
+    for name in ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TF_CPP_MIN_LOG_LEVEL"):
+        monkeypatch.setenv(name, given or "1")
+    if given is None:
+        monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL")
+    hints._use_cpu()
+    assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == used
 
 
 def test_the_gpus_of_a_plan_are_those_of_the_run(capsys):

@@ -15,6 +15,7 @@ from jaxtune.config.schema import ChatOptions, Config, Dataset, RolloutOptions
 from jaxtune.data.formats.prompts import Prompts, Sample
 from jaxtune.errors import UserError
 from jaxtune.inference import answers
+from jaxtune.inference.decode import NextTokens
 from jaxtune.inference.generation import Completion, continue_text
 from jaxtune.prepare import _in_a_line
 from jaxtune.rollout import rollouts
@@ -42,12 +43,16 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, *words: str) -> list[int]:
     return list(map(tokenizer.get_vocab().__getitem__, words))
 
 
+def next_tokens(tokens: list[int]) -> NextTokens:
+    return NextTokens(np.array(tokens), np.zeros(len(tokens)), np.zeros(len(tokens)))
+
+
 def answering(tokenizer, tmp_path, monkeypatch, chat: bool, prefix: str | None = None) -> answers.AnswerGenerator:
     """Return an `AnswerGenerator` whose model answers "upon a time." to every prompt."""
     tokens = ids_of(tokenizer, "▁upon", "▁a", "▁time", ".", "</s>")
 
     def generate(_: Any, prompts, numbers=None):
-        return iter([np.full(len(prompts), token) for token in tokens])
+        return iter([next_tokens([token] * len(prompts)) for token in tokens])
 
     monkeypatch.setattr(answers, "make_generate", lambda *_, **__: generate)
     tokenizer.save_pretrained(tmp_path)
@@ -73,7 +78,8 @@ def test_the_space_before_a_continuation_is_kept(tokenizer, tmp_path, monkeypatc
 def test_a_run_s_sample_keeps_it(tokenizer, monkeypatch):
     tokens = ids_of(tokenizer, "▁upon", "▁a", "</s>")
     monkeypatch.setattr(
-        "jaxtune.inference.generation.make_generate", lambda *_, **__: lambda *_: iter([np.array([t]) for t in tokens])
+        "jaxtune.inference.generation.make_generate",
+        lambda *_, **__: lambda *_: iter([next_tokens([t]) for t in tokens]),
     )
     monkeypatch.setattr("jaxtune.inference.generation.stop_tokens", lambda *_: frozenset(tokens[-1:]))
     model: Any = SimpleNamespace(graph=None, spec=None, folders=SimpleNamespace(tokenizer=None))

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 
+import numpy as np
 import pytest
 from completion_server import CompletionServer
 
@@ -55,6 +56,16 @@ def test_completions_are_in_the_order_of_the_prompts_with_the_stop_token(server)
 
 def test_a_completion_that_max_tokens_ends_is_not_finished(server):
     assert ask(server, [[10]], max_tokens=2) == [Completion([11, 12], finished=False)]
+
+
+def test_log_probabilities_come_with_their_tokens(server):
+    assert ask(server, [[10]], log_probs=True) == [Completion([11, 12, STOP], True, [-1.5] * 3)]
+    assert "logprobs" in server.requests[-1][1]
+    server.log_probs = float("-inf")
+    assert np.isnan(ask(server, [[10]], log_probs=True)[0].log_probs).all()
+    server.log_probs = None
+    with pytest.raises(UserError, match="rollout.correction='none' trains without it"):
+        ask(server, [[10]], log_probs=True)
 
 
 def test_no_prompt_asks_for_nothing(server):

@@ -43,7 +43,7 @@ def figures(output: str) -> list[float]:
 
 def test_a_state_that_does_not_fit_is_refused_before_data_is_read(train, home):
     output = train(1, "state", code=2)
-    assert " MB of 0.0 MB (free on this host): for a device " in output
+    assert " MB of 0.0 kB (free on this host): for a device " in output
     assert (
         "lora.enabled=True" in output and "optim.name='adamw_8bit'" in output and "memory.check='warn' tries" in output
     )

@@ -37,6 +37,21 @@ def test_xla_takes_almost_all_of_a_gpu_unless_the_user_says_how_much(monkeypatch
     assert fractions == ({own: "0.5"} if own else {"XLA_CLIENT_MEM_FRACTION": "0.93"})
 
 
+LOST = "UNKNOWN: Gloo all-reduce failed: Connection closed by peer"
+
+
+@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError])
+def test_a_lost_process_is_one_line_whatever_jax_raises(monkeypatch, capsys, kind):
+    """jax raises ValueError if the other process ends while a program is being called, and JaxRuntimeError later."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(process.threading, "Timer", lambda *_: SimpleNamespace(start=lambda: None))
+    with pytest.raises(SystemExit, match="1"), process.exit_after_failure():
+        raise kind(LOST)
+    assert LOST in capsys.readouterr().err
+    with pytest.raises(kind, match="of this process"), process.exit_after_failure():
+        raise kind("a fault of this process")
+
+
 def test_processes_must_have_the_same_options_code_and_jax():
     same = process.facts(Config())
     assert same == process.facts(Config())

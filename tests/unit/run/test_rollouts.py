@@ -1,6 +1,9 @@
 """Rows of completions: which tokens are trained, and the order of the rows."""
 
+from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,13 +26,15 @@ PROMPTS = [[11, 12, 13], [21], [31, 32], [41, 42, 43, 44]]
 FOUND = [Completion([1, 2], True), Completion([3, 4, 5], True), Completion([6], False), Completion([7, 8, 9], True)]
 
 
-def batch(grpo_options: GrpoOptions) -> dict[str, np.ndarray]:
+def batch(grpo_options: GrpoOptions, correction: Any = None) -> dict[str, np.ndarray]:
     mesh = make_mesh(MeshOptions(), jax.devices()[:1])
-    objective = grpo(grpo_options, 4)
+    options = RolloutOptions(("r.py:r",), max_new_tokens=4, correction=correction)
+    objective = grpo(grpo_options, options)
     like = abstract_batch((2, 2, 8), jax.NamedSharding(mesh, P(None, *by_token())), objective.columns)
     prompts = [Prompt("", tokens, {}) for tokens in PROMPTS]
-    made = rollouts.Rollout(prompts, FOUND, [""] * 4, {}, np.zeros(4))
-    config = Config(data=DataOptions(seq_len=8), rollout=RolloutOptions(("r.py:r",)), grpo=grpo_options)
+    found = [one._replace(log_probs=[-float(token) for token in one.tokens]) for one in FOUND]
+    made = rollouts.Rollout(prompts, found, [""] * 4, {}, np.zeros(4))
+    config = Config(data=DataOptions(seq_len=8), rollout=options, grpo=grpo_options)
     program = SimpleNamespace(objective=objective, batch=like)
     columns = rollouts._batch(config, program, made, np.array([0.5, -0.5, 2.0, -2.0]))  # pyright: ignore
     assert {name: (x.shape, x.dtype) for name, x in columns.items()} == {
@@ -50,8 +55,44 @@ def test_a_row_is_a_completion_whose_tokens_alone_are_targets():
     assert rows["advantage"][:, 0].tolist() == [0.5, -0.5, 2.0, -2.0]
 
 
+def test_the_log_probability_of_a_token_is_where_it_is_predicted():
+    rows = batch(GrpoOptions(), "token_truncate")
+    trained = rows["loss_weight"] > 0
+    np.testing.assert_array_equal(rows["sampled_log_prob"], np.where(trained, -rows["targets"], 0))
+
+
 def test_completions_that_did_not_end_may_teach_nothing():
     assert (batch(GrpoOptions(mask_truncated=True))["loss_weight"].sum(1) > 0).tolist() == [True, True, False, True]
+
+
+def rewarded(number: int, reward: float) -> rollouts.Rollout:
+    """Return a group of two completions of a prompt with this number; its rewards differ by `reward`."""
+    prompts = [Prompt(str(number), [number], {})] * 2
+    return rollouts.Rollout(prompts, FOUND[:2], ["a", "b"], {"r": np.array([0.0, reward])}, np.array([0.0, reward]))
+
+
+def test_prompts_that_teach_nothing_are_replaced_by_spare_ones():
+    """As many as are needed, in their order, until all differ or there are no more."""
+    asked, calls = PromptBatch([Prompt("", [0], {})] * 3, 100, [Prompt("", [n], {}) for n in range(4)]), []
+    rewards = {0: 0.0, 1: 1.0, 2: 0.0, 3: 1.0}
+
+    def make_groups(first: int, prompts: Sequence[Prompt]) -> list[rollouts.Rollout]:
+        calls.append((first, [prompt.tokens[0] for prompt in prompts]))
+        return [rewarded(prompt.tokens[0], rewards[prompt.tokens[0]]) for prompt in prompts]
+
+    teaches = partial(rollouts._teaches, "group")
+    groups = [rewarded(10, 0.0), rewarded(11, 1.0), rewarded(12, np.nan)]
+    found = rollouts._concatenate(rollouts._replace_alike(groups, asked, make_groups, teaches))
+    assert calls == [(106, [0, 1]), (110, [2]), (112, [3])]
+    assert [prompt.tokens[0] for prompt in found.prompts] == [1, 1, 11, 11, 3, 3]
+    assert found.rewards.tolist() == found.each["r"].tolist() == [0, 1] * 3
+    assert rollouts._replace_alike(groups, asked._replace(spare=[]), make_groups, teaches) == groups and len(calls) == 3
+
+
+def test_functions_that_are_scaled_apart_teach_even_if_their_sums_are_equal():
+    each = {"r": np.array([0.0, 1.0]), "s": np.array([1.0, 0.0])}
+    group = rewarded(0, 0.0)._replace(each=each, rewards=np.ones(2))
+    assert rollouts._teaches("gdpo", group) and not rollouts._teaches("group", group)
 
 
 def test_steps_without_any_reward_end_the_run(tmp_path, monkeypatch):

@@ -77,7 +77,7 @@ def test_no_array_is_sequence_by_sequence(one_device):
 
 def test_every_remat_policy_in_a_loop_or_without_gives_the_same_gradients(one_device):
     lora = LoraOptions(enabled=True, rank=2, dropout=0.3)
-    declared = program_of(one_device, lora=lora).model.parameters
+    declared = program_of(one_device, 2, lora=lora).model.parameters
     values = random_values(declared)
     values |= {name: jnp.ones_like(value) * 0.1 for name, value in values.items() if name.endswith("lora_b")}
     trained = {name: value for name, value in values.items() if declared[name].trained}
@@ -85,7 +85,7 @@ def test_every_remat_policy_in_a_loop_or_without_gives_the_same_gradients(one_de
     batch = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 24), one_device, [10, 12]))
 
     def gradients(remat, unroll=False):
-        computed = program_of(one_device, remat=remat, unroll=unroll, lora=lora).gradients
+        computed = program_of(one_device, 2, remat=remat, unroll=unroll, lora=lora).gradients
         # LLVM fuses adjacent multiplies and adds, which differs from program to program.
         plain = jax.jit(computed, compiler_options={"xla_backend_optimization_level": 0})
         return plain(trained, frozen, batch, jnp.int32(3)).gradients

@@ -85,6 +85,11 @@ def test_the_wheel_is_what_is_imported(bin):
         path = Path(place).resolve()
         assert not path.is_relative_to(ROOT)
         assert not place.endswith("__init__.py") or path.is_relative_to(bin.parent.resolve() / "lib")
+    code = (
+        "from jaxtune.hf.chat_templates import *; name = 'qwen3_8'; "
+        "print(describe_template(find_template(name, dict.fromkeys(NAMED[name], 0)), name))"
+    )
+    assert "published with Qwen3.8" in execute(str(bin / "python"), "-c", code)
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert execute(str(bin / "jaxtune"), "--version") == f"jaxtune {version}\n"
     assert "torch\n" not in execute(str(bin / "python"), "-m", "pip", "list", "--format=freeze").replace("==", "\n==")

@@ -1,0 +1,223 @@
+"""Mixers of a layer, which exchange information between tokens: frozen descriptions, as slots of `spec.Layer`."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding (Su et al. 2021) and the scaling of its frequencies.
+
+    Attributes:
+        theta: base of the wavelengths.
+        kind: the scaling, transformers' `rope_type`; the fields from `factor` to `truncate` are its parameters.
+        interleaved: whether the pairs of features are (2i, 2i + 1) instead of (i, i + d/2).
+        fraction: the share of a head's features, from the first, that are rotated; with kind "proportional" (Gemma 4)
+            the share of the pairs (i, i + d/2) of the whole head.
+        query_growth: queries at position p are multiplied by 1 + growth * log(1 + p // original_positions) (Llama 4).
+    """
+
+    theta: float
+    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "proportional"] = "default"
+    factor: float = 1.0
+    original_positions: int = 0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    interleaved: bool = False
+    fraction: float = 1.0
+    query_growth: float = 0.0
+
+    def magnitude(self, mscale: float) -> float:
+        """Return yarn's scale of cosine and sine (transformers' `yarn_get_mscale`): 1 if nothing is stretched."""
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The latents of multi-head latent attention (DeepSeek-V2, Liu et al. 2024), from which heads are expanded.
+
+    Attributes:
+        rank: features of the latent of keys and values.
+        query_rank: features of the latent of queries; None: queries are projected directly from the layer's input.
+        rotated: how many of a head's features, the last ones, rope rotates; all heads share the rotated key.
+        value_dim: features of a value head, at most as many as a key head has.
+    """
+
+    rank: int
+    query_rank: int | None
+    rotated: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The mixer of a layer: grouped-query attention (Ainslie et al. 2023).
+
+    Attributes:
+        heads: number of query heads.
+        kv_heads: number of key and value heads.
+        head_dim: features of a head.
+        rope: the position embedding; None: no position embedding.
+        window: number of keys that a query sees, its own included; None: all keys up to its own.
+        qk_norm: norms of queries and keys, over each "head" or over all heads together ("whole"); "rotated": over each
+            head after its rotation (HunYuan).
+        v_norm: whether each value head is divided by its root mean square (Gemma 4).
+        keys_as_values: whether values are the keys before norm and rotation, without a projection (Gemma 4).
+        bias: the projections that have a bias, of "q", "k", "v" and "o"; with `latent`, of its projections.
+        scale: factor on the attention logits; None: head_dim^-0.5.
+        soft_cap: bounds the attention logits to cap * tanh(logits / cap) (Gemma 2).
+        sinks: whether each head has a trained logit that is only in the softmax's denominator (gpt-oss).
+        gated: whether a head's output is multiplied by a sigmoid of a projection of the layer's input, and where its
+            weight is: "fused" with the weight of the queries (Qwen3-Next) or "separate" (Trinity); None: no gate.
+        latent: the latents of `LatentAttention`, which then computes the layer; None: plain attention.
+        kv_whole: whether keys and values are replicated although queries are sharded, because there are fewer key and
+            value heads than devices.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope | None
+    window: int | None = None
+    qk_norm: Literal["head", "whole", "rotated"] | None = None
+    v_norm: bool = False
+    keys_as_values: bool = False
+    bias: frozenset[str] = frozenset()
+    scale: float | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    gated: Literal["fused", "separate"] | None = None
+    latent: Latent | None = None
+    kv_whole: bool = False
+
+    def __post_init__(self):
+        if self.latent is not None and (self.qk_norm or self.v_norm or self.sinks or self.gated):
+            raise ValueError(f"latent attention has no norms of heads, sinks or gates: {self}")
+
+    @property
+    def rotated(self) -> int:
+        """The number of a head's features that `rope` is applied to; it rotates a `fraction`."""
+        return self.head_dim if self.latent is None else self.latent.rotated
+
+
+class RandomSteps(NamedTuple):
+    """Random step sizes, which multiply decay rates (Mamba, Gu & Dao 2023), of a model that is trained from scratch.
+
+    Attributes:
+        low, high: bounds between which they are log-uniform.
+        floor: the smallest step size; smaller ones are set to it.
+    """
+
+    low: float
+    high: float
+    floor: float = 0.0
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """The mixer of a layer: gated delta net (Yang et al. 2024, arXiv:2412.06464), which has a recurrent state.
+
+    Attributes:
+        key_heads: number of query heads, and of key heads.
+        value_heads: number of value heads; consecutive ones share a key head.
+        key_dim: features of a query or key head.
+        value_dim: features of a value head.
+        kernel: number of tokens that the convolution of queries, keys and values sees, its own included.
+        fused: whether the projections are two matrices with rows grouped by key head (Qwen3-Next) instead of six.
+        strength: the largest strength with which a token is written to the state; above 1 the state's transition has
+            negative eigenvalues (Grazzi et al. 2024, arXiv:2411.12537).
+        epsilon: epsilon of the norm of value heads; None: the epsilon of the model's norms.
+        rates: range of random decay rates.
+        steps: random step sizes; None: all softplus(1).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    fused: bool = False
+    strength: float = 1.0
+    epsilon: float | None = None
+    rates: tuple[float, float] = (0.01, 16.0)
+    steps: RandomSteps | None = None
+
+    @property
+    def convolved(self) -> tuple[tuple[int, int], ...]:
+        """The numbers of heads of queries, keys and values, each with the features of a head."""
+        return (self.key_heads, self.key_dim), (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The shape of a row's recurrent state."""
+        return self.value_heads, self.key_dim, self.value_dim
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """The mixer of a layer: Mamba-2 (Dao & Gu 2024, arXiv:2405.21060), which has a recurrent state.
+
+    Attributes:
+        heads: number of heads.
+        head_dim: features of a head.
+        groups: number of projections B and C; consecutive heads share a pair, as queries share keys. They are also the
+            groups of the norm at the end.
+        state: features of B and of C, so that a head's state is (head_dim, state).
+        kernel: number of tokens that the convolution of x, B and C sees, its own included.
+        conv_bias: whether the convolution has a bias.
+        bias: whether the projections have biases.
+        step_limit: bounds of the step size dt.
+        steps: random step sizes; by default as in the paper's implementation.
+        groups_whole: whether B and C are replicated although heads are sharded, because devices do not divide the
+            groups.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    kernel: int
+    conv_bias: bool = True
+    bias: bool = False
+    step_limit: tuple[float, float] = (0.0, math.inf)
+    steps: RandomSteps = RandomSteps(1e-3, 0.1, 1e-4)
+    groups_whole: bool = False
+
+    def __post_init__(self):
+        if self.heads % self.groups:
+            raise ValueError(f"all groups need the same number of heads: {self}")
+
+    @property
+    def convolved(self) -> tuple[tuple[int, int], ...]:
+        """The numbers of heads of x, and of groups of B and C, each with the features of one."""
+        return (self.heads, self.head_dim), (self.groups, self.state), (self.groups, self.state)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The shape of a row's recurrent state."""
+        return self.heads, self.head_dim, self.state
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """The mixer of a layer: a causal convolution of few tokens between two gates (LFM2, arXiv:2511.23404).
+
+    Attributes:
+        channels: number of channels, each with a kernel of its own.
+        kernel: number of tokens that the convolution sees, its own included.
+        bias: whether the convolution and the projections have biases.
+    """
+
+    channels: int
+    kernel: int
+    bias: bool = False
+
+
+Mixer = Heads | DeltaNet | Mamba2 | ShortConv
