@@ -21,6 +21,7 @@ from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.rollout import rollouts
+from jaxtune.rollout.groups import Rollout, concatenate, replace_alike, teaches
 
 PROMPTS = [[11, 12, 13], [21], [31, 32], [41, 42, 43, 44]]
 FOUND = [Completion([1, 2], True), Completion([3, 4, 5], True), Completion([6], False), Completion([7, 8, 9], True)]
@@ -33,7 +34,7 @@ def batch(grpo_options: GrpoOptions, correction: Any = None) -> dict[str, np.nda
     like = abstract_batch((2, 2, 8), jax.NamedSharding(mesh, P(None, *by_token())), objective.columns)
     prompts = [Prompt("", tokens, {}) for tokens in PROMPTS]
     found = [one._replace(log_probs=[-float(token) for token in one.tokens]) for one in FOUND]
-    made = rollouts.Rollout(prompts, found, [""] * 4, {}, np.zeros(4))
+    made = Rollout(prompts, found, [""] * 4, {}, np.zeros(4))
     config = Config(data=DataOptions(seq_len=8), rollout=options, grpo=grpo_options)
     program = SimpleNamespace(objective=objective, batch=like)
     columns = rollouts._batch(config, program, made, np.array([0.5, -0.5, 2.0, -2.0]))  # pyright: ignore
@@ -65,10 +66,10 @@ def test_completions_that_did_not_end_may_teach_nothing():
     assert (batch(GrpoOptions(mask_truncated=True))["loss_weight"].sum(1) > 0).tolist() == [True, True, False, True]
 
 
-def rewarded(number: int, reward: float) -> rollouts.Rollout:
+def rewarded(number: int, reward: float) -> Rollout:
     """Return a group of two completions of a prompt with this number; its rewards differ by `reward`."""
     prompts = [Prompt(str(number), [number], {})] * 2
-    return rollouts.Rollout(prompts, FOUND[:2], ["a", "b"], {"r": np.array([0.0, reward])}, np.array([0.0, reward]))
+    return Rollout(prompts, FOUND[:2], ["a", "b"], {"r": np.array([0.0, reward])}, np.array([0.0, reward]))
 
 
 def test_prompts_that_teach_nothing_are_replaced_by_spare_ones():
@@ -76,23 +77,23 @@ def test_prompts_that_teach_nothing_are_replaced_by_spare_ones():
     asked, calls = PromptBatch([Prompt("", [0], {})] * 3, 100, [Prompt("", [n], {}) for n in range(4)]), []
     rewards = {0: 0.0, 1: 1.0, 2: 0.0, 3: 1.0}
 
-    def make_groups(first: int, prompts: Sequence[Prompt]) -> list[rollouts.Rollout]:
+    def make_groups(first: int, prompts: Sequence[Prompt]) -> list[Rollout]:
         calls.append((first, [prompt.tokens[0] for prompt in prompts]))
         return [rewarded(prompt.tokens[0], rewards[prompt.tokens[0]]) for prompt in prompts]
 
-    teaches = partial(rollouts._teaches, "group")
+    useful = partial(teaches, "group")
     groups = [rewarded(10, 0.0), rewarded(11, 1.0), rewarded(12, np.nan)]
-    found = rollouts._concatenate(rollouts._replace_alike(groups, asked, make_groups, teaches))
+    found = concatenate(replace_alike(groups, asked, make_groups, useful))
     assert calls == [(106, [0, 1]), (110, [2]), (112, [3])]
     assert [prompt.tokens[0] for prompt in found.prompts] == [1, 1, 11, 11, 3, 3]
     assert found.rewards.tolist() == found.each["r"].tolist() == [0, 1] * 3
-    assert rollouts._replace_alike(groups, asked._replace(spare=[]), make_groups, teaches) == groups and len(calls) == 3
+    assert replace_alike(groups, asked._replace(spare=[]), make_groups, useful) == groups and len(calls) == 3
 
 
 def test_functions_that_are_scaled_apart_teach_even_if_their_sums_are_equal():
     each = {"r": np.array([0.0, 1.0]), "s": np.array([1.0, 0.0])}
     group = rewarded(0, 0.0)._replace(each=each, rewards=np.ones(2))
-    assert rollouts._teaches("gdpo", group) and not rollouts._teaches("group", group)
+    assert teaches("gdpo", group) and not teaches("group", group)
 
 
 def test_steps_without_any_reward_end_the_run(tmp_path, monkeypatch):
@@ -106,7 +107,7 @@ def test_steps_without_any_reward_end_the_run(tmp_path, monkeypatch):
     rewards = iter([np.nan, 1.0, np.nan, np.nan])
 
     def make(trained, frozen, prompts, numbers):
-        return rollouts.Rollout(prompts, FOUND[:2], [""] * 2, {}, np.full(2, next(rewards)))
+        return Rollout(prompts, FOUND[:2], [""] * 2, {}, np.full(2, next(rewards)))
 
     program = SimpleNamespace(model=SimpleNamespace(graph=None, linears=None))
     step = rollouts.make_rollout_step(config, program, make, lambda state, *_: (state, {}), tmp_path)  # pyright: ignore

@@ -1,0 +1,96 @@
+"""Where completions come from: the devices of the run, or a server."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxtune.config.schema import Config
+from jaxtune.data.formats.prompts import Prompts
+from jaxtune.exports.write import export_adapter
+from jaxtune.inference.decode import Sampling
+from jaxtune.inference.generation import (
+    Completion,
+    cast_weights,
+    collect_completions,
+    make_generate,
+    make_stop_test,
+    stop_tokens,
+)
+from jaxtune.models.decoder import Parameters
+from jaxtune.parallel import multihost
+from jaxtune.parallel.mesh import data_shards
+from jaxtune.precision.recipes import recipe_of
+from jaxtune.rollout import completion_server
+from jaxtune.weights.model import Model
+
+# (trained, frozen, the tokens of each prompt, the number of each completion) -> completions.
+Complete = Callable[[Parameters, Parameters, list[list[int]], Sequence[int]], list[Completion]]
+
+
+def complete_on_devices(config: Config, model: Model, tokenizer) -> Complete:
+    """Sample completions on the devices of the run; each completion of a group has its own random numbers."""
+    options, recipe = config.rollout, recipe_of(config.precision, model.linears)
+    sampling = Sampling(**{name: getattr(options, name) for name in Sampling._fields})
+    how = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "seed": config.train.seed}
+    generate = make_generate(model.graph, model.spec, dtype=recipe.dtype, **how)
+    ended = make_stop_test(_stops(config, model, tokenizer), options.stop, tokenizer)
+    of_step = config.train.micro_batch_size * config.train.grad_accum_steps * data_shards(jax.sharding.get_mesh())
+    size = options.completions_at_once or of_step
+
+    def complete(
+        trained: Parameters, frozen: Parameters, prompts: list[list[int]], numbers: Sequence[int]
+    ) -> list[Completion]:
+        completions, parameters = [], cast_weights(model, {**frozen, **trained}, recipe.dtype)
+        for first in range(0, len(prompts), size):
+            # Pad the last batch to the compiled size, by repeating the last prompt; its completions are dropped.
+            rows = [min(row, len(prompts) - 1) for row in range(first, first + size)]
+            steps = generate(parameters, [prompts[row] for row in rows], [numbers[row] for row in rows])
+            completions += collect_completions(steps, min(size, len(prompts) - first), ended, scores=True)
+        return completions
+
+    return complete
+
+
+def complete_by_server(config: Config, model: Model, tokenizer, folder: Path) -> Complete:
+    """Get completions from an OpenAI-compatible server, after sending it the adapter; only process 0 talks to it."""
+    options = config.rollout
+    # The hash of the folder is part of the adapter's name on the server. So two runs of the same name, or a run and its
+    # evaluation, unload only their own adapters.
+    folder_hash = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:6]
+    url, name = options.server or "", f"{config.train.run_name or 'run'}-{folder_hash}"
+    sampling = {key: getattr(options, key) for key in Sampling._fields} | {"top_k": options.top_k or 0}
+    ends = {"stop": _stops(config, model, tokenizer), "strings": options.stop}
+    how = {**sampling, **ends, "max_tokens": options.max_new_tokens, "seed": config.train.seed}
+    how |= {"vocabulary": model.spec.vocabulary, "log_probs": options.corrects != "none"}
+
+    def complete(
+        trained: Parameters, frozen: Parameters, prompts: list[list[int]], numbers: Sequence[int]
+    ) -> list[Completion]:
+        export_adapter(model, {**frozen, **trained}, config, folder)
+        table = np.zeros((len(prompts), 2 + options.max_new_tokens), np.int32)  # finished, length, tokens
+        scores = np.zeros((len(prompts), options.max_new_tokens), np.float32)
+        if multihost.is_main():
+            served = completion_server.send_adapter(url, name, folder)
+            made = completion_server.complete(url, served, prompts, numbers, timeout=options.server_seconds, **how)
+            for row, of_row, completion in zip(table, scores, made):
+                row[:2] = completion.finished, len(completion.tokens)
+                row[2 : 2 + len(completion.tokens)] = completion.tokens
+                of_row[: len(completion.log_probs)] = completion.log_probs
+        table, scores = multihost_utils.broadcast_one_to_all((table, scores))
+        return [
+            Completion(row[2 : 2 + row[1]].tolist(), bool(row[0]), of_row[: row[1]].tolist())
+            for row, of_row in zip(table, scores)
+        ]
+
+    return complete
+
+
+def _stops(config: Config, model: Model, tokenizer) -> frozenset[int]:
+    """The tokens that end a completion."""
+    end = Prompts(tokenizer, config.chat).turn_end
+    turn_end = frozenset() if end is None else frozenset({tokenizer.added_tokens_encoder[end]})
+    return stop_tokens(model.folders.tokenizer, tokenizer) | turn_end
