@@ -37,7 +37,7 @@ class Backend:
 
 
 class CannotRun(ValueError):
-    """The requested backend is unknown or cannot run the request; the message gives the reason."""
+    """The requested backend is unknown or cannot run the request; the message gives the reasons."""
 
 
 def never_refuses(device: Device, request: Any) -> None:
@@ -50,7 +50,7 @@ def choose(
     """Return the requested backend, or with 'auto' the first that can run the request and was checked on such a GPU.
 
     If the requested backend cannot run the request, `fallback='warn'` warns once and chooses by 'auto'; otherwise
-    CannotRun is raised with the reason. CannotRun is also raised for an unknown backend, and, with every backend's
+    CannotRun is raised with the reasons. CannotRun is also raised for an unknown backend, and, with every backend's
     reason, if 'auto' finds none.
     """
     if wanted == "auto":
@@ -62,16 +62,17 @@ def choose(
         _log_choice(op, chosen.name, str(device), f"checked by {chosen.proof(device)}")
         return chosen
     named = [backend for backend in backends if backend.name == wanted]
-    chosen = next((backend for backend in named if backend.refuses(device, request) is None), *named[:1] or [None])
-    if chosen is None:
+    if not named:
         names = ", ".join(dict.fromkeys(repr(backend.name) for backend in backends))
         raise CannotRun(f"{op}: unknown backend {wanted!r}; choose from 'auto', {names}")
-    reason = chosen.refuses(device, request)
-    if reason is not None and fallback == "warn":
-        _warn(op, wanted, str(device), reason)
-        return choose(op, backends, device, request)
-    if reason is not None:
+    reasons = [backend.refuses(device, request) for backend in named]
+    if None not in reasons:
+        reason = "; ".join(dict.fromkeys(filter(None, reasons)))
+        if fallback == "warn":
+            _warn(op, wanted, str(device), reason)
+            return choose(op, backends, device, request)
         raise CannotRun(f"{op}: backend {wanted!r} cannot run this on {device}: {reason}")
+    chosen = named[reasons.index(None)]
     _log_choice(op, chosen.name, str(device), "as requested")
     return chosen
 

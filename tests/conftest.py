@@ -35,15 +35,26 @@ LONGEST = (
 
 def pytest_terminal_summary(terminalreporter, config):
     """Say what was left out, if pytest itself chose what to run."""
-    if config.args_source is config.ArgsSource.TESTPATHS:
+    if config.args_source is config.ArgsSource.TESTPATHS and not config.option.markexpr:
         terminalreporter.section("left out")
         for folder, how in lanes.LEFT_OUT.items():
             terminalreporter.write_line(f"tests/{folder}: {how}")
+        terminalreporter.write_line("rows marked nightly, most of a second way to do the same: pytest -m nightly")
 
 
-def pytest_collection_modifyitems(items):
-    """Sort the slowest files first; keep the order of the others."""
+def pytest_collection_modifyitems(config, items):
+    """Sort the slowest files first; keep the order of the others.
+
+    Leave out rows that are marked nightly, unless tests are chosen by marker, by word or by name.
+    """
     items.sort(key=lambda item: (*LONGEST, item.path.name).index(item.path.name))
+    if config.option.markexpr or config.option.keyword:
+        return
+    chosen = tuple(argument.partition("::")[2] for argument in config.args if "::" in argument)
+    for item in [item for item in items if item.get_closest_marker("nightly")]:
+        if not item.nodeid.partition("::")[2].startswith(chosen):
+            items.remove(item)
+            config.hook.pytest_deselected(items=[item])
 
 
 @pytest.fixture(autouse=True, scope="session")

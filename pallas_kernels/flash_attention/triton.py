@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from pallas_kernels import cost
-from pallas_kernels.flash_attention.blocks import key_blocks, most_flops, query_blocks, seen_keys, whole_blocks
-from pallas_kernels.flash_attention.tiles import Tile, Tiles, tiles_for
+from pallas_kernels.flash_attention import launch
+from pallas_kernels.flash_attention.launch import Kernels, Shapes, rows_of
+from pallas_kernels.flash_attention.tiles import tiles_for
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Capability, Device, current_device
 
@@ -39,196 +39,6 @@ def refuses(device: Device, request: AttentionRequest) -> str | None:
     if request.dtype == jnp.float32 and request.head_dim > 128:
         return f"head_dim must be at most 128 in float32, not {request.head_dim}"
     return None
-
-
-def forward(
-    q: Float[Array, "b s h d"],
-    k: Float[Array, "b t n d"],
-    v: Float[Array, "b t n d"],
-    first: Int[Array, "b s"],
-    end: Int[Array, "b s"],
-    sinks: Float[Array, " h"] | None,
-    variant: Variant,
-    *,
-    tiles: Tiles | None = None,
-    interpret: bool = False,
-) -> tuple[Float[Array, "b s h d"], Float[Array, "b h s"]]:
-    """Return the output, and the log-sum-exp in float32."""
-    tile = (tiles or tiles_for(current_device(), q.shape[-1], q.dtype.itemsize)).forward
-    queries = q.shape[1]
-    q, first, end = (whole_blocks(x, tile.block_q) for x in (q, first, end))
-    k, v = (whole_blocks(x, tile.block_k) for x in (k, v))
-    shapes = Shapes(q, k, tile)
-    ranges = key_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
-    seen = seen_keys(first, end, shapes.keys)
-    sinks = jnp.full(shapes.heads, -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
-    kernel = pl.pallas_call(
-        partial(_forward_kernel, shapes=shapes, variant=variant),
-        grid=(shapes.q_blocks, shapes.heads, shapes.batch),
-        in_specs=[
-            shapes.queries_of_head(),
-            shapes.keys_of_head(),
-            shapes.keys_of_head(),
-            shapes.row(),
-            shapes.row(),
-            pl.BlockSpec((None, shapes.keys), lambda i, h, b: (b, 0)),
-            shapes.range_of_queries(),
-            pl.BlockSpec((None,), lambda i, h, b: (h,)),
-        ],
-        out_specs=[shapes.queries_of_head(), shapes.row_of_head()],
-        out_shape=[shapes.like(q), shapes.per_query],
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-        interpret=interpret,
-        name="flash_attention_forward",
-    )
-    with cost.flops(most_flops(variant, q, k, tile.block_q, tile.block_k, products=2)):
-        out, lse = kernel(q, k, v, first, end, seen, ranges, sinks)
-    return out[:, :queries], lse[:, :, :queries]
-
-
-def backward(
-    q: Float[Array, "b s h d"],
-    k: Float[Array, "b t n d"],
-    v: Float[Array, "b t n d"],
-    first: Int[Array, "b s"],
-    end: Int[Array, "b s"],
-    lse: Float[Array, "b h s"],
-    delta: Float[Array, "b h s"],
-    d_out: Float[Array, "b s h d"],
-    variant: Variant,
-    *,
-    tiles: Tiles | None = None,
-    interpret: bool = False,
-) -> tuple[Float[Array, "b s h d"], Float[Array, "b t n d"], Float[Array, "b t n d"]]:
-    """Return gradients of q, k and v."""
-    tiles = tiles or tiles_for(current_device(), q.shape[-1], q.dtype.itemsize)
-    arrays = (q, k, v, d_out, lse, delta, first, end)
-    dq = _dq(*all_whole_blocks(*arrays, tiles.dq), variant, tiles.dq, interpret)
-    dk, dv = _dkdv(*all_whole_blocks(*arrays, tiles.dkdv), variant, tiles.dkdv, interpret)
-    return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]
-
-
-def _dq(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
-    shapes = Shapes(q, k, tile)
-    ranges = key_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
-    kernel = pl.pallas_call(
-        partial(_dq_kernel, shapes=shapes, variant=variant),
-        grid=(shapes.q_blocks, shapes.heads, shapes.batch),
-        in_specs=[
-            shapes.queries_of_head(),
-            shapes.keys_of_head(),
-            shapes.keys_of_head(),
-            shapes.queries_of_head(),
-            shapes.row_of_head(),
-            shapes.row_of_head(),
-            shapes.row(),
-            shapes.row(),
-            pl.BlockSpec((None, shapes.keys), lambda i, h, b: (b, 0)),
-            shapes.range_of_queries(),
-        ],
-        out_specs=shapes.queries_of_head(),
-        out_shape=shapes.like(q),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-        interpret=interpret,
-        name="flash_attention_dq",
-    )
-    seen = seen_keys(first, end, shapes.keys)
-    with cost.flops(most_flops(variant, q, k, tile.block_q, tile.block_k, products=3)):
-        return kernel(q, k, v, d_out, lse, delta, first, end, seen, ranges)
-
-
-def _dkdv(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
-    shapes = Shapes(q, k, tile)
-    ranges = query_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
-    # A program gets all query heads that share its key head, to sum dk and dv over them.
-    queries = pl.BlockSpec((None, shapes.queries, shapes.group, shapes.head_dim), lambda j, n, b: (b, 0, n, 0))
-    keys = pl.BlockSpec((None, shapes.keys, None, shapes.head_dim), lambda j, n, b: (b, 0, n, 0))
-    row_of_group = pl.BlockSpec((None, shapes.group, shapes.queries), lambda j, n, b: (b, n, 0))
-    kernel = pl.pallas_call(
-        partial(_dkdv_kernel, shapes=shapes, variant=variant),
-        grid=(shapes.k_blocks, shapes.kv_heads, shapes.batch),
-        in_specs=[
-            queries,
-            keys,
-            keys,
-            queries,
-            row_of_group,
-            row_of_group,
-            shapes.row(),
-            shapes.row(),
-            pl.BlockSpec((None, None, 4), lambda j, n, b: (b, j, 0)),
-        ],
-        out_specs=[keys, keys],
-        out_shape=[shapes.like(k), shapes.like(v)],
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-        interpret=interpret,
-        name="flash_attention_dkdv",
-    )
-    with cost.flops(most_flops(variant, q, k, tile.block_q, tile.block_k, products=4)):
-        return kernel(q, k, v, d_out, lse, delta, first, end, ranges)
-
-
-class Shapes:
-    """Sizes of one call, all in whole blocks, and the BlockSpecs of the arrays that a program reads and writes."""
-
-    def __init__(self, q: Array, k: Array, tile: Tile):
-        self.batch, self.queries, self.heads, self.head_dim = q.shape
-        self.keys, self.kv_heads = k.shape[1:3]
-        self.group = self.heads // self.kv_heads
-        self.block_q, self.block_k = tile.block_q, tile.block_k
-        self.q_blocks, self.k_blocks = self.queries // self.block_q, self.keys // self.block_k
-        # Without HIGHEST Triton would round float32 inputs to TF32.
-        self.precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-        self.varying = jax.typeof(q).manual_axis_type
-        # Sizes of Triton's arrays are powers of 2: a head dimension of 96 is split into 64 + 32, not padded to 128.
-        bits = [bit for bit in reversed(range(self.head_dim.bit_length())) if self.head_dim >> bit & 1]
-        self.parts = tuple(
-            pl.Slice(sum(1 << bit for bit in bits[:place]), 1 << bits[place]) for place in range(len(bits))
-        )
-
-    def queries_of_head(self) -> pl.BlockSpec:
-        """All queries of a head."""
-        return pl.BlockSpec((None, self.queries, None, self.head_dim), lambda i, h, b: (b, 0, h, 0))
-
-    def keys_of_head(self) -> pl.BlockSpec:
-        """All keys of the key head that a query head uses."""
-        return pl.BlockSpec((None, self.keys, None, self.head_dim), lambda i, h, b: (b, 0, h // self.group, 0))
-
-    def range_of_queries(self) -> pl.BlockSpec:
-        """The range of blocks of keys that the program's queries see."""
-        return pl.BlockSpec((None, None, 4), lambda i, h, b: (b, self.q_blocks - 1 - i, 0))
-
-    def row(self) -> pl.BlockSpec:
-        """A number for each query of a row."""
-        return pl.BlockSpec((None, self.queries), lambda i, h, b: (b, 0))
-
-    def row_of_head(self) -> pl.BlockSpec:
-        """A number for each query of a head."""
-        return pl.BlockSpec((None, None, self.queries), lambda i, h, b: (b, h, 0))
-
-    def my_queries(self) -> pl.Slice:
-        """Return the queries of this program, last queries first.
-
-        With a causal mask the last queries see the most keys, and long programs should not start last.
-        """
-        return rows_of(self.q_blocks - 1 - pl.program_id(0), self.block_q)
-
-    def like(self, x: Array) -> jax.ShapeDtypeStruct:
-        """An output with the shape and dtype of x."""
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=self.varying)
-
-    @property
-    def per_query(self) -> jax.ShapeDtypeStruct:
-        """An output with a float32 number for each query of each head."""
-        return jax.ShapeDtypeStruct((self.batch, self.heads, self.queries), jnp.float32, manual_axis_type=self.varying)
-
-
-def all_whole_blocks(q, k, v, d_out, lse, delta, first, end, tile: Tile):
-    """Pad the inputs of a backward kernel to whole blocks."""
-    q, d_out, first, end = (whole_blocks(x, tile.block_q) for x in (q, d_out, first, end))
-    lse, delta = (whole_blocks(x, tile.block_q, axis=2) for x in (lse, delta))
-    k, v = (whole_blocks(x, tile.block_k) for x in (k, v))
-    return q, k, v, d_out, lse, delta, first, end
 
 
 def _forward_kernel(
@@ -373,11 +183,6 @@ class Bounds:
         return (key[None, :] >= self.first[:, None]) & (key[None, :] < self.end[:, None])
 
 
-def rows_of(block, size: int) -> pl.Slice:
-    """Return the rows of a block, given its number."""
-    return pl.Slice(block * size, size)
-
-
 def _index(rows: pl.Slice) -> Array:
     return rows.start + jnp.arange(rows.size, dtype=jnp.int32)
 
@@ -444,3 +249,14 @@ def _logits(a: tuple[Array, ...], b: tuple[Array, ...], variant: Variant, shapes
 def unit_of(variant: Variant) -> float:
     """Return the factor by which products, capped if the variant says so, become logits to base 2."""
     return (variant.scale if variant.soft_cap is None else variant.soft_cap) * LOG2_E
+
+
+KERNELS = Kernels(
+    "flash_attention",
+    Shapes,
+    lambda q: tiles_for(current_device(), q.shape[-1], q.dtype.itemsize),
+    _forward_kernel,
+    _dq_kernel,
+    _dkdv_kernel,
+)
+forward, backward = partial(launch.forward, KERNELS), partial(launch.backward, KERNELS)

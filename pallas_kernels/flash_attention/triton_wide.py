@@ -17,23 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from pallas_kernels import cost
-from pallas_kernels.flash_attention.blocks import key_blocks, most_flops, query_blocks, seen_keys, whole_blocks
+from pallas_kernels.flash_attention import launch
+from pallas_kernels.flash_attention.launch import Kernels, Shapes, rows_of
 from pallas_kernels.flash_attention.tiles import Tile
-from pallas_kernels.flash_attention.triton import (
-    AMPERE,
-    LOG2_E,
-    WIDEST,
-    Bounds,
-    Shapes,
-    all_whole_blocks,
-    over_blocks,
-    range_of,
-    rows_of,
-    unit_of,
-)
+from pallas_kernels.flash_attention.triton import AMPERE, LOG2_E, WIDEST, Bounds, over_blocks, range_of, unit_of
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Capability, Device, current_device
 
@@ -89,133 +78,6 @@ def tiles_for(device: Device) -> WideTiles:
     return _TILES[max(listed for listed in _TILES if listed <= capability)]
 
 
-def forward(
-    q: Float[Array, "b s h d"],
-    k: Float[Array, "b t n d"],
-    v: Float[Array, "b t n d"],
-    first: Int[Array, "b s"],
-    end: Int[Array, "b s"],
-    sinks: Float[Array, " h"] | None,
-    variant: Variant,
-    *,
-    tiles: WideTiles | None = None,
-    interpret: bool = False,
-) -> tuple[Float[Array, "b s h d"], Float[Array, "b h s"]]:
-    """Return the output, and the log-sum-exp in float32."""
-    tile = (tiles or tiles_for(current_device())).forward
-    queries = q.shape[1]
-    q, first, end = (whole_blocks(x, tile.block_q) for x in (q, first, end))
-    k, v = (whole_blocks(x, tile.block_k) for x in (k, v))
-    shapes = WideShapes(q, k, tile)
-    ranges = key_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
-    seen = seen_keys(first, end, shapes.keys)
-    sinks = jnp.full(shapes.heads, -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
-    kernel = pl.pallas_call(
-        partial(_forward_kernel, shapes=shapes, variant=variant),
-        grid=(shapes.q_blocks * shapes.splits, shapes.heads, shapes.batch),
-        in_specs=[
-            shapes.queries_of_head(),
-            shapes.keys_of_head(),
-            shapes.keys_of_head(),
-            shapes.row(),
-            shapes.row(),
-            shapes.seen_of_row(),
-            shapes.range_of_queries(),
-            pl.BlockSpec((None,), lambda i, h, b: (h,)),
-        ],
-        out_specs=[shapes.queries_of_head(), shapes.row_of_head()],
-        out_shape=[shapes.like(q), shapes.per_query],
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-        interpret=interpret,
-        name="flash_attention_wide_forward",
-    )
-    with cost.flops(most_flops(variant, q, k, tile.block_q, tile.block_k, products=shapes.splits + 1)):
-        out, lse = kernel(q, k, v, first, end, seen, ranges, sinks)
-    return out[:, :queries], lse[:, :, :queries]
-
-
-def backward(
-    q: Float[Array, "b s h d"],
-    k: Float[Array, "b t n d"],
-    v: Float[Array, "b t n d"],
-    first: Int[Array, "b s"],
-    end: Int[Array, "b s"],
-    lse: Float[Array, "b h s"],
-    delta: Float[Array, "b h s"],
-    d_out: Float[Array, "b s h d"],
-    variant: Variant,
-    *,
-    tiles: WideTiles | None = None,
-    interpret: bool = False,
-) -> tuple[Float[Array, "b s h d"], Float[Array, "b t n d"], Float[Array, "b t n d"]]:
-    """Return gradients of q, k and v."""
-    tiles = tiles or tiles_for(current_device())
-    arrays = (q, k, v, d_out, lse, delta, first, end)
-    dq = _dq(*all_whole_blocks(*arrays, tiles.dq), variant, tiles.dq, interpret)
-    dk, dv = _dkdv(*all_whole_blocks(*arrays, tiles.dkdv), variant, tiles.dkdv, interpret)
-    return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]
-
-
-def _dq(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
-    shapes = WideShapes(q, k, tile)
-    ranges = key_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
-    kernel = pl.pallas_call(
-        partial(_dq_kernel, shapes=shapes, variant=variant),
-        grid=(shapes.q_blocks * shapes.splits, shapes.heads, shapes.batch),
-        in_specs=[
-            shapes.queries_of_head(),
-            shapes.keys_of_head(),
-            shapes.keys_of_head(),
-            shapes.queries_of_head(),
-            shapes.row_of_head(),
-            shapes.row_of_head(),
-            shapes.row(),
-            shapes.row(),
-            shapes.seen_of_row(),
-            shapes.range_of_queries(),
-        ],
-        out_specs=shapes.queries_of_head(),
-        out_shape=shapes.like(q),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-        interpret=interpret,
-        name="flash_attention_wide_dq",
-    )
-    seen = seen_keys(first, end, shapes.keys)
-    with cost.flops(most_flops(variant, q, k, tile.block_q, tile.block_k, products=2 * shapes.splits + 1)):
-        return kernel(q, k, v, d_out, lse, delta, first, end, seen, ranges)
-
-
-def _dkdv(q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
-    shapes = WideShapes(q, k, tile)
-    ranges = query_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
-    # A program gets all query heads that share its key head, to sum dk and dv over them.
-    queries = pl.BlockSpec((None, shapes.queries, shapes.group, shapes.head_dim), lambda j, n, b: (b, 0, n, 0))
-    keys = pl.BlockSpec((None, shapes.keys, None, shapes.head_dim), lambda j, n, b: (b, 0, n, 0))
-    row_of_group = pl.BlockSpec((None, shapes.group, shapes.queries), lambda j, n, b: (b, n, 0))
-    kernel = pl.pallas_call(
-        partial(_dkdv_kernel, shapes=shapes, variant=variant),
-        grid=(shapes.k_blocks * shapes.splits, shapes.kv_heads, shapes.batch),
-        in_specs=[
-            queries,
-            keys,
-            keys,
-            queries,
-            row_of_group,
-            row_of_group,
-            shapes.row(),
-            shapes.row(),
-            pl.BlockSpec((None, None, 4), lambda j, n, b: (b, shapes.block_of(j), 0)),
-        ],
-        out_specs=[keys, keys],
-        out_shape=[shapes.like(k), shapes.like(v)],
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-        interpret=interpret,
-        name="flash_attention_wide_dkdv",
-    )
-    with cost.flops(most_flops(variant, q, k, tile.block_q, tile.block_k, products=2 * shapes.splits + 2)):
-        return kernel(q, k, v, d_out, lse, delta, first, end, ranges)
-
-
 class WideShapes(Shapes):
     """Sizes of one call with wide heads. The programs for the columns of one block follow each other in the grid."""
 
@@ -232,18 +94,6 @@ class WideShapes(Shapes):
     def my_columns(self) -> pl.Slice:
         """Return the columns of this program."""
         return rows_of(jax.lax.rem(pl.program_id(0), self.splits), self.columns)
-
-    def my_queries(self) -> pl.Slice:
-        """Return the queries of this program, last queries first."""
-        return rows_of(self.q_blocks - 1 - self.block_of(pl.program_id(0)), self.block_q)
-
-    def range_of_queries(self) -> pl.BlockSpec:
-        """The range of blocks of keys that the program's queries see."""
-        return pl.BlockSpec((None, None, 4), lambda i, h, b: (b, self.q_blocks - 1 - self.block_of(i), 0))
-
-    def seen_of_row(self) -> pl.BlockSpec:
-        """Whether some query sees a key, for each key of a row."""
-        return pl.BlockSpec((None, self.keys), lambda i, h, b: (b, 0))
 
 
 def _forward_kernel(
@@ -409,3 +259,14 @@ class _Rows:
 def _capped(products: Array, variant: Variant) -> Array:
     """Return the logits divided by `unit_of`, so that the scale and the change to base 2 are one multiplication."""
     return products if variant.soft_cap is None else jnp.tanh(products * (variant.scale / variant.soft_cap))
+
+
+KERNELS = Kernels(
+    "flash_attention_wide",
+    WideShapes,
+    lambda q: tiles_for(current_device()),
+    _forward_kernel,
+    _dq_kernel,
+    _dkdv_kernel,
+)
+forward, backward = partial(launch.forward, KERNELS), partial(launch.backward, KERNELS)

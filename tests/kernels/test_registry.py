@@ -47,7 +47,8 @@ def test_wide_heads_have_a_kernel_that_must_be_asked_for():
     assert chosen.name == "triton" and chosen is not choose(
         "flash_attention", BACKENDS, CARDS["h100"], request_for(), "triton"
     )
-    with pytest.raises(CannotRun, match="at most 256, not 576"):
+    reasons = "at most 256, not 576; head_dim must be a multiple of 64 from 320 to 512"
+    with pytest.raises(CannotRun, match=reasons):
         choose("flash_attention", BACKENDS, CARDS["h100"], request_for(head_dim=576), "triton")
 
 

@@ -4,6 +4,7 @@ import json
 import tomllib
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import lanes
 import pytest
@@ -26,6 +27,35 @@ def test_what_pytest_leaves_out_is_said_at_its_end(request):
     folders = {path.parent.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")}
     chosen = {Path(path).name for path in request.config.getini("testpaths")}
     assert folders - chosen == set(lanes.LEFT_OUT) and not chosen & set(lanes.LEFT_OUT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "run"),
+    [
+        (["tests/unit"], {}, ["test[a]"]),
+        (["tests/unit/test_it.py::test"], {}, ["test[a]", "test[b]"]),
+        (["tests/unit/test_it.py::test[b]"], {}, ["test[b]"]),
+        (["tests/unit"], {"keyword": "b]"}, ["test[b]"]),
+        (["tests/unit"], {"markexpr": "nightly"}, ["test[b]"]),
+    ],
+)
+def test_rows_that_take_long_run_only_if_they_are_asked_for(request, arguments, options, run):
+    """pytest itself leaves out what does not match the arguments, so these items are all that match."""
+    conftest = request.config.pluginmanager.get_plugin(str(TESTS / "conftest.py"))
+    marks = {"test[a]": None, "test[b]": pytest.mark.nightly}
+    matching = [name for name in marks if name in run or run == ["test[a]"]]
+    items = [
+        SimpleNamespace(
+            nodeid=f"tests/unit/test_it.py::{name}",
+            path=Path("test_it.py"),
+            get_closest_marker=lambda marker, name=name: marks[name],
+        )
+        for name in matching
+    ]
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    option = SimpleNamespace(**{"keyword": "", "markexpr": ""} | options)
+    conftest.pytest_collection_modifyitems(SimpleNamespace(args=arguments, option=option, hook=hook), items)
+    assert [item.nodeid.partition("::")[2] for item in items] == run
 
 
 def test_no_two_files_of_tests_are_one_module():
