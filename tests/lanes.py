@@ -37,7 +37,7 @@ LEFT_OUT = {
     "hosts": "several processes: python tests/lanes.py hosts",
     "aot": "steps and kernels compiled for GPUs that need not be there: pip install -e '.[aot]' && pytest tests/aot",
     "gpu": "on a GPU: pip install -e '.[cuda13]' && pytest -n 0 tests/gpu",
-    "package": "the wheel in a fresh environment: python tests/lanes.py package",
+    "package": "the wheel in a fresh environment, the commands of the README: python tests/lanes.py package",
     "nightly": "long tests: python tests/lanes.py nightly",
 }
 

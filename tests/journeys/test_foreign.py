@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 from foreign_runs import flags
+from nightly_rows import nightly_except
 from runs import call, losses, metrics
 
 EXAMPLES = Path(__file__).parents[1] / "golden" / "foreign"
@@ -92,15 +93,15 @@ CHAT = {"messages": [{"role": "user", "content": "say it"}, {"role": "assistant"
 SHAREGPT = [{"from": "human", "value": "say it"}, {"from": "gpt", "value": "red"}]
 # system, rows of its data, the lists of data, devices its config needs
 OTHERS = {
+    "axolotl": (ALPACA | {"conversations": SHAREGPT}, ["datasets[0]", "datasets[1]"], 1),
     "xorl": ({"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}, ["datasets[0]"], 4),
     "erniekit": ({"src": ["say it"], "tgt": ["red"]}, ["datasets[0]", "datasets[1]", "eval_datasets[0]"], 8),
     "qefficient": ({"dialogue": "say it", "summary": "red"}, ["datasets[0]", "eval_datasets[0]"], 1),
     "trl": (CHAT, ["datasets[0]", "eval_datasets[0]"], 1),
-    "axolotl": (ALPACA | {"conversations": SHAREGPT}, ["datasets[0]", "datasets[1]"], 1),
 }
 
 
-@pytest.mark.parametrize("system", OTHERS)
+@pytest.mark.parametrize("system", nightly_except(["axolotl"], OTHERS))
 def test_examples_of_other_systems_train(home, system):
     """So do their conversions, with bit-equal losses.
 
@@ -142,7 +143,7 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("example", DATA)
+@pytest.mark.parametrize("example", nightly_except(["surogate_adapters"], DATA))
 def test_examples_of_data_train(home, example):
     """Only paths and sizes differ. QEfficient's validation data are the split of that name, in a list of their own."""
     lists = ["datasets[0]", "eval_datasets[0]"] if example in ("qefficient_alpaca", "qefficient_gsm8k") else []

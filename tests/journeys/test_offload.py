@@ -1,6 +1,7 @@
 """Runs that offload all they can to the host: the same numbers, and checkpoints that runs without offload continue."""
 
 import numpy as np
+import pytest
 from runs import call, metrics, recipe_command
 from safetensors.numpy import load_file
 
@@ -36,6 +37,7 @@ def test_full_training_goes_on_wherever_its_state_waits(home):
         same(results(home, name, weights), expected)
 
 
+@pytest.mark.nightly
 def test_adapters_on_a_base_that_waits_are_the_same_and_merge(home):
     options, adapter = {**OPTIONS, "lora.rank": 4}, "adapter_model.safetensors"
     call(*recipe_command(home, "qwen_qlora_nf4.py", "base", **options))

@@ -31,7 +31,10 @@ def test_adapters_learn_which_answer_is_better(home, data):
     load_in_transformers(exported, home / "model", folder / "export", within=1e-4)
 
 
-@pytest.mark.parametrize(("recipe", "form"), [("qwen_orpo.py", "pairs"), ("qwen_kto.py", "answers")])
+ORPO = pytest.param("qwen_orpo.py", "pairs", marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("recipe", "form"), [ORPO, ("qwen_kto.py", "answers")])
 def test_recipes_train_and_resume_exactly(home, data, recipe, form):
     folder, _ = check_resumed_run(home, recipe, recipe.removesuffix(".py"), **ADAPTER, **data[form])
     first, *_, last = [row for row in metrics(folder) if "loss" in row]
@@ -52,6 +55,7 @@ def test_all_weights_keep_what_they_started_from(home, data):
     assert margins[3] > 0.01 and margins[4] == 0 < margins[5]
 
 
+@pytest.mark.nightly
 def test_the_reference_may_be_another_model(home, data):
     """Gains that the reference has learned too do not count; the reference may be a model or an adapter."""
     short = {"train.max_steps": 2, "export.at_end": False, "data.validation_split": 0}

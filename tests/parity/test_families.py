@@ -26,7 +26,16 @@ BATCH, SEQUENCE = 2, 96
 
 
 # One group for each family: its tests share a model, and a lane that groups divides the families over processes.
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in FAMILIES])
+GROUPS = {name: pytest.mark.xdist_group(name) for name in FAMILIES}
+# Families with one of each kind of layer.
+OF_EACH_KIND = (
+    *("deepseek_v3, latent attention", "gemma3_text, two ropes", "gpt_oss, stacked experts"),
+    *("granitemoehybrid, Mamba-2, experts", "lfm2, biases", "qwen3_5_text, delta nets"),
+)
+assert GROUPS.keys() >= {*OF_EACH_KIND}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=group) for name, group in GROUPS.items()])
 def case(request, tmp_path_factory):
     """Return (folder, torch model, tokens) for a family."""
     folder = tmp_path_factory.mktemp("model")
@@ -85,8 +94,19 @@ def open_with_torch(reference, folder: Path, **options):
     return type(reference).from_pretrained(folder, config=config, **options)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=group if name in OF_EACH_KIND else [group, pytest.mark.nightly])
+        for name, group in GROUPS.items()
+    ],
+    indirect=True,
+)
 def test_bfloat16_is_within_its_noise(case, one_device):
-    """Our bfloat16 logits are as far from the float32 ones as transformers' bfloat16 logits."""
+    """Our bfloat16 logits are as far from the float32 ones as transformers' bfloat16 logits.
+
+    Families have layers of the same kinds, so `pytest` compares one of each kind.
+    """
     folder, reference, rows = case
     import torch
 
