@@ -58,6 +58,12 @@ MADE = frozenset(column.name for column in _MADE)
 
 # The number of a document's label, from 0; for regression, the value.
 LABEL = Column("label", np.float32, "document")
+# Rows of a decision model's head, by the type of question; option i of a question has row i of its type.
+QUESTION_ROWS = {"noul": range(2), "score": range(2, 12), "choice": range(12, 32)}
+HEAD_ROWS = 32
+# The target probability of each row of the head at a document, a question; NOT_AN_OPTION: the question lacks it.
+NOT_AN_OPTION = -1.0
+OPTION_SHARES = Column("option_shares", np.float32, "document", NOT_AN_OPTION, width=HEAD_ROWS)
 # Whether a unit's answer is wanted, 1 or 0.
 DESIRABLE = Column("desirable", np.float32, "unit")
 # The score of the chosen answer less the score of the rejected one.
@@ -89,6 +95,9 @@ NEXT_TOKEN = (TOKENS, TARGETS, POSITIONS, SEGMENT_IDS, KEY_START, LOSS_WEIGHT)
 
 LABELLED = (TOKENS, POSITIONS, SEGMENT_IDS, KEY_START, LAST, LABEL)
 """The columns that classification of the documents in packed rows reads."""
+
+ASKED = (TOKENS, POSITIONS, SEGMENT_IDS, KEY_START, LAST, OPTION_SHARES)
+"""The columns that a decision model of the documents in packed rows reads."""
 
 SCORED = (TOKENS, POSITIONS, SEGMENT_IDS, KEY_START, LAST)
 """The columns that a reward model of the documents in packed rows reads."""

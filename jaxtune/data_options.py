@@ -26,6 +26,7 @@ READ_BY_TYPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "text": (("text_field",), ()),
     "classification": (("text_field", "target_column"), ("text_pair_field",)),
+    "decision": (("state_field", "questions_field", "labels_field"), ()),
     "preference": (
         ("chosen_field", "rejected_field"),
         ("prompt_field", "input_field", "message_property_mappings", "tools_field", "system_field", "system_prompt",
@@ -37,7 +38,7 @@ READ_BY_TYPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 # Types that 'auto' never chooses from the columns, because the task determines them.
-TASK_TYPES = ("classification", "preference", "unpaired_preference")
+TASK_TYPES = ("classification", "decision", "preference", "unpaired_preference")
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,10 @@ class Dataset:
         "file, glob pattern, folder, URL (s3://, gs://, abfs://, https://), or a list of these; a hub id; or dummy, "
         "random tokens to measure speed", basic=True)
     dummy_length: int = option(2048, "tokens in each dummy sample", "tokens [2, inf)", when="path == 'dummy'")
-    type: Literal["auto", "text", "instruction", "conversation", "tokenized", "classification", "preference",
-                  "unpaired_preference"] = option("auto",
+    type: Literal["auto", "text", "instruction", "conversation", "tokenized", "classification", "decision",
+                  "preference", "unpaired_preference"] = option("auto",
         "kind of samples; auto: chosen by the columns and printed, but never classification; with preference.loss, "
-        "auto means preference, or unpaired_preference for kto", basic=True)
+        "auto means preference, or unpaired_preference for kto; with decision.loss, decision", basic=True)
     split: str = option("train", "split of a hub dataset, or of a folder whose file names contain the split",
         basic=True)
     subset: str | None = option(None, "subset (configuration name) of a hub dataset",
@@ -98,6 +99,14 @@ class Dataset:
         when="type == 'classification'", of_prompts=False)
     target_column: str = option("label", "column of the label: its name or number, or the regression target",
         when="type == 'classification'", of_prompts=False, also="label_column label_field target_field")
+    state_field: str = option("state", "column of the state that questions are about: text or JSON",
+        when="type == 'decision'", of_prompts=False)
+    questions_field: str = option("questions",
+        "column of the questions on a state: {name: {type, instructions, criteria}}, with type noul (yes or no), "
+        "choice or score", when="type == 'decision'", of_prompts=False)
+    labels_field: str = option("labels",
+        "column of the labels: {name of a question: label}; a label is an option, or the probability of each",
+        when="type == 'decision'", of_prompts=False)
     instruction_field: str = option("instruction", "column of the instruction", of_prompts=False)
     input_field: str | None = option("input", "column of the optional input")
     output_field: str = option("output", "column of the answer, which is trained", of_prompts=False,
@@ -293,7 +302,7 @@ def check_data(config: Config) -> Iterator[Problem]:
 
 def check_types(config: Config) -> Iterator[Problem]:
     """Yield problems of entries whose type belongs to another task."""
-    # The sample type follows from preference.loss or model.head; None means that 'auto' may choose.
+    # The sample type follows from decision.loss, preference.loss or model.head; None means that 'auto' may choose.
     wanted = config.sample_type
     of_classifier = {
         None: "labels need model.head = 'classification'",
@@ -305,6 +314,11 @@ def check_types(config: Config) -> Iterator[Problem]:
             if entry.type not in ("auto", wanted):
                 reason = f"preference.loss = {config.preference.loss!r} needs type {wanted!r}"
                 yield problem(config, key, reason, "preference.loss")
+        elif wanted == "decision":
+            if entry.type not in ("auto", wanted):
+                yield problem(config, key, "decision.loss needs type 'decision'", "decision.loss")
+        elif entry.type == "decision":
+            yield problem(config, key, "needs decision.loss, for example 'cross_entropy'", "decision.loss")
         elif entry.type in ("preference", "unpaired_preference"):
             reason = "needs preference.loss, for example 'sigmoid' (DPO) or 'kto'"
             yield problem(config, key, reason, "preference.loss")

@@ -8,7 +8,7 @@ from jaxtune.config.schema import Config
 from jaxtune.data_options import check_chat, check_data, check_types
 from jaxtune.lora.options import check_lora
 from jaxtune.models.options import check_attention
-from jaxtune.objectives.options import check_distill, check_mtp, check_preference, check_rollout
+from jaxtune.objectives.options import check_decision, check_distill, check_mtp, check_preference, check_rollout
 from jaxtune.optim.options import check_optim
 from jaxtune.option_field import Problem, problem, value_of
 from jaxtune.parallel.options import check_memory, check_mesh
@@ -24,6 +24,7 @@ def check(config: Config) -> list[Problem]:
         check_types,
         _classification,
         check_preference,
+        check_decision,
         check_distill,
         check_rollout,
         check_mtp,

@@ -14,7 +14,14 @@ from jaxtune.data_options import ChatOptions, DataOptions, Dataset
 from jaxtune.errors import hide_secrets, shorten
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models.options import AttentionOptions, ExpertsOptions
-from jaxtune.objectives.options import DistillOptions, GrpoOptions, MtpOptions, PreferenceOptions, RolloutOptions
+from jaxtune.objectives.options import (
+    DecisionOptions,
+    DistillOptions,
+    GrpoOptions,
+    MtpOptions,
+    PreferenceOptions,
+    RolloutOptions,
+)
 from jaxtune.optim.options import OptimOptions
 from jaxtune.option_field import option, section
 from jaxtune.parallel.options import MemoryOptions, MeshOptions, ParallelOptions
@@ -38,7 +45,8 @@ class ModelOptions:
         "dtype of stored weights that are not trained, and of exported full models", basic=True, also="torch_dtype")
     head: Literal["lm", "classification"] = option("lm",
         "lm: predict the next token at each position; classification: predict the document's label from its last "
-        "token", basic=True)
+        "token; with decision.loss: the options' scores are the logits of their label tokens (lm), or of a linear head "
+        "(classification)", basic=True)
     num_labels: int | None = option(None,
         "number of labels, 1 for regression; unset: from model.id2label, the classifier in model.path, or the data",
         "[1, inf)", when="model.head == 'classification'", also="num_classes")
@@ -114,14 +122,15 @@ class TrainOptions:
     loss: Literal["cross_entropy", "dft"] = option("cross_entropy",
         "loss of a target token; dft: cross-entropy times the token's probability, which gets no gradient, so that "
         "unlikely targets change the model less (Dynamic Fine-Tuning, arXiv:2508.05629)",
-        when="model.head == 'lm' and preference.loss is None and not rollout.rewards and not distill.teacher")
+        when="model.head == 'lm' and preference.loss is None and decision.loss is None and not rollout.rewards and "
+        "not distill.teacher")
     label_smoothing: float = option(0.0,
         "share of a token's target that is spread over the whole vocabulary in training", "fraction [0, 1)",
-        when="model.head == 'lm' and preference.loss is None and not rollout.rewards and "
+        when="model.head == 'lm' and preference.loss is None and decision.loss is None and not rollout.rewards and "
         "(not distill.teacher or distill.weight < 1) and train.loss == 'cross_entropy'", also="label_smoothing_factor")
     z_loss: float = option(0.0,
         "coefficient of log(sum(exp(logits)))^2, added to the training loss of each token (PaLM, 2022)", "[0, inf)",
-        when="model.head == 'lm' and preference.loss is None and not rollout.rewards and "
+        when="model.head == 'lm' and preference.loss is None and decision.loss is None and not rollout.rewards and "
         "(not distill.teacher or distill.weight < 1) and train.loss == 'cross_entropy'")
     plugins: tuple[str, ...] = option((),
         "your Python files (FILE.py), which are run: callbacks, an objective, an optimizer rule, a model family "
@@ -324,7 +333,8 @@ class Config:
 
     model: ModelOptions = ModelOptions()
     data: DataOptions = DataOptions()
-    chat: ChatOptions = section(ChatOptions(), when="model.head == 'lm' or preference.loss is not None")
+    chat: ChatOptions = section(ChatOptions(),
+        when="model.head == 'lm' or preference.loss is not None or decision.loss is not None")
     train: TrainOptions = TrainOptions()
     guard: GuardOptions = GuardOptions()
     optim: OptimOptions = OptimOptions()
@@ -343,6 +353,7 @@ class Config:
     prof: ProfOptions = ProfOptions()
     export: ExportOptions = ExportOptions()
     preference: PreferenceOptions = section(PreferenceOptions(), when="preference.loss is not None")
+    decision: DecisionOptions = section(DecisionOptions(), when="decision.loss is not None")
     rollout: RolloutOptions = section(RolloutOptions(), when="rollout.rewards")
     grpo: GrpoOptions = section(GrpoOptions(), when="rollout.rewards")
     distill: DistillOptions = section(DistillOptions(), when="distill.teacher is not None")
@@ -361,6 +372,8 @@ class Config:
     @property
     def sample_type(self) -> str | None:
         """The dataset type that the task requires; None if 'auto' may choose it from the columns."""
+        if self.decision.loss is not None:
+            return "decision"
         if self.preference.loss is not None:
             return "unpaired_preference" if self.preference.properties.samples == "answers" else "preference"
         return "classification" if self.model.head == "classification" else None

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 
 import jax
+import numpy as np
 
 from jaxtune import data
 from jaxtune.config.schema import Config
@@ -30,7 +31,8 @@ def make_evaluate(
     """Make a function (trained, frozen, reference) -> eval_loss and further metrics over `rows`.
 
     The loss of a language model is in nats per token, with eval_perplexity and eval_token_accuracy. A classifier's is
-    per document, with eval_accuracy. A preference loss is per pair or answer, with the metrics of
+    per document, with eval_accuracy. A decision model's is per question, with the metrics of `objectives.decision`. A
+    preference loss is per pair or answer, with the metrics of
     `objectives.preference`. Metrics that do not apply to the rows, such as those over unwanted answers, are left out.
 
     Args:
@@ -54,7 +56,7 @@ def make_evaluate(
         for _, batch in data.batches(set_rows, shape, sharding, 0, stop_row, config.data):
             # Add up as Python numbers, so that sums over many batches neither wrap nor round to float32.
             sums = jax.device_get(step(trained, frozen, batch, reference))
-            sums_of_batches.append(jax.tree.map(lambda value: value.item(), sums))
+            sums_of_batches.append(jax.tree.map(_as_python, sums))
             beat()
         return _add(sums_of_batches)
 
@@ -71,7 +73,7 @@ def metric_names(config: Config, program: Program, sets: Collection[str]) -> lis
     task, step = _step(config, program.model)
     state = program.state
     sums = jax.eval_shape(step, state.trained, {**program.frozen, **state.base}, program.batch, state.reference)
-    metrics = _means(jax.tree.map(lambda _: 1.0, sums), task)
+    metrics = _means(jax.tree.map(lambda sum_: np.ones(sum_.shape), sums), task)
     return list(_flatten(dict.fromkeys(("", *_reported_sets(sets)), metrics)))
 
 
@@ -88,10 +90,13 @@ def _step(config: Config, model: Model) -> tuple[Objective, Callable[..., Sums]]
 
 def _means(total: Sums, task: Objective) -> dict[str, float]:
     loss = float(total.loss / max(total.weight, 1))
-    means = {name: float(value / max(weight, 1)) for name, (value, weight) in total.metrics.items() if weight}
     # Cap the exponent, because exp overflows a float above 709.
     perplexity = {"perplexity": math.exp(min(loss, 700.0))} if task.counts == "target_tokens" else {}
-    return {"loss": loss, **perplexity, **means}
+    return {"loss": loss, **perplexity, **task.summarise(total.metrics)}
+
+
+def _as_python(value: np.ndarray) -> float | np.ndarray:
+    return value.astype(np.float64) if value.ndim else value.item()
 
 
 def _flatten(metrics_by_set: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -58,10 +58,10 @@ class Scores(NamedTuple):
 
 
 class LabelScores(NamedTuple):
-    """Scores of a micro-batch by a classifier.
+    """Scores of a micro-batch by a classifier, or of some tokens by a language model.
 
     Attributes:
-        logits: logits of each label after each token, float32.
+        logits: logits of each label or token after each token, float32.
         sums: sums that the layers emit, as in `Scores`.
     """
 
@@ -81,6 +81,7 @@ class ScoreOptions(NamedTuple):
         hits: whether to compute `Scores.hits`.
         further: whether to compute `Scores.further`, from the columns of `columns.further_columns`.
         next_token: False: log_prob and loss are 0, and cost nothing.
+        tokens: the objective reads `LabelScores` of these tokens instead; (): it does not.
     """
 
     z_loss: float = 0.0
@@ -90,6 +91,7 @@ class ScoreOptions(NamedTuple):
     hits: bool = False
     further: bool = False
     next_token: bool = True
+    tokens: tuple[int, ...] = ()
 
 
 Hidden = tuple[Float[Array, "b s d"], Mapping[str, Array]]  # hidden states for the head, and the sums that layers emit
@@ -220,18 +222,26 @@ def _above_mean(
     return target_logit - jnp.sum(wide * mean, axis=-1)
 
 
-def score_labels(decoder: Decoder, batch: Batch, call: ForwardOptions, hidden: Hidden | None = None) -> LabelScores:
-    """Return a classifier's scores of a batch of packed rows; hidden: its `hidden_states`, if already computed.
+def score_labels(
+    decoder: Decoder, batch: Batch, call: ForwardOptions, hidden: Hidden | None = None, tokens: tuple[int, ...] = ()
+) -> LabelScores:
+    """Return a classifier's scores of a batch of packed rows, or the logits of `tokens` by a language model.
 
     Logits are computed after every token, although only those after a document's last token are used: the head is
-    small, and so no tokens have to be gathered.
+    small, and so no positions have to be gathered.
+
+    hidden: `hidden_states` of the batch, if already computed.
     """
     states, sums = hidden_states(decoder, batch, call) if hidden is None else hidden
     with jax.named_scope("head"):
-        head = gather(decoder.head_weight.astype(call.dtype))
+        head, cap = gather(decoder.head_weight.astype(call.dtype)), None
+        if tokens:
+            rows, cap = jnp.array(tokens), decoder.spec.logit_cap
+            head = jax.reshard(head, P(None, None)).at[rows].get(out_sharding=P(None, None))
         logits = jnp.einsum(
             "bsd,ld->bsl", states, head, preferred_element_type=jnp.float32, out_sharding=by_token(None)
         )
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     return LabelScores(logits, sums)
 
 

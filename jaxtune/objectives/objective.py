@@ -10,21 +10,30 @@ from jaxtune.columns import NEXT_TOKEN, Column
 from jaxtune.models.score import ScoreOptions
 
 
+Metrics = Mapping[str, tuple[Array, Array]]
+"""(sum, divisor) of each metric, by name."""
+
+
 class Sums(NamedTuple):
     """Sums over a micro-batch. The step adds them up over all micro-batches and devices, and divides once.
 
     Attributes:
         loss: sum of the losses.
         weight: divisor of the loss, such as the number of target tokens or of pairs, in any number dtype.
-        metrics: (sum, divisor) of each metric, by name.
+        metrics: (sum, divisor) of each metric, by name; in an evaluation also arrays, which `summarise` reads.
         directions: directions for parameters that no gradient reaches, by parameter name; their rule gets these in
             place of a gradient.
     """
 
     loss: Float[Array, ""]
     weight: Num[Array, ""]
-    metrics: Mapping[str, tuple[Array, Array]] = {}
+    metrics: Metrics = {}
     directions: Mapping[str, Array] = {}
+
+
+def means(metrics: Metrics) -> dict[str, float]:
+    """Return the mean of each metric that has a weight."""
+    return {name: float(value / max(weight, 1)) for name, (value, weight) in metrics.items() if weight}
 
 
 @dataclass(frozen=True)
@@ -32,11 +41,13 @@ class Objective:
     """A training or evaluation objective: a function of scores, which does not see the decoder.
 
     Attributes:
-        loss: (scores, micro-batch) -> sums; the scores are `LabelScores` for a classifier, else `Scores`.
+        loss: (scores, micro-batch) -> sums; the scores are `LabelScores` for a classifier and if `score` has tokens,
+            else `Scores`.
         columns: columns of the batch that it reads.
         reference: whether scores must also have the log-probabilities of the base model without adapters.
         score: options of the scores.
         counts: name of the metric under which a step reports the weight.
+        summarise: the sums of all metrics of an evaluation -> the metrics that it reports.
     """
 
     loss: Callable[..., Sums]
@@ -44,6 +55,7 @@ class Objective:
     reference: bool = False
     score: ScoreOptions = ScoreOptions()
     counts: str = "target_tokens"
+    summarise: Callable[[Metrics], dict[str, float]] = means
 
     def __post_init__(self):
         if self.reference and self.score.z_loss:

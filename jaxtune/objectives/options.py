@@ -1,10 +1,11 @@
-"""The options of sections `preference`, `distill`, `rollout`, `grpo` and `mtp`."""
+"""The options of sections `preference`, `decision`, `distill`, `rollout`, `grpo` and `mtp`."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from jaxtune.columns import HEAD_ROWS
 from jaxtune.objectives.preference_losses import LOSSES, PreferenceLoss, losses_with
 from jaxtune.option_field import Config, Problem, among, option, problem, value_of
 
@@ -77,13 +78,27 @@ class PreferenceOptions:
 
 
 @dataclass(frozen=True)
+class DecisionOptions:
+    """Decision models: the probability of each option of a question about a state, from one forward pass."""
+
+    loss: Literal["cross_entropy", "brier", "rps"] | None = option(None,
+        "proper scoring rule of the options' probabilities; brier: sum of squared errors; rps: ranked probability "
+        "score, in which near levels of a score cost less, and brier for other questions; unset: next-token loss",
+        basic=True)
+    label_tokens: tuple[int, ...] = option((),
+        "tokens whose logits score the options: of Yes and No, of 10 levels, and of 20 choices; unset: from the "
+        "tokenizer", when="model.head == 'lm'")
+
+
+@dataclass(frozen=True)
 class DistillOptions:
     """Distillation: the student learns the teacher's next-token distribution."""
 
     teacher: str | None = option(None,
         "a larger model with the same tokenizer: Hugging Face folder, hub id or adapter; scores the documents once, "
         "before the first step, into data.cache_dir: 8 * top_k + 4 bytes a token",
-        when="model.head == 'lm' and preference.loss is None and not rollout.rewards", basic=True)
+        when="model.head == 'lm' and preference.loss is None and decision.loss is None and not rollout.rewards",
+        basic=True)
     divergence: Literal["forward_kl", "reverse_kl", "js"] = option("forward_kl",
         "divergence of teacher p and student q: forward_kl: KL(p||q); reverse_kl: KL(q||p); js: generalised "
         "Jensen-Shannon, between the two (GKD, Agarwal et al. 2024)")
@@ -238,6 +253,25 @@ def check_preference(config: Config) -> Iterator[Problem]:
             yield Problem(keys, f"{keys[0]}: {reason}")
 
 
+def check_decision(config: Config) -> Iterator[Problem]:
+    """Yield contradictions of section `decision` with others."""
+    options, model = config.decision, config.model
+    if options.loss is None:
+        return
+    if config.preference.loss is not None:
+        reason = "questions have no chosen and rejected answer; set only one of the two"
+        yield problem(config, "decision.loss", reason, "preference.loss")
+    if model.head == "classification" and model.num_labels not in (None, HEAD_ROWS):
+        reason = f"the head of a decision model has {HEAD_ROWS} rows; leave it out"
+        yield problem(config, "model.num_labels", reason, "decision.loss")
+    if options.label_tokens and len(options.label_tokens) != HEAD_ROWS:
+        reason = f"names {len(options.label_tokens)} tokens; the options of all types have {HEAD_ROWS}"
+        yield problem(config, "decision.label_tokens", reason)
+    if config.data.truncation not in ("auto", "delete"):
+        reason = "the answer is read after the last token of a question, which cannot be cut: choose 'delete'"
+        yield problem(config, "data.truncation", reason, "decision.loss")
+
+
 def check_distill(config: Config) -> Iterator[Problem]:
     """Yield contradictions of section `distill` with others."""
     if config.distill.teacher is not None and config.data.streaming:
@@ -252,11 +286,12 @@ def check_mtp(config: Config) -> Iterator[Problem]:
     reasons = {
         "model.head": "a classifier predicts no tokens",
         "preference.loss": "a preference loss reads whole answers; train modules in a run of next-token loss",
+        "decision.loss": "a decision model predicts no further tokens",
         "rollout.rewards": "modules are not trained on sampled completions; train them with mtp.only afterwards",
         "distill.teacher": "a teacher's scores are of the next token only; train modules with mtp.only afterwards",
         "mesh.stage": "a pipeline does not run modules after its stages; use mesh.fsdp",
     }
-    defaults = {"model.head": "lm", "preference.loss": None, "rollout.rewards": (), "distill.teacher": None}
+    defaults = {"model.head": "lm", "preference.loss": None, "decision.loss": None, "rollout.rewards": (), "distill.teacher": None}
     for key, reason in reasons.items():
         if value_of(config, key) != defaults.get(key, 1):
             yield problem(config, "mtp.weight", f"cannot be combined with {key}: {reason}", key)
@@ -279,8 +314,9 @@ def check_rollout(config: Config) -> Iterator[Problem]:
     options = config.rollout
     if not options.rewards:
         return
-    if config.preference.loss is not None or config.model.head != "lm":
-        other = "preference.loss" if config.preference.loss is not None else "model.head"
+    if config.sample_type is not None:
+        others = (key for key in ("preference.loss", "decision.loss") if value_of(config, key) is not None)
+        other = next(others, "model.head")
         yield problem(config, "rollout.rewards", "trains only on tokens that the model generates", other)
     for name in _unread(config.data):
         reason = "has no effect: with rollout.rewards the data is prompts, which are not packed or cut"

@@ -21,6 +21,7 @@ from jaxtune.models.spec import Experts
 from jaxtune.objectives.balanced import add_balancing
 from jaxtune.objectives.classification import classification
 from jaxtune.objectives.cross_entropy import cross_entropy, dynamic_fine_tuning, token_accuracy
+from jaxtune.objectives.decision import decision, evaluated_decision
 from jaxtune.objectives.distillation import distillation
 from jaxtune.objectives.further_tokens import add_further_tokens
 from jaxtune.objectives.grpo import grpo
@@ -153,6 +154,8 @@ def objective_of(config: Config, model: Model) -> Objective:
         objective = grpo(config.grpo, config.rollout)
     elif config.distill.teacher is not None:
         objective = distillation(config.distill, *regularisers)
+    elif config.decision.loss is not None:
+        objective = decision(config.decision)
     elif config.preference.loss is not None or model.spec.labels:
         objective = task_of(model, config)
     elif config.train.loss == "dft":
@@ -179,7 +182,9 @@ def objective_of(config: Config, model: Model) -> Objective:
 
 
 def task_of(model: Model, config: Config) -> Objective:
-    """Return the objective to evaluate a model by: preferences, a document's label, or (also distilled) next tokens."""
+    """Return the objective to evaluate a model by: decisions, preferences, labels, or (also distilled) next tokens."""
+    if config.decision.loss is not None:
+        return evaluated_decision(config.decision)
     if config.preference.loss is not None:
         return preference(config.preference)
     if model.spec.labels:

@@ -236,8 +236,8 @@ def sum_micro_batch(
     reference: the decoder that the objective compares with, if it does; None: the same decoder without its adapters.
     axes: mesh axes over which scores are all-gathered first, for objectives that are not a sum over rows.
     """
-    if decoder.spec.labels:
-        scores = score_labels(decoder, batch, call, hidden)
+    if decoder.spec.labels or objective.score.tokens:
+        scores = score_labels(decoder, batch, call, hidden, objective.score.tokens)
     else:
         head = "embed.weight" if decoder.head is None else "head.weight"
         scores = score(decoder, batch, call, hidden, objective.score, head_gradient=head in trained)

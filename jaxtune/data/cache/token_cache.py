@@ -78,7 +78,7 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
             counts = {"token": sum(lengths[-sizes[-1] :]), "document": sizes[-1], "unit": 1}
             for column in columns:
                 values = unit.values[column.name]
-                values = np.concatenate(values) if column.per == "token" else np.reshape(values, -1)
+                values = np.concatenate(values) if column.per == "token" else np.reshape(values, column.shape(-1))
                 if len(values) != counts[column.per]:
                     raise ValueError(f"{column.name}: {len(values)} values for {counts[column.per]} of {column.per}")
                 put(column, values)
@@ -91,7 +91,10 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
     np.save(folder / "units.npy", np.append(0, np.cumsum(sizes, dtype=np.int64)))
     np.save(folder / "targets.npy", np.array(targets, np.int64))
     np.save(folder / "continuous.npy", np.frombuffer(continuous, bool))
-    declared = [(column.name, np.dtype(column.dtype).name, column.per) for column in stored]
+    declared = [
+        [column.name, np.dtype(column.dtype).name, column.per, *([column.width] if column.width else [])]
+        for column in stored
+    ]
     key, documents, tokens = content.hexdigest(), len(lengths), sum(lengths)
     return dict(zip(CONTENT, (FORMAT, key, declared, documents, tokens, places), strict=True))
 
@@ -125,12 +128,16 @@ def load(folder: Path) -> TokenisedDataset:
     with contextlib.suppress(OSError):  # the cache may belong to another user
         os.utime(folder / SUMMARY)  # records the last use, for jaxtune.cache
     arrays = {name: np.load(folder / f"{name}.npy") for name in ("offsets", "units", "targets", "continuous")}
-    columns = {name: Column(name, np.dtype(dtype).type, per) for name, dtype, per in summary["columns"]}
+    columns = {
+        name: Column(name, np.dtype(dtype).type, per, width=width[0] if width else None)
+        for name, dtype, per, *width in summary["columns"]
+    }
     values = {}
     for name, column in columns.items():
         file = folder / f"{name}.bin"
         empty = np.zeros(0, column.dtype)  # an empty file cannot be mapped
-        values[name] = np.memmap(file, column.dtype, mode="r") if file.stat().st_size else empty
+        stored = np.memmap(file, column.dtype, mode="r") if file.stat().st_size else empty
+        values[name] = stored.reshape(column.shape(-1)) if column.width else stored
     name, key, skipped, notes, losses = (summary[field] for field in ("name", "key", "skipped", "notes", "losses"))
     return TokenisedDataset(
         name,
@@ -154,7 +161,7 @@ def gather_units(units: Sequence[Unit], name: str, columns: tuple[Column, ...] =
     }
     for column in columns:
         stored = [unit.values[column.name] for unit in units]
-        values[column.name] = list(itertools.chain(*stored)) if column.per == "token" else [np.ravel(x) for x in stored]
+        values[column.name] = list(itertools.chain(*stored)) if column.per == "token" else [np.reshape(x, column.shape(-1)) for x in stored]
     every = {column.name: column for column in (_TOKENS, _LOSS_WEIGHT, *columns)}
     return TokenisedDataset(
         name,

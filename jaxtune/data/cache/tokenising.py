@@ -7,7 +7,7 @@ from typing import Literal
 
 from jaxtune.columns import LABEL, Column
 from jaxtune.config.schema import ChatOptions, Dataset
-from jaxtune.data.chat.encoding import Encoded, Encoder, Pair, Rendered, UntrainableSample
+from jaxtune.data.chat.encoding import Encoded, Encoder, Rendered, RenderedUnit, UntrainableSample
 from jaxtune.data.formats import sample_formats
 from jaxtune.data.formats.preferences import cut_prompt
 from jaxtune.data.formats.units import Unit
@@ -18,7 +18,7 @@ from jaxtune.tokenizer_type import Tokenizer
 Items = list[tuple[str, Sample] | UserError]
 """Samples, each with the place that it comes from; or the error of a sample that could not be read."""
 
-_Converted = tuple[str, Rendered | Encoded | Pair]
+_Converted = tuple[str, Rendered | Encoded | RenderedUnit]
 """The place that a sample comes from, and its document."""
 
 _BATCH_CHARS = 2**22
@@ -188,12 +188,12 @@ class Tokeniser:
                 results.append(item)
                 continue
             where, document = item
-            if isinstance(document, Pair):
-                answers = tuple(next(texts) for _ in document.documents)
-                self._note_across(where, zip(document.documents, answers))
-                trained = all(answer.loss_weights[1:].any() for answer in answers)
+            if isinstance(document, RenderedUnit):
+                documents = tuple(next(texts) for _ in document.documents)
+                self._note_across(where, zip(document.documents, documents))
+                trained = not document.answered or all(answer.loss_weights[1:].any() for answer in documents)
                 refused = UntrainableSample(f"{where}: no token of an answer is a target")
-                results.append(Unit(answers, values=document.values, where=where) if trained else refused)
+                results.append(Unit(documents, values=document.values, where=where) if trained else refused)
                 continue
             encoded = next(texts) if isinstance(document, Rendered) else document
             if isinstance(document, Rendered):
@@ -253,6 +253,6 @@ def say_across(count: int, first: str) -> str:
 def _texts(item: _Converted | UserError) -> tuple[Rendered, ...]:
     """Return the texts of a sample to tokenise."""
     document = None if isinstance(item, UserError) else item[1]
-    if isinstance(document, Pair):
+    if isinstance(document, RenderedUnit):
         return document.documents
     return (document,) if isinstance(document, Rendered) else ()

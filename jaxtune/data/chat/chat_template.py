@@ -74,9 +74,19 @@ class ChatTemplate:
 
         They end with chat.response_prefix.
         """
-        messages, tools = self._written(messages, tools)
-        text = self._render(messages, tools, add_generation_prompt=True)[0]
-        return self._encode([Rendered(text + (self._chat.response_prefix or ""))])[0].tokens.tolist()
+        text = self.prompt_text(messages, tools) + (self._chat.response_prefix or "")
+        return self._encode([Rendered(text)])[0].tokens.tolist()
+
+    def prompt_text(self, messages: list[Message], tools: list[Any] | None = None, **variables: Any) -> str:
+        """Return the prompt of the assistant's next message, without chat.response_prefix.
+
+        variables: further variables of the template, such as enable_thinking.
+        """
+        return self._render(*self._written(messages, tools), add_generation_prompt=True, **variables)[0]
+
+    def special_token_in(self, text: str) -> str | None:
+        """Return the first special token of the tokenizer that a text holds; None if it holds none."""
+        return None if (match := self._special.search(text)) is None else match[0]
 
     def turn_end(self) -> str | None:
         """Return the special token that ends an assistant's turn; None if the template has none."""

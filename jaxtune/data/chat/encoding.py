@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float16, Int32
@@ -48,16 +48,18 @@ class Rendered:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A sample as a unit of preference data.
+class RenderedUnit:
+    """A sample as a unit of documents that share a row.
 
     Attributes:
-        documents: one or two answers, each after the prompt.
+        documents: one or two answers, each after the prompt; or questions on the same state.
         values: values of the unit's other columns, by name.
+        answered: whether the documents are answers, which have trained tokens.
     """
 
     documents: tuple[Rendered, ...]
-    values: Mapping[str, float]
+    values: Mapping[str, Any]
+    answered: bool = True
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtune.columns import DESIRABLE, SCORE_DELTA
 from jaxtune.config.schema import Dataset
 from jaxtune.data.chat.chat_template import ChatTemplate
-from jaxtune.data.chat.encoding import Encoded, Pair, Rendered, UntrainableSample
+from jaxtune.data.chat.encoding import Encoded, Rendered, RenderedUnit, UntrainableSample
 from jaxtune.data.chat.messages import Message, clip
 from jaxtune.data.formats.prompts import prompt_fields, prompt_in, value_in, with_system_and_tools
 from jaxtune.data.formats.units import Unit
@@ -38,7 +38,7 @@ def needed_fields(entry: Dataset, sample: Sample) -> list[tuple[str, str]] | Non
     return [("", name) for name in ERNIE] if set(ERNIE) <= sample.keys() else None
 
 
-def render_pair(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate | None, sample: Sample) -> Pair:
+def render_pair(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate | None, sample: Sample) -> RenderedUnit:
     """Render the chosen and the rejected answer of a sample, each after the prompt.
 
     Args:
@@ -60,14 +60,14 @@ def render_pair(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate
     if answers[0] == answers[1]:
         raise UntrainableSample("both answers are the same, so neither is better")
     if prompt is None and all(isinstance(answer, str) for answer in answers):
-        return Pair(_continuations(*answers), values)
+        return RenderedUnit(_continuations(*answers), values)
     if prompt is None:
         prompt, *answers = _with_shared_beginning(*answers)
     documents = tuple(_after(prompt, answer, entry, template, sample) for answer in answers)
-    return Pair((documents[0], documents[1]), values)
+    return RenderedUnit((documents[0], documents[1]), values)
 
 
-def render_labelled_answer(entry: Dataset, template: ChatTemplate | None, sample: Sample) -> Pair:
+def render_labelled_answer(entry: Dataset, template: ChatTemplate | None, sample: Sample) -> RenderedUnit:
     """Render the answer of a sample after its prompt, with the label whether it is wanted.
 
     Raises:
@@ -80,7 +80,7 @@ def render_labelled_answer(entry: Dataset, template: ChatTemplate | None, sample
     prompt, answer = prompt_in(entry, sample), value_in(entry, sample, entry.output_field)
     if prompt is None and isinstance(answer, list):  # a conversation, whose last message is judged
         prompt, answer = answer[:-1], answer[-1:]
-    return Pair((_after(prompt, answer, entry, template, sample),), {DESIRABLE.name: wanted})
+    return RenderedUnit((_after(prompt, answer, entry, template, sample),), {DESIRABLE.name: wanted})
 
 
 def add_mismatched_answers(units: Iterable[Unit], name: str) -> Iterator[Unit]:

@@ -8,26 +8,28 @@ from typing import Any
 
 import numpy as np
 
-from jaxtune.columns import DESIRABLE, LABEL, SCORE_DELTA, Column
+from jaxtune.columns import DESIRABLE, LABEL, OPTION_SHARES, SCORE_DELTA, Column
 from jaxtune.data.chat.chat_template import ChatTemplate
-from jaxtune.data.chat.encoding import Encoded, Pair, Rendered, UntrainableSample
+from jaxtune.data.chat.encoding import Encoded, Rendered, RenderedUnit, UntrainableSample
 from jaxtune.data.chat.messages import NO_IMAGES, check_messages, check_tools, clip
 from jaxtune.data.formats import preferences
 from jaxtune.data.formats.dialects import HISTORY, PROMPT_AND_COMPLETION, QUERIES_AND_ANSWERS, messages_in, read_history
 from jaxtune.data.formats.labels import label_number
+from jaxtune.data.formats.questions import read_questions, render_questions
 from jaxtune.data.formats.templates import columns_in, fill, fill_to, is_template
 from jaxtune.data_options import READ_BY_TYPE, TASK_TYPES, ChatOptions, Dataset
 from jaxtune.errors import UserError
 from jaxtune.tokenizer_type import Tokenizer
 
 Sample = Mapping[str, Any]
-Format = Callable[[Sample], Rendered | Encoded | Pair]
+Format = Callable[[Sample], Rendered | Encoded | RenderedUnit]
 
 Say = Callable[[str], object]
 """Takes a line for the user about a dataset; the same line is shown only once."""
 
 COLUMNS: dict[str, tuple[Column, ...]] = {
     "classification": (LABEL,),
+    "decision": (OPTION_SHARES,),
     "preference": (SCORE_DELTA,),
     "unpaired_preference": (DESIRABLE,),
 }
@@ -282,6 +284,8 @@ def make_format(
             return partial(preferences.render_labelled_answer, entry, _template_of(tokenizer, say, chat))
         case "classification":
             return partial(_classification, entry, labels, ends_texts(tokenizer))
+        case "decision":
+            return partial(_decision, entry, ChatTemplate(tokenizer, say, chat))
     raise ValueError(entry.type)
 
 
@@ -337,6 +341,12 @@ def _classification(entry: Dataset, labels: tuple[str, ...], append_eos: bool, s
     if not text:
         raise UntrainableSample(f"column {entry.text_field!r} is empty")
     return Rendered(text, (), append_eos, label_number(sample, entry.target_column, labels))
+
+
+def _decision(entry: Dataset, template: ChatTemplate, sample: Sample) -> RenderedUnit:
+    state, questions = (_column(sample, field) for field in (entry.state_field, entry.questions_field))
+    read = read_questions(questions, entry.questions_field)
+    return render_questions(state, read, _column(sample, entry.labels_field), entry.labels_field, template)
 
 
 def ends_texts(tokenizer: Tokenizer) -> bool:

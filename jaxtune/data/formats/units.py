@@ -42,7 +42,8 @@ class TokenisedDataset:
         name: the entry's path.
         key: a hash of the stored data: entries with the same key have the same data, wherever it came from.
         columns: the stored columns by name: at least `tokens` and `loss_weight`, the weight of predicting each token.
-        values: the values of each column, all documents one after the other: (tokens,), (documents,) or (units,).
+        values: the values of each column, all documents one after the other: (tokens,), (documents,) or (units,), with
+            a last axis if the column has a width.
         offsets: index of the first token of each document, and at the end the number of tokens.
         units: index of the first document of each unit, and at the end the number of documents.
         targets: number of trained tokens of each document (the first token of a document is never predicted).

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxtune.columns import ADDED, LABEL, MADE, NEXT_TOKEN, Column
+from jaxtune.columns import ADDED, Column, LABEL, MADE, NEXT_TOKEN, OPTION_SHARES
 from jaxtune.config.schema import DataOptions
 from jaxtune.data.formats.units import Documents
 from jaxtune.data.rows.packing import Pieces, RowPlan, cut_to_rows, plan
@@ -101,8 +101,8 @@ class Rows:
         self._documents, self._data, self._columns = documents, data, columns
         _check_columns(documents, columns)
         lengths = documents.lengths
-        labelled, truncation = LABEL in columns, data.truncation
-        if labelled and truncation == "auto":
+        labelled, truncation = LABEL in columns or OPTION_SHARES in columns, data.truncation
+        if LABEL in columns and truncation == "auto":
             truncation = "right"  # a document that is cut keeps its label
         pieces = cut_to_rows(lengths, data.seq_len, truncation, documents.continuous, documents.units)
         kept, dropped, targets = _drop_untrained(documents, pieces, data.seq_len, labelled)
