@@ -84,6 +84,8 @@ def _generate(values: flags.FlagValues) -> None:
     text("input", None, "file of prompts: jsonl, json, csv, parquet, or a dataset on the hub")
     text("output", None, "JSON lines file for the answers to --input; default: the terminal")
     flags.DEFINE_bool("chat", False, "format text prompts with the chat template", flag_values=values)
+    meaning = "answer the questions of --input about a state, with the probability of each option"
+    flags.DEFINE_bool("decide", False, meaning, flag_values=values)
     for name, meaning in _NUMBERS.items():
         low, high = BOUNDS[name]
         define = flags.DEFINE_integer if isinstance(low, int) else flags.DEFINE_float

@@ -5,6 +5,11 @@
 
 Samples of --input have a column `prompt` (text or messages) or `messages`; an answer at the end of `messages` is left
 out. Each line of the output is the sample with `completion` and `finish_reason` (stop or length).
+
+    python -m jaxtune.generate --model=runs/qwen_decision --decide --input=questions.jsonl
+
+With --decide, samples have the columns `state` and `questions` (docs/guides/decision_models.md), and each line of the
+output is the sample with `answers`: the probability of each option, from one forward pass.
 """
 
 import sys
@@ -16,7 +21,7 @@ if __name__ == "__main__":  # parse flags and recipe before the slow imports bel
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,14 +32,16 @@ from jaxtune.config.schema import Dataset
 from jaxtune.data.reading.sources import open_source
 from jaxtune.errors import UserError
 from jaxtune.host.preflight import check_writable
-from jaxtune.inference.answers import AnswerGenerator, mesh_of, open_model
+from jaxtune.host.run_folder import RunFolder
+from jaxtune.inference.answers import AnswerGenerator, Opened, mesh_of, open_model
+from jaxtune.inference.decisions import Decider, evaluated_temperatures, read_temperatures
 from jaxtune.inference.sampling import BOUNDS, SamplingOptions
 
 
-def _samples(path: str) -> Iterator[tuple[str, Any]]:
+def _samples(path: str, columns: Set[str]) -> Iterator[tuple[str, Any]]:
     """Yield (source, sample) for the samples of --input. Raises UserError if a sample has a column of the output."""
     for where, sample in open_source(Dataset(path=path)).read(_raise):
-        if taken := {"completion", "finish_reason"} & sample.keys():
+        if taken := columns & sample.keys():
             raise UserError(f"{where}: it has a column {min(taken)!r}, which the answer would replace; rename it")
         yield where, sample
 
@@ -56,6 +63,25 @@ def _open_output(output: str | None) -> Iterator[TextIO]:
     part.replace(output)
 
 
+def _decide(values: flags.FlagValues, opened: Opened) -> None:
+    """Print or write the answers to the questions of --input."""
+    if values.input is None:
+        raise UserError("--decide needs --input: a file of states with questions")
+    run = RunFolder(Path(values.model))
+    if run.checkpoints.is_dir():
+        temperatures = evaluated_temperatures(run, values.step)
+    else:
+        temperatures = read_temperatures(opened.home)
+    decider, count = Decider(opened, temperatures, values.batch_size), 0
+    with _open_output(values.output) as file:
+        for sample, answers in decider.each(_samples(values.input, {"answers"})):
+            line = json.dumps({**sample, "answers": answers}, ensure_ascii=False, default=str)
+            print(line, file=file, flush=True)
+            count += 1
+    if values.output is not None:
+        print(f"answers to the questions of {count} samples in {values.output}")
+
+
 def run_command(values: flags.FlagValues, _: None) -> None:
     """Print or write the model's answers to the prompts."""
     if (values.prompt is None) == (values.input is None):
@@ -68,12 +94,14 @@ def run_command(values: flags.FlagValues, _: None) -> None:
         **{name: getattr(values, name) for name in BOUNDS}, stop=tuple(values.stop), chat=values.chat
     )
     mesh, options = mesh_of(values.mesh), (values.adapter, values.step, values.quant, values.plugin)
-    opened = open_model(values.model, mesh, *options)
+    opened = open_model(values.model, mesh, *options, decides=values.decide)
+    if values.decide:
+        return _decide(values, opened)
     answering = AnswerGenerator(opened, manner)
     if values.input is not None:
         finished = []
         with _open_output(values.output) as file:
-            for answer in answering.each(_samples(values.input)):
+            for answer in answering.each(_samples(values.input, {"completion", "finish_reason"})):
                 finished.append(answer.finished)
                 columns = {"completion": answer.text, "finish_reason": "stop" if answer.finished else "length"}
                 line = json.dumps({**answer.prompt.sample, **columns}, ensure_ascii=False, default=str)

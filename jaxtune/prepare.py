@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxtune import hf
-from jaxtune.columns import LABELLED, NEXT_TOKEN
+from jaxtune.columns import ASKED, LABEL, LABELLED, NEXT_TOKEN, NOT_AN_OPTION, OPTION_SHARES
 from jaxtune.config.schema import Config
 from jaxtune.data import (
     Documents,
@@ -41,6 +41,7 @@ from jaxtune.data import (
     rows_to_evaluate,
     say_template,
 )
+from jaxtune.data.formats.questions import HEAD_LABELS
 from jaxtune.data.formats.sample_formats import IGNORED_LABEL
 from jaxtune.errors import UserError
 from jaxtune.weights.class_labels import resolve_labels
@@ -58,7 +59,8 @@ def describe(
 ) -> Text:
     """Describe the first `length` tokens of document i: trained and context parts in turn or, with `ids`, each token.
 
-    If documents have labels, the name of the document's label is added, or its value if there is only one label.
+    If documents have labels, the name of the document's label is added, or its value if there is only one label. For a
+    question it is the share of each option.
     """
     whole = int(documents.lengths[i])
     read, weights = documents.read(i, 0, min(whole, length))
@@ -77,6 +79,10 @@ def describe(
             seen.append(token)
             text.append(f"({token}|{token if trained else IGNORED_LABEL}|{weight:g}) ", f"{style} dim")
     text.append(f"\n  ... and {whole - length} tokens more" if whole > length else "", "dim")
+    if OPTION_SHARES.name in documents.parts[int(documents.part_of[i])].columns:
+        shares = documents.values(OPTION_SHARES.name, i, 0, whole)
+        options = [f"{HEAD_LABELS[row]} {shares[row]:g}" for row in np.flatnonzero(shares != NOT_AN_OPTION)]
+        text.append("\n  label   | ", "dim").append(", ".join(options), STYLES[True])
     if labels:
         label = documents.values("label", i, 0, whole)
         text.append("\n  label   | ", "dim").append(
@@ -110,8 +116,8 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
     folder = hf.find_folders(config.model, weights=False).tokenizer
     tokenizer = hf.load_tokenizer(folder, config.chat.template, config.data.special_tokens)
     console = Console(soft_wrap=True, highlight=False)
-    classifier = config.sample_type == "classification"
-    columns, labels = (LABELLED, config.model.id2label) if classifier else (NEXT_TOKEN, ())
+    columns = {"classification": LABELLED, "decision": ASKED}.get(config.sample_type or "", NEXT_TOKEN)
+    labels = config.model.id2label if LABEL in columns else ()
     if values.shard is not None and config.rollout.rewards:
         raise UserError("--shard: prompts (rollout.rewards) are read when a run starts, and are not cached")
     if values.shard is not None:

@@ -39,13 +39,15 @@ def byte_tokenizer(
     special: tuple[str, ...] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     bos: str | None = None,
     eos: str | None = "<|im_end|>",
+    words: tuple[str, ...] = (),
 ) -> PreTrainedTokenizerFast:
-    """Save a tokenizer of the 256 bytes and some special tokens to `folder`; it starts every text with `bos`."""
+    """Save a tokenizer of the 256 bytes, some special tokens and words to `folder`; it starts every text with `bos`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = add_special_tokens(tokenizer, special, bos, eos)
+    fast.add_tokens(list(words))
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
     return fast
@@ -122,12 +124,15 @@ def random_values(declared: Mapping[str, Parameter], seed: int = 0) -> dict[str,
     return {name: jax.device_put(draw(name, parameter), parameter.sharding) for name, parameter in declared.items()}
 
 
-def write_model_folder(folder: Path, kind: str = "Qwen3", mtp: bool = False, **sizes) -> Path:
+def write_model_folder(
+    folder: Path, kind: str = "Qwen3", mtp: bool = False, words: tuple[str, ...] = (), **sizes
+) -> Path:
     """Write a model of random weights with a byte tokenizer, as transformers saves it, but without torch.
 
     mtp: whether with the multi-token-prediction modules that the sizes count, as a publisher saves it.
+    words: words that are tokens of their own, such as the labels of a decision model.
     """
-    tokenizer = byte_tokenizer(folder)
+    tokenizer = byte_tokenizer(folder, words=words)
     fields = dict(
         vocab_size=len(tokenizer),
         hidden_size=32,

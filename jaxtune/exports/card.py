@@ -28,7 +28,7 @@ def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dic
     data, optim, lora = config.data, config.optim, config.lora
     rows = {"data": _data_in_words(data.datasets)}
     if counts := folder.read_counts():
-        trained = f", {counts.target_tokens:,} of them trained" if config.model.head == "lm" else ""
+        trained = f", {counts.target_tokens:,} of them trained" if counts.target_tokens else ""
         rows["documents"] = f"{counts.documents:,}, {counts.tokens:,} tokens{trained}"
     rows |= {
         "steps": f"{steps:,}",
@@ -44,6 +44,7 @@ def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dic
         "loss": "training loss, last step",
         "eval_loss": "validation loss",
         "eval_accuracy": "validation accuracy",
+        "eval_ece": "validation calibration error (ECE)",
     }
     history = _metrics_until(folder, steps)
     for name, label in shown.items():

@@ -18,9 +18,11 @@ from jaxtune.data.formats.sample_formats import ends_texts
 from jaxtune.errors import UserError
 from jaxtune.exports.card import card_datasets, card_evaluation, card_recipe, card_rows
 from jaxtune.exports.copied_tensors import copied_layers, warn_lost_layers
+from jaxtune.exports.decision_model import jev_tensors, write_jev_config
 from jaxtune.exports.quantizable import choose
 from jaxtune.host.lock import hold_lock
 from jaxtune.host.run_folder import RunFolder
+from jaxtune.inference.decisions import DECISION_FILE, evaluated_temperatures, write_decision
 from jaxtune.lora.lora import LoRA
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models import families
@@ -74,17 +76,22 @@ def export_full(
     if model.spec.untouched is not None or copied:
         # The other parts of a larger model and the copied layers are read from the base and written unchanged.
         tensors = hf.with_untouched(model.folder, tensors, partial(families.is_untouched, model.spec))
-    changes = _classifier_config(model, config) if model.spec.labels else {}
+    decides = config.decision.loss is not None and bool(model.spec.labels)
+    changes = _classifier_config(model, config) if model.spec.labels and not decides else {}
     if quantize is not None:
         chosen = choose(model, quantize, config.model.dtype, [*copied, *copies])
         changes["quantization_config"] = chosen.config
         tensors = hf.quantize(tensors, quantize, chosen.weights)
     if not config.model.from_scratch:
         tensors = hf.named_as_in_files(model.folder, tensors)
+    if decides:
+        tensors = jev_tensors(tensors, model.spec.hidden)
     hf.write(output, tensors, config.export.max_shard_bytes)
     if multihost.is_main():
         options = (config.model.dtype, model.spec.vocabulary, changes, model.base.described)
         hf.write_config(model.folders.config, output, *options)
+        if decides:
+            write_jev_config(output, model.spec.hidden)
         _write_tokenizer(model, config, output)
         _write_ends(model, config, output)
 
@@ -353,8 +360,24 @@ def export(
         else:
             export_full(model, parameters, config, output, quantize)
         if multihost.is_main():
+            if config.decision.loss is not None:
+                _write_decision(config, run, output, kind, steps)
             _write_card(model, config, run, output, kind, quantize, steps, tokens, hub_id)
             (output / UNFINISHED).unlink()
+
+
+def _write_decision(config: Config, run: RunFolder, output: Path, kind: str, steps: int) -> None:
+    """Write decision.json; warn if no temperature has been fitted, or if transformers cannot decide with the export."""
+    temperatures = evaluated_temperatures(run, steps)
+    write_decision(output, temperatures)
+    if not temperatures:
+        log.warning(
+            "%s has no temperatures, so that probabilities are not calibrated: no evaluation before step %d has fitted "
+            "them; set data.validation_split and eval.at_end",
+            *(output / DECISION_FILE, steps),
+        )
+    if kind == "peft" and config.model.head == "classification":
+        log.warning("%s: an adapter with a linear head is a sequence classifier; JevForDecision needs --merge", output)
 
 
 def _write_card(
@@ -387,7 +410,7 @@ def _write_card(
         name=hub_id or output.name,
         base_model=None if config.model.from_scratch else config.model.path,
         adapter=kind == "peft",
-        auto_class=_auto_class(model),
+        auto_class=_auto_class(model, config, kind == "peft"),
         base_options=_base_options(model, config) if kind == "peft" else {},
         ends=ends,
         rows=card_rows(config, run, steps, tokens) | written,
@@ -405,8 +428,10 @@ def _base_options(model: Model, config: Config) -> dict[str, Any]:
     return {"num_labels": model.spec.labels, "pad_token_id": _classifier_tokenizer(model, config)[1]}
 
 
-def _auto_class(model: Model) -> str:
-    """Return the transformers class that loads the model, or the larger model that contains it."""
+def _auto_class(model: Model, config: Config, adapter: bool) -> str:
+    """Return the transformers class that loads the model, the larger model that contains it, or an adapter's base."""
+    if model.spec.labels and config.decision.loss is not None and not adapter:
+        return "AutoModelForDecision"
     if model.spec.labels:
         return "AutoModelForSequenceClassification"
     return "AutoModelForCausalLM" if model.spec.untouched is None else "AutoModelForImageTextToText"
@@ -416,6 +441,10 @@ def check_kind(config: Config, kind: str, merge: bool, quantize: str | None = No
     """Raise UserError if a run cannot be exported in a format."""
     if kind == "peft" and not config.lora.enabled:
         raise UserError("--format=peft: this run trained the whole model; export it with --format=hf")
+    if quantize is not None and config.decision.loss is not None and config.model.head == "classification":
+        raise UserError(
+            f"--quantize={quantize}: transformers' JevForDecision is loaded in full precision; leave it out"
+        )
     if kind == "peft" and quantize is not None:
         raise UserError(
             f"--quantize={quantize}: an adapter is not quantized, only a whole model: --merge without --format=peft"

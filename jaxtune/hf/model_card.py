@@ -76,7 +76,8 @@ def write_card(
         model_name=title,
         eval_results=_results(evaluation, task) or None,
     )
-    kind = "LoRA adapter" if adapter else "text classifier" if classifier else "language model"
+    decision = "decision model" if auto_class.endswith("Decision") else "language model"
+    kind = "LoRA adapter" if adapter else "text classifier" if classifier else decision
     origin = f"fine-tuned from {base}" if base else "trained from random weights"
     table = "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |\n" for row in rows.items())
     text = f"---\n{data.to_yaml()}\n---\n\n# {title}\n\nA {kind}, {origin} with jaxtune.\n\n| | |\n|---|---|\n{table}"

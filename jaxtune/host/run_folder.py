@@ -169,6 +169,8 @@ def final_summary(config: Config, folder: RunFolder, chat: bool) -> str:
         prompt += " --temperature=1"  # like the sample of the run (`inference.generation.SAMPLE`)
     if not (saved or exported):
         lines.append("the model was not saved: neither a checkpoint (ckpt.at_end) nor an export (export.at_end)")
+    elif config.decision.loss is not None and saved:
+        lines.append(f"generate: python -m jaxtune.generate --model={run} --decide --input=QUESTIONS.jsonl{plugins}")
     elif config.model.head == "lm":
         lines.append(f"generate: python -m jaxtune.generate --model={model} --prompt={prompt}{plugins}")
     elif saved:

@@ -31,6 +31,7 @@ from jaxtune.parallel.layout import AXES
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.quant.options import QuantOptions
+from jaxtune.weights.class_labels import resolve_labels
 from jaxtune.weights.model import Model, declare_model, read_base
 from jaxtune.weights.trusted_code import with_plugins
 from jaxtune.weights.values import config_for_model, initial_parameters, open_run, read_parameters, tokenizer_folder
@@ -73,8 +74,9 @@ def open_model(
     step: int | None = None,
     quant: str | None = None,
     plugins: Sequence[str] = (),
+    decides: bool = False,
 ) -> Opened:
-    """Open a language model on a mesh.
+    """Open a language model on a mesh, or a decision model.
 
     Args:
         name: A Hugging Face folder or hub id, an adapter's folder, or a run's folder.
@@ -83,6 +85,8 @@ def open_model(
         step: The checkpoint of a run; None: the newest good one.
         quant: The format to which the base's weights are quantized while they are read.
         plugins: Plugins to run, for example for a custom model family; the plugins in a run's config.json are not run.
+        decides: Whether the model answers questions: then a run of a decision model may have a linear head, and the
+            config has decision.label_tokens.
 
     Raises:
         UserError: The model is a classifier, or the arguments do not fit each other.
@@ -92,9 +96,10 @@ def open_model(
         for flag, value in (("adapter", adapter), ("quant", quant)):
             if value is not None:
                 raise UserError(f"--{flag}: {name} is a run, whose own adapter and formats are used")
-        _refuse_classifier(name, folder.read_config())
+        _refuse_classifier(name, folder.read_config(), decides)
         run = open_run(folder, mesh, step, plugins)
-        return Opened(run.config, run.model, {**run.frozen, **run.trained}, run.model.folders.tokenizer)
+        config = with_labels(run.config) if decides else run.config
+        return Opened(config, run.model, {**run.frozen, **run.trained}, run.model.folders.tokenizer)
     if step is not None:
         raise UserError(f"--step={step}: {name} is not a run folder, so it has no checkpoints")
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -107,6 +112,7 @@ def open_model(
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=name, revision=None))
     config = dataclasses.replace(config, quant=QuantOptions(quant))  # type: ignore[arg-type]
     _refuse_classifier(name, config)
+    config = with_labels(config) if decides else config
     # Nothing is trained, so every weight is stored in model.dtype.
     model = declare_model(read_base(config), config, mesh, train=False)
     parameters = read_parameters(model, model.whole)
@@ -115,9 +121,15 @@ def open_model(
     return Opened(config, model, parameters, tokenizer_folder(model, config))
 
 
-def _refuse_classifier(name: str, config: Config) -> None:
+def with_labels(config: Config) -> Config:
+    """Return the config with the label tokens of a decision model, also for a model that was not trained as one."""
+    loss = config.decision.loss or "cross_entropy"
+    return resolve_labels(dataclasses.replace(config, decision=dataclasses.replace(config.decision, loss=loss)))
+
+
+def _refuse_classifier(name: str, config: Config, decides: bool = False) -> None:
     """Raise UserError for a run or an adapter of a classifier; `read_base` refuses a whole classifier."""
-    if config.model.head == "classification":
+    if config.model.head == "classification" and not (decides and config.decision.loss is not None):
         raise UserError(f"{name} is a classifier with {config.model.num_labels} labels: it cannot generate text")
 
 

@@ -1,4 +1,4 @@
-"""Decision models: a document is a question about a state, and the scores after its last token are those of its options.
+"""Decision models: a document is a question about a state; the scores after its last token are those of its options.
 
 The losses are strictly proper scoring rules: their expected value is smallest for the true probabilities (Gneiting and
 Raftery 2007). Shape letters: b rows of the batch, s positions in a row, r rows of the head (`columns.QUESTION_ROWS`), t

@@ -10,10 +10,6 @@ from jaxtune.columns import NEXT_TOKEN, Column
 from jaxtune.models.score import ScoreOptions
 
 
-Metrics = Mapping[str, tuple[Array, Array]]
-"""(sum, divisor) of each metric, by name."""
-
-
 class Sums(NamedTuple):
     """Sums over a micro-batch. The step adds them up over all micro-batches and devices, and divides once.
 
@@ -27,8 +23,12 @@ class Sums(NamedTuple):
 
     loss: Float[Array, ""]
     weight: Num[Array, ""]
-    metrics: Metrics = {}
+    metrics: Mapping[str, tuple[Array, Array]] = {}
     directions: Mapping[str, Array] = {}
+
+
+Metrics = Mapping[str, tuple[Array, Array]]
+"""(sum, divisor) of each metric, by name."""
 
 
 def means(metrics: Metrics) -> dict[str, float]:

@@ -291,7 +291,13 @@ def check_mtp(config: Config) -> Iterator[Problem]:
         "distill.teacher": "a teacher's scores are of the next token only; train modules with mtp.only afterwards",
         "mesh.stage": "a pipeline does not run modules after its stages; use mesh.fsdp",
     }
-    defaults = {"model.head": "lm", "preference.loss": None, "decision.loss": None, "rollout.rewards": (), "distill.teacher": None}
+    defaults = {
+        "model.head": "lm",
+        "preference.loss": None,
+        "decision.loss": None,
+        "rollout.rewards": (),
+        "distill.teacher": None,
+    }
     for key, reason in reasons.items():
         if value_of(config, key) != defaults.get(key, 1):
             yield problem(config, "mtp.weight", f"cannot be combined with {key}: {reason}", key)

@@ -22,6 +22,7 @@ from jaxtune.training import memory
 from jaxtune.training.assembly import Program as Run
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.architecture import spec_of
+from jaxtune.weights.class_labels import with_sizes
 from jaxtune.weights.model import Base, read_base
 from pallas_kernels import aot
 from pallas_kernels.aot import COLLECTIVES
@@ -164,6 +165,7 @@ def _predict(config: Config, where: TargetGpus, measured: calibration.Calibratio
     began = time.monotonic()
     # Descriptions of devices: a step can be compiled for them, but they hold no arrays.
     mesh = make_mesh(config.mesh, aot.devices(where.gpu, where.hosts, where.gpus), config.parallel)
+    config = with_sizes(config)
     run = assemble(base_of(config), config, mesh)
     options = process.compiler_options(config) | xla_options(where.gpu)
     # The state is donated as in training; otherwise memory would count it twice.

@@ -3,8 +3,8 @@
     python -m jaxtune.train --config=qwen_decision '--config.data.datasets[0].path=my.jsonl'
     python -m jaxtune.generate --model=runs/qwen_decision --decide --input=questions.jsonl
 
-Rows of my.jsonl have the columns state (text), questions ({name: {type, instructions, criteria}}, with type noul for yes
-or no, choice or score) and labels ({name: label}); docs/guides/decision_models.md has examples. eval_ece is the
+Rows of my.jsonl have the columns state (text), questions ({name: {type, instructions, criteria}}, with type noul, which
+is yes or no, choice or score) and labels ({name: label}); docs/guides/decision_models.md has examples. eval_ece is the
 distance between probabilities and frequencies; the fitted temperatures (eval_temperature_...) go into the export.
 """
 

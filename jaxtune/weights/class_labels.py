@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxtune import hf
+from jaxtune.columns import HEAD_ROWS
 from jaxtune.config.schema import Config
 from jaxtune.data.formats.labels import read_label_names
 from jaxtune.data.formats.questions import HEAD_LABELS, OPTION_LABELS
@@ -28,6 +29,15 @@ def resolve_labels(config: Config) -> Config:
         return config
     names = _names(config)
     return dataclasses.replace(config, model=dataclasses.replace(model, num_labels=len(names), id2label=names))
+
+
+def with_sizes(config: Config) -> Config:
+    """Return the config with the head of a decision model, without reading a tokenizer: its tokens are placeholders."""
+    if config.decision.loss is None or config.decision.label_tokens:
+        return config
+    return resolve_labels(
+        dataclasses.replace(config, decision=dataclasses.replace(config.decision, label_tokens=tuple(range(HEAD_ROWS))))
+    )
 
 
 def _label_tokens(config: Config) -> tuple[int, ...]:

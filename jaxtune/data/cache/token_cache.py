@@ -161,7 +161,11 @@ def gather_units(units: Sequence[Unit], name: str, columns: tuple[Column, ...] =
     }
     for column in columns:
         stored = [unit.values[column.name] for unit in units]
-        values[column.name] = list(itertools.chain(*stored)) if column.per == "token" else [np.reshape(x, column.shape(-1)) for x in stored]
+        values[column.name] = (
+            list(itertools.chain(*stored))
+            if column.per == "token"
+            else [np.reshape(x, column.shape(-1)) for x in stored]
+        )
     every = {column.name: column for column in (_TOKENS, _LOSS_WEIGHT, *columns)}
     return TokenisedDataset(
         name,

@@ -38,7 +38,9 @@ def needed_fields(entry: Dataset, sample: Sample) -> list[tuple[str, str]] | Non
     return [("", name) for name in ERNIE] if set(ERNIE) <= sample.keys() else None
 
 
-def render_pair(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate | None, sample: Sample) -> RenderedUnit:
+def render_pair(
+    entry: Dataset, columns: tuple[str, ...], template: ChatTemplate | None, sample: Sample
+) -> RenderedUnit:
     """Render the chosen and the rejected answer of a sample, each after the prompt.
 
     Args:

@@ -138,8 +138,8 @@ def open_feed(
 
 def is_chat(config: Config, documents: Documents | Stream) -> bool:
     """Whether the chat template rendered the documents, if the tokenizer has one."""
-    entries = config.data.datasets
-    if config.sample_type == "classification" or any(entry.prompt_format is not None for entry in entries):
+    entries, of_labels = config.data.datasets, config.sample_type in ("classification", "decision")
+    if of_labels or any(entry.prompt_format is not None for entry in entries):
         return False
     if isinstance(documents, Stream):
         return any(entry.type in ("conversation", "instruction") for entry in entries)

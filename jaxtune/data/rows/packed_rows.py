@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxtune.columns import ADDED, Column, LABEL, MADE, NEXT_TOKEN, OPTION_SHARES
+from jaxtune.columns import ADDED, LABEL, MADE, NEXT_TOKEN, OPTION_SHARES, Column
 from jaxtune.config.schema import DataOptions
 from jaxtune.data.formats.units import Documents
 from jaxtune.data.rows.packing import Pieces, RowPlan, cut_to_rows, plan
