@@ -118,7 +118,7 @@ def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: R
         print(f"{kind} of step {run.step}: {target if copy is None else copy.url}")
         if values.quantize:
             print(loss_difference(run.model, parameters, run.config, target, values.quantize))
-        elif kind == "hf" and run.model.quantized:
+        elif kind == "hf" and run.model.quantized and not (run.config.decision.loss and run.model.spec.labels):
             print(merge_difference(run.model, parameters, run.config, target))
         if values.push_to_hub is not None:
             print(f"uploaded: {hf.upload(target, values.push_to_hub, values.private)}")

@@ -12,7 +12,7 @@ TAKES_LONG = True
 COVERS = ("docs", "jaxtune", "pallas_kernels")
 # Models of the pages, each a tiny one of the same kind here. Those that pages quantize have whole blocks.
 MODELS = {
-    "Qwen/Qwen3-0.6B": {},
+    "Qwen/Qwen3-0.6B": {"words": ("Yes", "No")},
     "Qwen/Qwen3-0.6B-Base": {},
     "Qwen/Qwen3-1.7B": {"hidden_size": 64},
     "Qwen/Qwen3-8B": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
