@@ -11,6 +11,7 @@ from jaxtune.errors import UserError
 FACTORS = {"lora.enabled": "true", "lora.kind": "ia3"}
 REWARDED = {"rollout.rewards": "rewards.py:one", "data.datasets[0].type": "auto"}
 PAIRS = {"preference.loss": "sigmoid"}
+ASKED = {"decision.loss": "brier"}
 ONE_SCORED = {"data.datasets[1].chosen_score_field": "good", "data.datasets[1].rejected_score_field": "bad"}
 LABELS = {
     "model.head": "classification",
@@ -85,6 +86,16 @@ LABELS = {
             r"data.datasets\[0\].chosen_score_field",
             "needs the scores of both",
         ),
+        ({**ASKED, **PAIRS}, "decision.loss", "questions have no chosen and rejected answer"),
+        ({**ASKED, "data.truncation": "left"}, "data.truncation", "which cannot be cut: choose 'delete'"),
+        ({**ASKED, "model.head": "classification", "model.num_labels": "2"}, "model.num_labels", "has 32 rows"),
+        ({**ASKED, "decision.label_tokens": "1,2"}, "decision.label_tokens", "names 2 tokens"),
+        ({**ASKED, "data.datasets[0].type": "text"}, r"data.datasets\[0\].type", "decision.loss needs type 'decision'"),
+        ({**ASKED, "train.z_loss": "0.1"}, "train.z_loss", "decision.loss is None"),
+        ({**ASKED, **REWARDED}, "rollout.rewards", "trains only on tokens that the model generates"),
+        ({**ASKED, "mtp.weight": "1"}, "mtp.weight", "a decision model predicts no further tokens"),
+        ({"data.datasets[0].type": "decision"}, r"data.datasets\[0\].type", "needs decision.loss"),
+        ({"data.datasets[0].state_field": "x"}, r"data.datasets\[0\].state_field", "no effect"),
         ({**REWARDED, "rollout.correction_max": "2"}, "rollout.correction_max", "only when rollout.correction"),
         ({**REWARDED, "grpo.off_policy_kl": "1"}, "grpo.off_policy_kl", "only when grpo.iterations > 1"),
         (
