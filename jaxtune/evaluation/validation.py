@@ -109,7 +109,8 @@ def open_evaluated_model(
         then, now = getattr(run.config.model, option), getattr(config.model, option)
         if then != now:
             raise UserError(f"the run trained model.{option}={then}, not {now}; evaluate it with its own recipe")
-    config = dataclasses.replace(config, model=run.config.model)  # includes the labels of the training
+    # Includes the labels of the training.
+    config = resolve_labels(dataclasses.replace(config, model=run.config.model))
     then, now = dataclasses.asdict(run.config), dataclasses.asdict(config)
     changed = [
         f"  {key}: {before!r} then, {after!r} now"

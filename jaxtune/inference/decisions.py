@@ -1,6 +1,6 @@
 """Answers to questions about a state, from one forward pass: no text is generated.
 
-A model's temperatures are those of the last evaluation of its run, or in the decision.json of an exported folder.
+A run's last evaluation has its model's temperatures; an exported folder has them in decision.json.
 """
 
 import json

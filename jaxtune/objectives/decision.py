@@ -1,4 +1,4 @@
-"""Decision models: a document is a question about a state; the scores after its last token are those of its options.
+"""Decision models: a document is a question about a state; the scores after its last token are its options'.
 
 The losses are strictly proper scoring rules: their expected value is smallest for the true probabilities (Gneiting and
 Raftery 2007). Shape letters: b rows of the batch, s positions in a row, r rows of the head (`columns.QUESTION_ROWS`), t
@@ -66,18 +66,22 @@ def evaluated_decision(options: DecisionOptions) -> Objective:
     )
 
 
-def _sums(loss: str, calibrate: bool, scores: LabelScores, batch: Batch) -> Sums:
+def _sums(loss: str | None, calibrate: bool, scores: LabelScores, batch: Batch) -> Sums:
     shares = batch["option_shares"]
     option = (shares != NOT_AN_OPTION) & batch["last"][..., None]
     questions = _Questions(batch["last"], option, jnp.where(option, shares, 0.0))
     log_prob = _log_probabilities(scores.logits, questions, 1.0)
     probabilities = jnp.where(option, jnp.exp(log_prob), 0.0)
     brier = jnp.sum(jnp.square(probabilities - questions.shares), axis=-1)
-    losses = {
-        "cross_entropy": partial(_cross_entropy, log_prob, questions),
-        "brier": lambda: brier,
-        "rps": partial(_ranked_or_brier, probabilities, questions, brier),
-    }[loss]()
+    match loss:
+        case "cross_entropy":
+            losses = _cross_entropy(log_prob, questions)
+        case "brier":
+            losses = brier
+        case "rps":
+            losses = _ranked_or_brier(probabilities, questions, brier)
+        case _:
+            raise ValueError(loss)
     count = jnp.sum(questions.there, dtype=jnp.int32)
     _, share = _likeliest(probabilities, questions)
 

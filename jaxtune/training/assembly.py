@@ -26,6 +26,7 @@ from jaxtune.objectives.distillation import distillation
 from jaxtune.objectives.further_tokens import add_further_tokens
 from jaxtune.objectives.grpo import grpo
 from jaxtune.objectives.objective import Objective
+from jaxtune.objectives.options import DecisionOptions
 from jaxtune.objectives.preference import preference
 from jaxtune.optim.adamw_8bit import float32_moments, undivided_moments
 from jaxtune.optim.build import Optimizer, Trained, build
@@ -155,7 +156,7 @@ def objective_of(config: Config, model: Model) -> Objective:
     elif config.distill.teacher is not None:
         objective = distillation(config.distill, *regularisers)
     elif config.decision.loss is not None:
-        objective = decision(config.decision)
+        objective = decision(_resolved(config, model))
     elif config.preference.loss is not None or model.spec.labels:
         objective = task_of(model, config)
     elif config.train.loss == "dft":
@@ -184,7 +185,7 @@ def objective_of(config: Config, model: Model) -> Objective:
 def task_of(model: Model, config: Config) -> Objective:
     """Return the objective to evaluate a model by: decisions, preferences, labels, or (also distilled) next tokens."""
     if config.decision.loss is not None:
-        return evaluated_decision(config.decision)
+        return evaluated_decision(_resolved(config, model))
     if config.preference.loss is not None:
         return preference(config.preference)
     if model.spec.labels:
@@ -192,6 +193,12 @@ def task_of(model: Model, config: Config) -> Objective:
     # Weight 0: the loss of an evaluation is the next-token loss; modules are in its metrics.
     modules = len(model.spec.mtp)
     return add_further_tokens(token_accuracy(), 0.0, modules) if modules else token_accuracy()
+
+
+def _resolved(config: Config, model: Model) -> DecisionOptions:
+    """Return the options of a decision model, whose scores are of its labels or of tokens."""
+    assert bool(model.spec.labels) != bool(config.decision.label_tokens), "resolve_labels sets the tokens"
+    return config.decision
 
 
 def forward_of(config: Config, model: Model) -> Forward:

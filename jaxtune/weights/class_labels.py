@@ -33,11 +33,12 @@ def resolve_labels(config: Config) -> Config:
 
 def with_sizes(config: Config) -> Config:
     """Return the config with the head of a decision model, without reading a tokenizer: its tokens are placeholders."""
-    if config.decision.loss is None or config.decision.label_tokens:
+    if config.decision.loss is None:
         return config
-    return resolve_labels(
-        dataclasses.replace(config, decision=dataclasses.replace(config.decision, label_tokens=tuple(range(HEAD_ROWS))))
-    )
+    if config.model.head == "lm" and not config.decision.label_tokens:
+        decision = dataclasses.replace(config.decision, label_tokens=tuple(range(HEAD_ROWS)))
+        config = dataclasses.replace(config, decision=decision)
+    return resolve_labels(config)
 
 
 def _label_tokens(config: Config) -> tuple[int, ...]:

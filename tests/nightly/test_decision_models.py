@@ -44,7 +44,7 @@ def home(tmp_path_factory):
                 "hue": rng.choices(["red", {"red": 0.7, "grey": 0.3}, "blue"], [6, 3, 1])[0],
                 "size": rng.choices([1, [0.0, 0.5, 0.5]], [8, 2])[0],
             }
-            # Not every question is asked of every state.
+            # States differ in their questions.
             asked = rng.sample(list(QUESTIONS), rng.randint(1, 3))
             sample = {"state": rng.choice("abc"), "questions": QUESTIONS, "labels": {n: labels[n] for n in asked}}
             file.write(json.dumps(sample) + "\n")

@@ -1,7 +1,7 @@
 """Questions on a state, in the format of System One: a prompt for each question, and the share of each option.
 
 A question has one of three types: noul (yes or no), choice (of named options), score (a level, lowest first). Prompts
-are those of transformers' `decision` pipeline, so that it reads an exported model as it was trained.
+equal those of transformers' `decision` pipeline, so that it reads an exported model as it was trained.
 """
 
 import json
