@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from runs import write_model_folder
 
+from jaxtune.columns import HEAD_ROWS, NOT_AN_OPTION
 from jaxtune.config.checks import check
 from jaxtune.config.schema import (
     Config,
@@ -23,7 +24,7 @@ from jaxtune.config.schema import (
 )
 from jaxtune.data.rows.deal import deal_row
 from jaxtune.lora.options import LoraOptions
-from jaxtune.objectives.options import DistillOptions, GrpoOptions, PreferenceOptions
+from jaxtune.objectives.options import DecisionOptions, DistillOptions, GrpoOptions, PreferenceOptions
 from jaxtune.optim.options import OptimOptions
 from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel.mesh import data_shards, make_mesh
@@ -124,9 +125,11 @@ LOW_PRECISION = 5e-3  # the same for recipes that round activations to bfloat16
 NORM = 1e-5  # allowed for the first gradient norm, before any update
 PARAMETERS = 1e-4  # allowed relative to a parameter's largest element, unless the optimizer jumps
 OBJECTIVES = {"cross_entropy": 0.0, "z-loss": 1e-2}
-# In place of an objective: another head, pairs of answers, rewarded completions, a teacher. They have separate tests.
+# In place of an objective: another head, pairs of answers, rewarded completions, a teacher, questions. They have
+# separate tests.
 CLASSIFICATION, PREFERENCE, SCORED = "classification", "preference", "preference, reference scored before"
 REWARDED, DISTILLED, TOP_K = "rewarded completions", "distillation", 5
+DECISION = "decision"
 REMAT = ("none", "dots", "block", "offload")
 HELD = tempfile.TemporaryDirectory()  # models, until the process ends
 
@@ -279,6 +282,10 @@ def config_of(case: Case, mesh: MeshOptions, length: TrainOptions, whole: bool) 
             "sigmoid" if case.objective in (PREFERENCE, SCORED) else None,
             precompute_reference=case.objective == SCORED,
         ),
+        # Tokens in no order, on both sides of a vocabulary that is sharded over two devices.
+        decision=DecisionOptions("rps", tuple(np.random.default_rng(0).permutation(256)[:HEAD_ROWS].tolist()))
+        if case.objective == DECISION
+        else DecisionOptions(),
         distill=DistillOptions("made here", "js", top_k=TOP_K, weight=0.5)
         if case.objective == DISTILLED
         else DistillOptions(),
@@ -338,6 +345,9 @@ def fields(steps: int, devices: int = 1) -> dict[str, np.ndarray]:
         "label": ((tokens[..., :1] + (index >= length)) % 3).astype(np.float32),
         "further_targets": np.roll(tokens, -2, axis=2)[..., None],  # of one module
         "further_loss_weight": (index < length - 2).astype(np.float32)[..., None],
+        "option_shares": np.where(np.arange(HEAD_ROWS) == 2 + tokens[..., :1, None] % 4, 1.0, 0.0).astype(np.float32)
+        + np.where((np.arange(HEAD_ROWS) < 2) | (np.arange(HEAD_ROWS) > 5), NOT_AN_OPTION, 0.0).astype(np.float32)
+        + np.zeros((*tokens.shape, 1), np.float32),
         "teacher_tokens": (tokens[..., None] + 41 * np.arange(TOP_K)) % 256,  # anywhere in the vocabulary
         "teacher_log_probs": np.log(rng.dirichlet(np.ones(TOP_K + 1), tokens.shape)).astype(np.float32),
     }

@@ -14,6 +14,7 @@ import pytest
 from mesh.harness import (
     ADAPTERS,
     CLASSIFICATION,
+    DECISION,
     DISTILLED,
     MESHES,
     MODELS,
@@ -115,6 +116,12 @@ def test_preferences_equal_one_device(mesh, adapter, objective):
 def test_distillation_equals_one_device(mesh, adapter):
     """The teacher's predictions are columns of several values a position; the vocabulary may be sharded."""
     assert_equals_one_device(Case(mesh, adapter=adapter, objective=DISTILLED))
+
+
+@pytest.mark.parametrize(("mesh", "adapter"), [("data=2 fsdp=2 tensor=2", "none"), ("data=2 fsdp=2 stage=2", "lora")])
+def test_decisions_equal_one_device(mesh, adapter):
+    """Options are scored by rows of a head whose vocabulary may be sharded, also at the end of a pipeline."""
+    assert_equals_one_device(Case(mesh, adapter=adapter, objective=DECISION))
 
 
 @pytest.mark.parametrize(
