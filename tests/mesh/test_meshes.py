@@ -23,12 +23,14 @@ from mesh.harness import (
     PREFERENCE,
     REMAT,
     REWARDED,
+    ROWS,
     SCORED,
     STORAGE,
     Case,
     assert_equal,
     assert_equals_one_device,
     config_of,
+    fields,
     is_refused,
     one_device,
     train,
@@ -37,9 +39,12 @@ from mesh.harness import (
 from jaxtune.config import schema
 from jaxtune.errors import UserError
 from jaxtune.models.layers import mlp
-from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.parallel.options import MeshOptions
+from jaxtune.training.assembly import assemble, forward_of, task_of
+from jaxtune.training.step import make_eval_step
 from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.values import frozen_parameters, initial_parameters
 
 with (Path(__file__).parent / "rows.csv").open(newline="") as file:
     CASES = [Case(**row) for row in csv.DictReader(file)]
@@ -210,3 +215,27 @@ def test_a_dimension_that_does_not_divide_is_told_with_sizes_that_would():
 def test_a_mesh_that_does_not_fit_says_so():
     with pytest.raises(UserError, match="span 3 devices and there are 8"):
         make_mesh(MeshOptions(data=3, fsdp=1), jax.devices())
+
+
+def test_the_calibration_of_decisions_equals_one_device():
+    """Its sums are arrays, over rows, positions and temperatures."""
+    case = Case("", objective=DECISION)
+
+    def summary(mesh: MeshOptions, devices: int) -> dict[str, float]:
+        made = make_mesh(mesh, jax.devices()[:devices])
+        length = schema.TrainOptions(max_steps=1, micro_batch_size=ROWS // data_shards(made))
+        config = config_of(case, mesh, length, False)
+        program = assemble(read_base(config), config, made)
+        task = task_of(program.model, config)
+        step = jax.jit(make_eval_step(forward_of(config, program.model), task))
+        rows = fields(1, made.shape["context"])
+        batch = {
+            name: jax.device_put(rows[name][0].reshape(leaf.shape), leaf.sharding)
+            for name, leaf in program.batch.items()
+        }
+        start = initial_parameters(program.model, config), frozen_parameters(program.model, config)
+        return task.summarise(jax.device_get(step(*start, batch)).metrics)
+
+    expected = summary(MeshOptions(), 1)
+    found = summary(MESHES["data=2 context=2 sequence=2"], 8)
+    assert found == pytest.approx(expected, rel=1e-5) and expected["ece"] > 0 and "temperature_score" in expected
