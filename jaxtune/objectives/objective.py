@@ -41,7 +41,7 @@ class Objective:
     """A training or evaluation objective: a function of scores, which does not see the decoder.
 
     Attributes:
-        loss: (scores, micro-batch) -> sums; the scores are `LabelScores` for a classifier and if `score` has tokens,
+        loss: (scores, micro-batch) -> sums; the scores are `LabelScores` for a classifier or if `score` has tokens,
             else `Scores`.
         columns: columns of the batch that it reads.
         reference: whether scores must also have the log-probabilities of the base model without adapters.
