@@ -256,10 +256,10 @@ def check_data(config: Config) -> Iterator[Problem]:
             if entry.path == "dummy" and entry.samples is None:
                 text = f"{key}.samples: path='dummy' is endless; set the number of samples"
                 yield Problem((f"{key}.samples", f"{key}.path"), text)
-            if entry.name is not None and (name == "datasets" or config.rollout.rewards):
+            if entry.name is not None and (name == "datasets" or config.samples):
                 reason = "only entries of data.eval_datasets are evaluated separately"
-                if config.rollout.rewards:
-                    reason = "completions are rewarded together (rollout.rewards)"
+                if config.samples:
+                    reason = f"the model's own answers are measured together ({config.samples})"
                 yield Problem((f"{key}.name",), f"{key}.name: has no effect: {reason}", moot=True)
             elif entry.name is not None and not re.fullmatch(r"[A-Za-z0-9_.-]+", entry.name):
                 reason = "is part of a metric's name: use letters, digits and _.-"
