@@ -118,6 +118,9 @@ class Dataset:
     prompt_field: str | None = option(None,
         "column of the prompt, text or messages; unset: prompt, question, query, instruction, conversations or "
         "messages, if present; otherwise the answers contain the prompt")
+    teacher_prompt_field: str | None = option(None,
+        "column or template of a prompt that only the teacher sees, with distill.own_answers: text or messages, such "
+        "as '{prompt}\\n\\n{hint}'; unset: the student's prompt")
     chosen_field: str = option("chosen", "column of the chosen answer, text or messages", of_prompts=False)
     rejected_field: str = option("rejected", "column of the rejected answer, text or messages", of_prompts=False)
     chosen_score_field: str | None = option(None, "column of the chosen answer's score, for preference.offset_alpha",

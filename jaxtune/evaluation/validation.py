@@ -17,6 +17,7 @@ from jaxtune.host.run_folder import RunFolder
 from jaxtune.models.decoder import Parameters
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.rollout import own_answers, rollouts
+from jaxtune.rollout.completers import completer
 from jaxtune.rollout.rewards import load_rewards, try_rewards
 from jaxtune.scoring.reference_scores import add_reference_scores
 from jaxtune.scoring.teacher_scores import declare_teacher
@@ -145,11 +146,12 @@ def _make_evaluate_prompts(
     if prompts is None:
         raise UserError(NO_DATA)
     folder = Path(run or config.train.output_dir) / "evaluation"  # for adapters that are sent to a server
-    teacher = declare_teacher(config, tokenizer, model.spec.vocabulary, mesh)
-    if teacher is not None:
-        objective = objective_of(config, model)
-        make_answers = own_answers.make_answers(config, model, objective, tokenizer, teacher, folder)
-        return own_answers.make_evaluate_answers(config, model, objective, make_answers, prompts)
+    if config.distill.own_answers:
+        objective, complete = objective_of(config, model), completer(config, model, tokenizer, folder)
+        teacher = declare_teacher(config, tokenizer, model.spec.vocabulary, mesh)
+        score = own_answers.make_score_answers(config, model, objective, teacher)
+        parts = own_answers.Distillation(objective, complete, score)
+        return own_answers.make_evaluate_answers(config, model, parts, prompts)
     rewards, train = load_rewards(config.rollout.rewards), config.train
     process.on_main(lambda: try_rewards(rewards, prompts[0], tokenizer, config.rollout.group_size))
     make_rollout = rollouts.make_rollouts(config, model, tokenizer, rewards, folder)

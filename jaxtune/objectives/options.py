@@ -85,7 +85,7 @@ class DistillOptions:
 
     teacher: str | None = option(None,
         "a larger model with the same tokenizer: Hugging Face folder, hub id or adapter; scores the documents once, "
-        "before the first step, into data.cache_dir: 8 * top_k + 4 bytes a token; or own answers in each step",
+        "into data.cache_dir: 8 * top_k + 4 bytes a token; base: the student without its adapters, for own_answers",
         when="model.head == 'lm' and preference.loss is None and not rollout.rewards", basic=True)
     own_answers: float = option(0.0,
         "share of steps in which the student samples answers to the prompts of the data (section rollout), and the "
@@ -254,9 +254,30 @@ def check_distill(config: Config) -> Iterator[Problem]:
     if options.own_answers and options.weight < 1:
         reason = "the cross-entropy of answers that the student sampled itself teaches it nothing; leave it at 1"
         yield problem(config, "distill.weight", reason, "distill.own_answers")
-    elif options.teacher is not None and config.data.streaming and not options.own_answers:
+    if options.teacher == "base":
+        yield from _check_base(config)
+    for key, entry in config.entries():
+        name = f"{key}.teacher_prompt_field"
+        if entry.teacher_prompt_field is not None and options.own_answers < 1:
+            reason = "has no effect: the teacher sees another prompt only with distill.own_answers = 1"
+            yield Problem((name, "distill.own_answers"), f"{name}: {reason}", moot=True)
+        elif entry.teacher_prompt_field is not None and config.mesh.context > 1:
+            reason = "not available with mesh.context, which deals the positions of a row to devices"
+            yield problem(config, name, reason, "mesh.context")
+    if options.teacher is not None and config.data.streaming and not options.own_answers:
         reason = "scores all documents before the first step, which data.streaming cannot provide"
         yield problem(config, "distill.teacher", reason, "data.streaming")
+
+
+def _check_base(config: Config) -> Iterator[Problem]:
+    """Yield contradictions of distill.teacher='base' with others."""
+    if not (config.distill.own_answers and config.lora.enabled):
+        reason = "is the student without its adapters: set lora.enabled and distill.own_answers"
+        yield problem(config, "distill.teacher", reason, "lora.enabled", "distill.own_answers")
+    for key, plain in (("lora.bias", "none"), ("lora.modules_to_save", ())):
+        if config.lora.enabled and value_of(config, key) != plain:
+            reason = "trains weights of the base, which is the teacher; leave it out"
+            yield problem(config, key, reason, "distill.teacher")
 
 
 def check_mtp(config: Config) -> Iterator[Problem]:
@@ -293,6 +314,7 @@ def check_rollout(config: Config) -> Iterator[Problem]:
     options, by = config.rollout, config.samples
     if not by:
         return
+    mixed = 0 < config.distill.own_answers < 1  # some steps train on the answers in the data
     if config.preference.loss is not None or config.model.head != "lm":
         other = "preference.loss" if config.preference.loss is not None else "model.head"
         yield problem(config, by, "trains only on tokens that the model generates", other)
@@ -303,10 +325,10 @@ def check_rollout(config: Config) -> Iterator[Problem]:
         if entry.type != "auto":
             reason = f"with {by} samples are prompts: set 'auto'"
             yield problem(config, f"{key}.type", reason, by)
-        for name in _unread(entry):
+        for name in _unread(entry) if not mixed else ():
             reason = f"has no effect: with {by} a sample is a prompt, in the column prompt_field"
             yield Problem((f"{key}.{name}", by), f"{key}.{name}: {reason}", moot=True)
-    for name in _unread(config.chat):
+    for name in _unread(config.chat) if not mixed else ():
         reason = f"has no effect: {by} trains on the model's completions"
         yield problem(config, f"chat.{name}", reason, by, moot=True)
     if "" in options.stop:

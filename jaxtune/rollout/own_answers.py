@@ -19,7 +19,7 @@ from jaxtune.models.score import Batch
 from jaxtune.objectives.objective import Objective
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards
-from jaxtune.rollout.completers import completer
+from jaxtune.rollout.completers import Complete
 from jaxtune.rollout.completion_rows import batch_of_documents
 from jaxtune.rollout.completions_file import completions_file
 from jaxtune.rollout.groups import means_of_completions
@@ -30,108 +30,114 @@ from jaxtune.training.state import State
 from jaxtune.training.step import make_eval_step
 from jaxtune.weights.model import Model
 
+# (trained, frozen, prompts, answers) -> a batch with a row for each prompt with its answer, whose tokens are trained,
+# and the teacher's columns. Without answers, the rows are those of the answers in the data.
+ScoreAnswers = Callable[[Parameters, Parameters, Sequence[Prompt], Sequence[Completion] | None], Batch]
 
-class ScoredAnswers(NamedTuple):
-    """Answers of the student.
+
+class Distillation(NamedTuple):
+    """The parts of on-policy distillation.
 
     Attributes:
-        completions: an answer to each prompt.
-        batch: a row for each prompt with its answer, whose tokens are trained, and with the teacher's columns.
+        objective: the divergence from the teacher.
+        complete: samples the student's answers, on the devices of the run or on a server.
+        score: makes the batch of a step, with what the teacher says.
     """
 
-    completions: list[Completion]
-    batch: Batch
+    objective: Objective
+    complete: Complete
+    score: ScoreAnswers
 
 
-# (trained, frozen, the prompt of each answer, the number of each) -> answers.
-MakeAnswers = Callable[[Parameters, Parameters, list[Prompt], Sequence[int]], ScoredAnswers]
+def make_score_answers(config: Config, model: Model, objective: Objective, teacher: Teacher | None) -> ScoreAnswers:
+    """Read the teacher and return a function that lets it score answers; teacher: as in `keep_teacher`.
 
-
-def make_answers(
-    config: Config, model: Model, objective: Objective, tokenizer, teacher: Teacher, run: Path
-) -> MakeAnswers:
-    """Read the teacher and return a function that samples answers and lets the teacher score them.
-
-    The student samples on the devices of the current mesh or, with rollout.server, on a server. The answers' numbers
-    select their random bits. run: the run folder, for adapters that are sent to the server.
-
-    Raises:
-        UserError: as `read_parameters`; the function raises it as `completion_server.complete`.
+    Raises UserError as `keep_teacher`.
     """
-    complete, mesh = completer(config, model, tokenizer, run), jax.sharding.get_mesh()
+    mesh, add_columns = jax.sharding.get_mesh(), keep_teacher(config, model, teacher)
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
     like = data.abstract_batch(shape, jax.NamedSharding(mesh, jax.P(None, *by_token())))[TOKENS.name]
     columns = tuple(column for column in objective.columns if column.name not in ADDED)
-    add_columns = keep_teacher(teacher)
 
-    def make(trained: Parameters, frozen: Parameters, prompts: list[Prompt], numbers: Sequence[int]) -> ScoredAnswers:
-        completions = complete(trained, frozen, [prompt.tokens for prompt in prompts], numbers)
-        pairs = list(zip(prompts, completions))
-        tokens = [[*prompt.tokens, *completion.tokens] for prompt, completion in pairs]
-        weights = [[0] * len(prompt.tokens) + [1] * len(completion.tokens) for prompt, completion in pairs]
-        return ScoredAnswers(
-            completions, add_columns(batch_of_documents(config, columns, tokens, weights, {}, like))
-        )
+    def rows(prompts: Sequence[Sequence[int]], answers: Sequence[Completion]) -> Batch:
+        tokens = [[*prompt, *answer.tokens] for prompt, answer in zip(prompts, answers)]
+        weights = [[0] * len(prompt) + [1] * len(answer.tokens) for prompt, answer in zip(prompts, answers)]
+        return batch_of_documents(config, columns, tokens, weights, {}, like)
 
-    return make
+    def score(
+        trained: Parameters, frozen: Parameters, prompts: Sequence[Prompt], answers: Sequence[Completion] | None
+    ) -> Batch:
+        if answers is None:
+            documents = [prompt.document for prompt in prompts if prompt.document is not None]
+            tokens, weights = zip(*((document.tokens, document.loss_weights) for document in documents))
+            batch = seen = batch_of_documents(config, columns, tokens, weights, {}, like)
+        else:
+            batch = seen = rows([prompt.tokens for prompt in prompts], answers)
+            if any(prompt.teacher_tokens for prompt in prompts):
+                seen = rows([prompt.teacher_tokens or prompt.tokens for prompt in prompts], answers)
+        return add_columns(trained, frozen, batch, seen)
+
+    return score
 
 
 def make_distillation_step(
-    config: Config, make: MakeAnswers, tokenizer, train_step: Callable[..., tuple[State, dict[str, Any]]], run: Path
+    config: Config, parts: Distillation, tokenizer, train_step: Callable[..., tuple[State, dict[str, Any]]], run: Path
 ) -> Callable[..., tuple[State, dict[str, Any]]]:
     """Wrap `train_step`: return a function (state, frozen, prompts of a step, learning rate) -> (state, metrics).
 
-    The metrics are those of `train_step` and `means_of_completions`.
+    As in TRL's GKD, distill.own_answers is the probability that a step trains on the student's answers, and not on
+    those in the data. It is drawn by train.seed and the step's place in the data, so a resumed run draws the same. The
+    metrics are those of `train_step` and, if the student answered, of `means_of_completions`.
 
-    run: the run folder; with log.jsonl, it gets the answer to the first prompt of each step.
+    run: the run folder; with log.jsonl, it gets the student's answer to the first prompt of each step.
     """
-    written = completions_file(config, run)
+    written, share = completions_file(config, run), config.distill.own_answers
 
     def step(state: State, frozen: Parameters, asked: PromptBatch, rate: Any) -> tuple[State, dict[str, Any]]:
-        prompts = asked.prompts
-        answers = make(state.trained, frozen, prompts, range(asked.first, asked.first + len(prompts)))
-        if written is not None:
-            text = completion_text(answers.completions[0], tokenizer)
+        prompts, answers, of_completions = asked.prompts, None, {}
+        if np.random.default_rng([config.train.seed, asked.first]).random() < share:
+            numbers = range(asked.first, asked.first + len(prompts))
+            answers = parts.complete(state.trained, frozen, [prompt.tokens for prompt in prompts], numbers)
+            of_completions = means_of_completions(answers)
+        if answers is not None and written is not None:
+            text = completion_text(answers[0], tokenizer, after=prompts[0].tokens if prompts[0].begun else ())
             line = {"prompt": prompts[0].given, "completion": prompts[0].begun + text}
             written.write(asked.first // len(prompts) + 1, [line])
-        state, metrics = train_step(state, frozen, answers.batch, rate)
-        of_completions = means_of_completions(answers.completions)
+        batch = parts.score(state.trained, frozen, prompts, answers)
+        state, metrics = train_step(state, frozen, batch, rate)
         return state, metrics | {name: np.asarray(value) for name, value in of_completions.items()}
 
     return step
 
 
 def make_evaluate_answers(
-    config: Config,
-    model: Model,
-    objective: Objective,
-    make: MakeAnswers,
-    prompts: list[Prompt],
-    beat: Callable[[], None] = lambda: None,
+    config: Config, model: Model, parts: Distillation, prompts: list[Prompt], beat: Callable[[], None] = lambda: None
 ) -> Callable[[Parameters, Parameters, Parameters], dict[str, float]]:
     """Return a function (trained, frozen, reference) -> eval_loss, eval_divergence and more, from one answer a prompt.
 
     eval.max_batches limits the number of batches, each as large as a step. beat: is called after each batch.
     """
-    step = jax.jit(make_eval_step(forward_of(config, model), objective), compiler_options=compiler_options(config))
+    step = make_eval_step(forward_of(config, model), parts.objective)
+    step = jax.jit(step, compiler_options=compiler_options(config))
     at_once = config.train.grad_accum_steps * config.train.micro_batch_size * data_shards(jax.sharding.get_mesh())
     if config.eval.max_batches is not None:
         prompts = prompts[: config.eval.max_batches * at_once]
 
     def evaluate(trained: Parameters, frozen: Parameters, reference: Parameters) -> dict[str, float]:
-        parts, completions = [], []
+        sums_of_batches, answers = [], []
         for first in range(0, len(prompts), at_once):
             asked = prompts[first : first + at_once]
             # Negative numbers select random bits that no training step uses, the same in each evaluation.
-            answers = make(trained, frozen, asked, [-1 - first - number for number in range(len(asked))])
-            sums = jax.device_get(step(trained, frozen, answers.batch, {}))
-            parts.append(jax.tree.map(lambda value: value.item(), sums))
-            completions += answers.completions
+            numbers = [-1 - first - number for number in range(len(asked))]
+            written = parts.complete(trained, frozen, [prompt.tokens for prompt in asked], numbers)
+            sums = jax.device_get(step(trained, frozen, parts.score(trained, frozen, asked, written), {}))
+            sums_of_batches.append(jax.tree.map(lambda value: value.item(), sums))
+            answers += written
             beat()
-        total = jax.tree.map(lambda *values: sum(values), *parts)
+        total = jax.tree.map(lambda *values: sum(values), *sums_of_batches)
         found = {"loss": total.loss / max(total.weight, 1)}
         found |= {name: value / max(weight, 1) for name, (value, weight) in total.metrics.items()}
-        found |= means_of_completions(completions)
+        found |= means_of_completions(answers)
         return {f"eval_{name}": float(value) for name, value in found.items()}
 
     return evaluate

@@ -12,6 +12,7 @@ from jaxtune.host.run_folder import RunFolder
 from jaxtune.models.decoder import Parameters
 from jaxtune.monitor.goodput import Goodput
 from jaxtune.rollout import own_answers, rollouts
+from jaxtune.rollout.completers import completer
 from jaxtune.run.inputs import RunInputs
 from jaxtune.run.loop import Position, TrainStep
 from jaxtune.run.resume import Saved, restore_run
@@ -54,7 +55,7 @@ def step_functions(
     if not isinstance(feed, PromptFeed):
         rows = feed.eval_rows
         return compiled, make_evaluate(config, program.model, rows, mesh, goodput.beat) if rows else None
-    if inputs.teacher is not None:
+    if config.distill.own_answers:
         return _distillation_functions(config, program, compiled, inputs, feed, folder, goodput)
     make_rollout = rollouts.make_rollouts(config, program.model, inputs.tokenizer, inputs.rewards, folder.path)
     step = rollouts.make_rollout_step(config, program, make_rollout, compiled, folder.path)
@@ -73,15 +74,14 @@ def _distillation_functions(
     goodput: Goodput,
 ) -> tuple[TrainStep, Evaluate | None]:
     """As `step_functions`, for a teacher that scores the student's own answers; its weights are read here."""
-    assert inputs.teacher is not None
-    model, objective = program.model, program.objective
+    model, objective, tokenizer = program.model, program.objective, inputs.tokenizer
     with goodput.measure("teacher"):
-        make = own_answers.make_answers(config, model, objective, inputs.tokenizer, inputs.teacher, folder.path)
-    step = own_answers.make_distillation_step(config, make, inputs.tokenizer, compiled, folder.path)
+        score = own_answers.make_score_answers(config, model, objective, inputs.teacher)
+    parts = own_answers.Distillation(objective, completer(config, model, tokenizer, folder.path), score)
+    step = own_answers.make_distillation_step(config, parts, tokenizer, compiled, folder.path)
     if feed.eval_prompts is None:
         return step, None
-    evaluate = own_answers.make_evaluate_answers(config, model, objective, make, feed.eval_prompts, goodput.beat)
-    return step, evaluate
+    return step, own_answers.make_evaluate_answers(config, model, parts, feed.eval_prompts, goodput.beat)
 
 
 def first_state(config: Config, program: Program, saved: Saved | None) -> tuple[State, Parameters, Position]:

@@ -35,6 +35,7 @@ from jaxtune.weights.model import Model, declare_model, read_base
 from jaxtune.weights.values import check_files, config_for_model, initial_parameters, read_parameters, tokenizer_folder
 
 log = logging.getLogger("jaxtune")
+BASE = "base"  # the value of distill.teacher for the student without its adapters
 SPAN = 2 * 4096  # bytes: a span of targets can take two partly filled blocks of the file, at its start and its end
 
 
@@ -53,13 +54,13 @@ class Teacher(NamedTuple):
 
 
 def declare_teacher(config: Config, tokenizer: Tokenizer, vocabulary: int, mesh: jax.sharding.Mesh) -> Teacher | None:
-    """Declare the model distill.teacher, on the mesh of its student; None without distill.teacher.
+    """Declare the model distill.teacher, on the mesh of its student; None without one, or if it is the student's base.
 
     tokenizer, vocabulary: the student's. Raises UserError if the teacher is not a language model with the same tokens,
     or does not fit the mesh.
     """
     name = config.distill.teacher
-    if name is None:
+    if name in (None, BASE):
         return None
     try:
         teacher_config = _config_of(name, config)

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxtune.config.schema import Config
 from jaxtune.data.chat.template_line import say_template
+from jaxtune.data.formats.answers import AnswerReader
 from jaxtune.data.formats.prompts import Prompt, read_prompts
 from jaxtune.data.rows.feed import count_steps
 from jaxtune.data.rows.packing import stable_permutation
@@ -137,7 +138,9 @@ def open_prompt_sets(config: Config, tokenizer: Tokenizer) -> tuple[list[Prompt]
     data = config.data
     # A prompt and its completion are trained in one row.
     most, skip = data.seq_len - config.rollout.max_new_tokens, data.on_bad_row == "skip"
-    prompts = read_prompts(data.datasets, tokenizer, config.chat, most, skip)
+    share = config.distill.own_answers
+    add_answer = AnswerReader(tokenizer, config.chat, data.seq_len) if 0 < share < 1 else None
+    prompts = read_prompts(data.datasets, tokenizer, config.chat, most, skip, add_answer)
     if data.eval_datasets:
         return prompts, read_prompts(data.eval_datasets, tokenizer, config.chat, most, skip)
     if not data.validation_split:
