@@ -31,7 +31,7 @@ from jaxtune.training.step import make_eval_step
 from jaxtune.weights.model import Model
 
 # (trained, frozen, prompts, answers) -> a batch with a row for each prompt with its answer, whose tokens are trained,
-# and the teacher's columns. Without answers, the rows are those of the answers in the data.
+# and the teacher's columns. Without answers, the rows have the answers in the data.
 ScoreAnswers = Callable[[Parameters, Parameters, Sequence[Prompt], Sequence[Completion] | None], Batch]
 
 
@@ -86,8 +86,8 @@ def make_distillation_step(
     """Wrap `train_step`: return a function (state, frozen, prompts of a step, learning rate) -> (state, metrics).
 
     As in TRL's GKD, distill.own_answers is the probability that a step trains on the student's answers, and not on
-    those in the data. It is drawn by train.seed and the step's place in the data, so a resumed run draws the same. The
-    metrics are those of `train_step` and, if the student answered, of `means_of_completions`.
+    those in the data. It is drawn by train.seed and the step's place in the data, so a resumed run draws the same.
+    Metrics are from `train_step` and, if the student answered, from `means_of_completions`.
 
     run: the run folder; with log.jsonl, it gets the student's answer to the first prompt of each step.
     """

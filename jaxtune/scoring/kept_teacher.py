@@ -14,7 +14,7 @@ from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.parameters import abstract
 from jaxtune.models.score import Batch, hidden_states
 from jaxtune.parallel.layout import P, by_token
-from jaxtune.scoring.teacher_scores import Teacher, read_weights
+from jaxtune.scoring.teacher_scores import Teacher, check_top_k, read_weights
 from jaxtune.training.assembly import forward_of
 from jaxtune.training.memory import device_bytes
 from jaxtune.weights.model import Model
@@ -39,10 +39,11 @@ def keep_teacher(config: Config, model: Model, teacher: Teacher | None) -> AddCo
         teacher: whose weights are read here; None: the student without its adapters.
 
     Raises:
-        UserError: as `read_parameters`.
+        UserError: as `read_parameters`, and if distill.top_k is more than the number of tokens.
     """
     weights = None if teacher is None else read_weights(teacher)
     scoring, vocabulary = (model, model.spec.vocabulary) if teacher is None else (teacher.model, teacher.vocabulary)
+    check_top_k(config.distill.top_k, vocabulary)
     options, forward = config.distill, forward_of(config if teacher is None else teacher.config, scoring)
 
     def score(decoder: Decoder, batch: Batch, call: ForwardOptions) -> tuple[jax.Array, jax.Array]:

@@ -80,9 +80,14 @@ def declare_teacher(config: Config, tokenizer: Tokenizer, vocabulary: int, mesh:
             "the student's family, and data.special_tokens that both have"
         )
     vocabulary = min(vocabulary, model.spec.vocabulary)
-    if config.distill.top_k > vocabulary:
-        raise UserError(f"distill.top_k={config.distill.top_k}: there are {vocabulary} tokens")
+    check_top_k(config.distill.top_k, vocabulary)
     return Teacher(teacher_config, model, vocabulary)
+
+
+def check_top_k(top_k: int, vocabulary: int) -> None:
+    """Raise UserError if distill.top_k is more than the number of tokens."""
+    if top_k > vocabulary:
+        raise UserError(f"distill.top_k={top_k}: there are {vocabulary} tokens")
 
 
 def _config_of(name: str, config: Config) -> Config:

@@ -50,7 +50,11 @@ def home(tmp_path_factory):
 
 
 def command(home, name, **options):
-    options = {"data.datasets[0].path": home / "prompts.jsonl", "distill.teacher": home / "runs" / "teacher" / "export", **options}
+    options = {
+        "data.datasets[0].path": home / "prompts.jsonl",
+        "distill.teacher": home / "runs" / "teacher" / "export",
+        **options,
+    }
     return recipe_command(home, "qwen_opd.py", name, **OPTIONS | options)
 
 
@@ -91,7 +95,7 @@ def test_some_steps_learn_from_the_answers_in_the_data(home):
 def test_adapters_learn_from_their_base_that_sees_a_hint(home):
     options = {"distill.teacher": "base", "lora.enabled": True, "lora.rank": 4, "distill.temperature": 0.5}
     options |= {"model.path": home / "runs" / "teacher" / "export"}
-    options |= {"data.datasets[0].teacher_prompt_field": "'{prompt}: {hint}'"}
+    options |= {"data.datasets[0].teacher_prompt_field": "{prompt}: {hint}"}
     rows, _ = resume(home, "base", command(home, "base", **options))
     evals = [row["eval_divergence"] for row in rows if "eval_divergence" in row]
-    assert 1e-3 < evals[0] and evals[-1] < evals[0]
+    assert evals[0] > 1e-3 and evals[-1] < evals[0]

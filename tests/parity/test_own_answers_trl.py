@@ -1,4 +1,4 @@
-"""A student's answers, scored by a teacher that sees other prompts: the loss is that of TRL's GKD trainer."""
+"""A student's answers, scored by a teacher that sees other prompts: the loss is the one of TRL's GKD trainer."""
 
 import jax
 import numpy as np
