@@ -254,6 +254,9 @@ def check_distill(config: Config) -> Iterator[Problem]:
     if options.own_answers and options.weight < 1:
         reason = "the cross-entropy of answers that the student sampled itself teaches it nothing; leave it at 1"
         yield problem(config, "distill.weight", reason, "distill.own_answers")
+    if (options.teacher or "").startswith(("http://", "https://")):
+        reason = "a teacher on a server is not supported yet; name a Hugging Face folder, a hub id or an adapter"
+        yield problem(config, "distill.teacher", reason)
     if options.teacher == "base":
         yield from _check_base(config)
     for key, entry in config.entries():

@@ -93,9 +93,10 @@ def test_some_steps_learn_from_the_answers_in_the_data(home):
 
 
 def test_adapters_learn_from_their_base_that_sees_a_hint(home):
-    options = {"distill.teacher": "base", "lora.enabled": True, "lora.rank": 4, "distill.temperature": 0.5}
-    options |= {"model.path": home / "runs" / "teacher" / "export"}
-    options |= {"data.datasets[0].teacher_prompt_field": "{prompt}: {hint}"}
+    """The hint is all that the base sees, as it is: the adapters learn to answer another prompt."""
+    options = {"model.path": home / "runs" / "teacher" / "export", "lora.enabled": True, "lora.rank": 4}
+    options |= {"distill.teacher": "base", "data.datasets[0].teacher_prompt_field": "hint"}
+    options |= {"optim.learning_rate": 1e-3}
     rows, _ = resume(home, "base", command(home, "base", **options))
     evals = [row["eval_divergence"] for row in rows if "eval_divergence" in row]
-    assert evals[0] > 1e-3 and evals[-1] < evals[0]
+    assert 0 < evals[-1] < evals[0] / 2
