@@ -9,7 +9,7 @@ from runs import call, metrics, recipe_command, write_conversations
 from tiny import write_model_folder
 
 COVERS = (
-    "jaxtune/data/formats/answers.py",
+    "jaxtune/data/formats/answer_reader.py",
     "jaxtune/data/rows/prompt_feed.py",
     "jaxtune/objectives/distillation.py",
     "jaxtune/recipes/qwen_opd.py",

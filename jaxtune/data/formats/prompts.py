@@ -120,7 +120,7 @@ def read_prompts(
         chat: the section chat.
         most_tokens: the most tokens of a prompt, also of the teacher's; longer ones are left out and counted.
         skip: whether to leave out bad samples and samples without a prompt (data.on_bad_row='skip').
-        add_answer: adds the answer in the data (`formats.answers`); None: it is not read.
+        add_answer: adds the answer in the data (`formats.answer_reader`); None: it is not read.
 
     Raises:
         UserError: a sample is bad and `skip` is False; no prompt is left.

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxtune.config.schema import Config
 from jaxtune.data.chat.template_line import say_template
-from jaxtune.data.formats.answers import AnswerReader
+from jaxtune.data.formats.answer_reader import AnswerReader
 from jaxtune.data.formats.prompts import Prompt, read_prompts
 from jaxtune.data.rows.feed import count_steps
 from jaxtune.data.rows.packing import stable_permutation
