@@ -127,6 +127,9 @@ class Dataset:
     prompt_field: str | None = option(None,
         "column of the prompt, text or messages; unset: prompt, question, query, instruction, conversations or "
         "messages, if present; otherwise the answers contain the prompt")
+    teacher_prompt_field: str | None = option(None,
+        "column or template of a prompt that only the teacher sees, with distill.own_answers: text or messages, such "
+        "as '{prompt}\\n\\n{hint}'; unset: the student's prompt")
     chosen_field: str = option("chosen", "column of the chosen answer, text or messages", of_prompts=False)
     rejected_field: str = option("rejected", "column of the rejected answer, text or messages", of_prompts=False)
     chosen_score_field: str | None = option(None, "column of the chosen answer's score, for preference.offset_alpha",
@@ -265,10 +268,10 @@ def check_data(config: Config) -> Iterator[Problem]:
             if entry.path == "dummy" and entry.samples is None:
                 text = f"{key}.samples: path='dummy' is endless; set the number of samples"
                 yield Problem((f"{key}.samples", f"{key}.path"), text)
-            if entry.name is not None and (name == "datasets" or config.rollout.rewards):
+            if entry.name is not None and (name == "datasets" or config.samples):
                 reason = "only entries of data.eval_datasets are evaluated separately"
-                if config.rollout.rewards:
-                    reason = "completions are rewarded together (rollout.rewards)"
+                if config.samples:
+                    reason = f"the model's own answers are measured together ({config.samples})"
                 yield Problem((f"{key}.name",), f"{key}.name: has no effect: {reason}", moot=True)
             elif entry.name is not None and not re.fullmatch(r"[A-Za-z0-9_.-]+", entry.name):
                 reason = "is part of a metric's name: use letters, digits and _.-"

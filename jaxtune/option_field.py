@@ -28,7 +28,7 @@ def option(
         when: The condition under which it has an effect: a Python expression over options, such as
             "optim.name == 'muon'"; for an option of a list entry, over the options of the same entry.
         basic: Whether `jaxtune options` lists it; with --all it lists the others too.
-        of_prompts: Whether a run with rollout.rewards reads it, whose samples are prompts.
+        of_prompts: Whether a run that samples answers (`Config.samples`) reads it: its samples are prompts.
         also: Its names in TRL, Axolotl, LLaMA-Factory, Unsloth and transformers, for messages about unknown options.
             Similar names need no entry.
     """

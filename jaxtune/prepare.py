@@ -118,15 +118,15 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
     console = Console(soft_wrap=True, highlight=False)
     columns = {"classification": LABELLED, "decision": ASKED}.get(config.sample_type or "", NEXT_TOKEN)
     labels = config.model.id2label if LABEL in columns else ()
-    if values.shard is not None and config.rollout.rewards:
-        raise UserError("--shard: prompts (rollout.rewards) are read when a run starts, and are not cached")
+    if values.shard is not None and config.samples:
+        raise UserError(f"--shard: prompts ({config.samples}) are read when a run starts, and are not cached")
     if values.shard is not None:
         if config.data.cache_only:
             raise UserError("--shard reads the sources, which data.cache_only=True forbids")
         for line in prepare_documents(config, tokenizer, _shard(values.shard)):
             console.print(line, markup=False)
         return
-    if config.rollout.rewards:
+    if config.samples:
         train, validation = open_prompt_sets(config, tokenizer)
         validating = f", {len(validation):,} to validate with" if validation else ""
         for line in say_template(tokenizer, config.chat, masks=False):

@@ -90,7 +90,9 @@ def _train(config: Config, folder: RunFolder, mirror: mirror_sync.Mirror | None,
     # ---- step: compiled before a weight is read, so that its memory is known ----
     with goodput.measure("compile"):
         saved_remat = None if saved is None else saved.record.get("remat")
-        program, compiled, record["remat"] = memory.compile_fitting_step(config, program, mesh, saved_remat)
+        program, compiled, record["remat"] = memory.compile_fitting_step(
+            config, program, mesh, saved_remat, inputs.kept_bytes
+        )
     model = program.model
     inputs = add_scores(inputs, config, model, mesh, goodput)  # of a reference or a teacher: no step runs these
     feed = inputs.feed

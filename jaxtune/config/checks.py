@@ -66,9 +66,9 @@ def _ckpt(config: Config) -> Iterator[Problem]:
     ckpt = config.ckpt
     if ckpt.start is not None and ckpt.resume == "never":
         yield problem(config, "ckpt.start", "continues another run, but ckpt.resume is 'never'", "ckpt.resume")
-    if config.guard.action is not None and config.rollout.rewards:
+    if config.guard.action is not None and config.samples:
         reason = "the loss of rollouts has no baseline for spikes; use train.max_bad_steps"
-        yield problem(config, "guard.action", reason, "rollout.rewards")
+        yield problem(config, "guard.action", reason, config.samples)
     if config.guard.max_loss is not None and config.rollout.rewards:
         reason = "the loss of rollouts is not a measure of quality; a plugin can end a run by its reward"
         yield problem(config, "guard.max_loss", reason, "rollout.rewards")

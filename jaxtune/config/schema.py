@@ -215,9 +215,9 @@ class EvalOptions:
     at_end: bool = option(True, "evaluate after the last step", when="data.validation_split or data.eval_datasets")
     micro_batch_size: int | None = option(None,
         "rows that each data-parallel shard computes at once; unset: train.micro_batch_size", "rows [1, inf)",
-        when="(data.validation_split or data.eval_datasets) and not rollout.rewards")
+        when="(data.validation_split or data.eval_datasets) and not (rollout.rewards or distill.own_answers)")
     packing: bool | None = option(None, "put several documents in a row; unset: data.packing",
-        when="(data.validation_split or data.eval_datasets) and not rollout.rewards")
+        when="(data.validation_split or data.eval_datasets) and not (rollout.rewards or distill.own_answers)")
     max_batches: int | None = option(None, "batches per evaluation; unset: all", "batches [1, inf)",
         when="data.validation_split or data.eval_datasets")
     best_metric: str = option("eval_loss",
@@ -354,7 +354,7 @@ class Config:
     export: ExportOptions = ExportOptions()
     preference: PreferenceOptions = section(PreferenceOptions(), when="preference.loss is not None")
     decision: DecisionOptions = section(DecisionOptions(), when="decision.loss is not None")
-    rollout: RolloutOptions = section(RolloutOptions(), when="rollout.rewards")
+    rollout: RolloutOptions = section(RolloutOptions(), when="rollout.rewards or distill.own_answers")
     grpo: GrpoOptions = section(GrpoOptions(), when="rollout.rewards")
     distill: DistillOptions = section(DistillOptions(), when="distill.teacher is not None")
     mtp: MtpOptions = section(MtpOptions(), when="mtp.weight")
@@ -377,6 +377,18 @@ class Config:
         if self.preference.loss is not None:
             return "unpaired_preference" if self.preference.properties.samples == "answers" else "preference"
         return "classification" if self.model.head == "classification" else None
+
+    @property
+    def samples(self) -> str:
+        """The option by which a run trains on answers that the model samples itself; "" if it does not."""
+        if self.rollout.rewards:
+            return "rollout.rewards"
+        return "distill.own_answers" if self.distill.own_answers else ""
+
+    @property
+    def answers_per_prompt(self) -> int:
+        """The number of answers that the model samples to each prompt of a step."""
+        return self.rollout.group_size if self.rollout.rewards else 1
 
     @property
     def startup_notes(self) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ def loss_difference(model: Model, parameters: Parameters, config: Config, output
 
 def _rows(model: Model, config: Config) -> tuple[str, dict[str, data.Rows]]:
     """Return ("validation" or "training", rows by the name of their set), without rows if no loss can be computed."""
-    if config.rollout.rewards or config.preference.loss is not None:
+    if config.samples or config.preference.loss is not None:
         return "", {}
     tokenizer = hf.load_tokenizer(model.folders.tokenizer, config.chat.template, config.data.special_tokens)
     try:

@@ -16,11 +16,13 @@ from jaxtune.host import process
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.models.decoder import Parameters
 from jaxtune.parallel.mesh import data_shards
-from jaxtune.rollout import rollouts
+from jaxtune.rollout import own_answers, rollouts
+from jaxtune.rollout.completers import completer
 from jaxtune.rollout.rewards import load_rewards, try_rewards
 from jaxtune.scoring.reference_scores import add_reference_scores
+from jaxtune.scoring.teacher_scores import declare_teacher
 from jaxtune.tokenizer_type import Tokenizer
-from jaxtune.training.assembly import task_of
+from jaxtune.training.assembly import objective_of, task_of
 from jaxtune.training.memory import explain_out_of_memory
 from jaxtune.weights.class_labels import resolve_labels
 from jaxtune.weights.model import Model, declare_model, read_base
@@ -54,7 +56,7 @@ class EvaluatedModel(NamedTuple):
 def evaluate(
     config: Config, mesh: jax.sharding.Mesh, run: str | None = None, step: int | None = None, name: str | None = None
 ) -> dict[str, float]:
-    """Evaluate a model: loss and perplexity; for a classifier loss and accuracy; with reward functions rewards.
+    """Evaluate a model: loss and perplexity; a classifier's accuracy; rewards; the divergence from a teacher.
 
     Args:
         config: The validation data and the precision.
@@ -68,13 +70,13 @@ def evaluate(
         UserError: There is no validation data, or the arguments do not fit each other.
     """
     with explain_out_of_memory(config):
-        opened = open_evaluated_model(config, mesh, run, step, name, reference=not config.rollout.rewards)
+        opened = open_evaluated_model(config, mesh, run, step, name, reference=not config.samples)
         config, model = opened.config, opened.model
         evaluated_name = name or config.model.path if run is None else f"{run}, step {opened.step}"
         log.info("evaluated: %s", evaluated_name)
         home = tokenizer_home(model, config, name)
         tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
-        if config.rollout.rewards:
+        if config.samples:
             evaluate_model = _make_evaluate_prompts(run, config, model, mesh, tokenizer)
         else:
             evaluate_model = _make_evaluate_documents(config, model, mesh, tokenizer)
@@ -141,12 +143,18 @@ def _make_evaluate_documents(config: Config, model: Model, mesh: jax.sharding.Me
 def _make_evaluate_prompts(
     run: str | None, config: Config, model: Model, mesh: jax.sharding.Mesh, tokenizer: Tokenizer
 ) -> Evaluate:
-    rewards, train = load_rewards(config.rollout.rewards), config.train
     _, prompts = data.open_prompt_sets(config, tokenizer)
     if prompts is None:
         raise UserError(NO_DATA)
-    process.on_main(lambda: try_rewards(rewards, prompts[0], tokenizer, config.rollout.group_size))
     folder = Path(run or config.train.output_dir) / "evaluation"  # for adapters that are sent to a server
+    if config.distill.own_answers:
+        objective, complete = objective_of(config, model), completer(config, model, tokenizer, folder)
+        teacher = declare_teacher(config, tokenizer, model.spec.vocabulary, mesh)
+        score = own_answers.make_score_answers(config, model, objective, teacher)
+        parts = own_answers.Distillation(objective, complete, score)
+        return own_answers.make_evaluate_answers(config, model, parts, prompts)
+    rewards, train = load_rewards(config.rollout.rewards), config.train
+    process.on_main(lambda: try_rewards(rewards, prompts[0], tokenizer, config.rollout.group_size))
     make_rollout = rollouts.make_rollouts(config, model, tokenizer, rewards, folder)
     completions_at_once = train.micro_batch_size * train.grad_accum_steps * data_shards(mesh)
     return rollouts.make_evaluate(config, make_rollout, prompts, completions_at_once)

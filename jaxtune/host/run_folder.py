@@ -51,7 +51,7 @@ class RunFolder:
 
     @property
     def completions(self) -> Path:
-        """Completions of each step of a run that learns from rewards, one JSON object per completion."""
+        """Completions of each step of a run that samples them, one JSON object per completion."""
         return self.path / "completions.jsonl"
 
     def task_results(self, step: int | None) -> Path:
@@ -119,11 +119,14 @@ class RunFolder:
         return _read(self.samples, {"prompt": str, "text": str})
 
     def read_completions(self) -> list[dict[str, Any]]:
-        """Read the recorded completions: step, prompt, completion, reward. Raises UserError for a damaged line."""
-        return _read(self.completions, {"prompt": object, "completion": str, "reward": float})
+        """Read the recorded completions: step, prompt, completion and, with rewards, reward.
+
+        Raises UserError for a damaged line.
+        """
+        return _read(self.completions, {"prompt": object, "completion": str, "reward": float | None})
 
 
-def _read(path: Path, wanted: dict[str, type]) -> list[dict[str, Any]]:
+def _read(path: Path, wanted: dict[str, Any]) -> list[dict[str, Any]]:
     """Read the rows of a file, [] if it is missing. Raises UserError for a row without the `wanted` keys and types."""
     rows = metrics.read_rows(path) if path.is_file() else []
     for line, row in enumerate(rows, start=1):

@@ -126,15 +126,22 @@ def group_metrics(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def of_some_steps(completions: Sequence[Row], most: int = 6) -> list[dict[str, Any]]:
-    """Samples for the page: completions with the highest and the lowest reward, of `most` steps from first to last."""
+    """Samples for the page: completions with the highest and the lowest reward, of `most` steps from first to last.
+
+    Without rewards, the first completion of each of these steps.
+    """
     steps = sorted({each["step"] for each in completions})
     chosen = [steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(most, len(steps)))]
     samples = []
     for step in chosen:
-        ordered = sorted((each for each in completions if each["step"] == step), key=lambda each: -each["reward"])
-        samples += [ordered[0], ordered[-1]] if ordered[0]["reward"] > ordered[-1]["reward"] else ordered[:1]
+        ordered = sorted(
+            (each for each in completions if each["step"] == step), key=lambda each: -each.get("reward", 0.0)
+        )
+        best, worst = ordered[0], ordered[-1]
+        samples += [best, worst] if best.get("reward", 0.0) > worst.get("reward", 0.0) else [best]
     return [
-        {"step": each["step"], "prompt": _as_text(each["prompt"]), "text": each["completion"], "reward": each["reward"]}
+        {"step": each["step"], "prompt": _as_text(each["prompt"]), "text": each["completion"]}
+        | ({"reward": each["reward"]} if "reward" in each else {})
         for each in samples
     ]
 

@@ -25,7 +25,10 @@ def _when_read(name: str) -> str:
 
 _OF_PAIRS = _when(lambda loss: loss.samples == "pairs")
 _WITH_REFERENCE = _when(lambda loss: loss.reference)
-_CORRECTED = "rollout.correction not in (None, 'none') or (rollout.server is not None and rollout.correction is None)"
+_CORRECTED = (
+    "rollout.correction not in (None, 'none') or "
+    "(rollout.rewards and rollout.server is not None and rollout.correction is None)"
+)
 _FREE = losses_with(lambda loss: not loss.reference and loss.samples == "pairs")
 
 # One line or two an option: this file is a table.
@@ -96,9 +99,13 @@ class DistillOptions:
 
     teacher: str | None = option(None,
         "a larger model with the same tokenizer: Hugging Face folder, hub id or adapter; scores the documents once, "
-        "before the first step, into data.cache_dir: 8 * top_k + 4 bytes a token",
+        "into data.cache_dir: 8 * top_k + 4 bytes a token; base: the student without its adapters, for own_answers",
         when="model.head == 'lm' and preference.loss is None and decision.loss is None and not rollout.rewards",
         basic=True)
+    own_answers: float = option(0.0,
+        "share of steps in which the student samples answers to the prompts of the data (section rollout), and the "
+        "teacher, whose weights stay on the devices, scores these: on-policy distillation, lambda of GKD",
+        "fraction [0, 1]", basic=True, also="lmbda")
     divergence: Literal["forward_kl", "reverse_kl", "js"] = option("forward_kl",
         "divergence of teacher p and student q: forward_kl: KL(p||q); reverse_kl: KL(q||p); js: generalised "
         "Jensen-Shannon, between the two (GKD, Agarwal et al. 2024)")
@@ -117,16 +124,18 @@ class DistillOptions:
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """Reinforcement learning: the model generates completions and Python reward functions score them."""
+    """Training on the model's own completions: Python reward functions score them, or a teacher does."""
 
     rewards: tuple[str, ...] = option((),
         "reward functions, FILE.py:NAME or MODULE:NAME (the files are run), called as in TRL: f(prompts, completions, "
         "**columns) -> a number each; unset: train on the answers in the data", basic=True)
-    reward_weights: tuple[str, ...] = option((), "weights of reward functions; 1 if not named", "NAME=NUMBER")
+    reward_weights: tuple[str, ...] = option((), "weights of reward functions; 1 if not named", "NAME=NUMBER",
+        when="rollout.rewards")
     group_size: int = option(8, "completions per prompt, which are compared with each other", "completions [2, inf)",
-        basic=True)
+        when="rollout.rewards", basic=True)
     max_new_tokens: int = option(256, "most tokens in a completion", "tokens [1, inf)", basic=True)
-    temperature: float = option(1.0, "sampling temperature, which also divides the logits of the loss", "(0, inf)")
+    temperature: float = option(1.0, "sampling temperature; with rewards it also divides the logits of the loss",
+        "(0, inf)")
     top_p: float = option(1.0, "sample only from the most likely tokens with this total probability", "(0, 1]")
     top_k: int | None = option(None, "sample only from this many most likely tokens", "tokens [1, inf)")
     min_p: float = option(0.0, "sample only tokens with at least this share of the top token's probability", "[0, 1)")
@@ -134,7 +143,8 @@ class RolloutOptions:
     stop: tuple[str, ...] = option((), "texts that end a completion, in addition to the end of a turn or text")
     spare_prompts: int = option(0,
         "further prompts of a step, which replace those whose completions all have the same reward, so that they teach "
-        "nothing (DAPO's dynamic sampling); a step passes over those that it does not need", "prompts [0, inf)")
+        "nothing (DAPO's dynamic sampling); a step passes over those that it does not need", "prompts [0, inf)",
+        when="rollout.rewards")
     completions_at_once: int | None = option(None,
         "completions that the devices generate together, which sets the size of the KV cache; neither `plan` nor "
         "memory.check counts it; unset: all completions of a step", "completions [1, inf)",
@@ -149,7 +159,7 @@ class RolloutOptions:
         "correction for completions whose probabilities differ between the engine that sampled them and the model: "
         "their ratio weights the loss of each token or completion (sequence), truncated to [correction_min, "
         "correction_max] (TIS), or 0 outside of it (mask: MIS; token_mask: IcePop); unset: sequence_mask with "
-        "rollout.server, as in TRL, else none", also="vllm_importance_sampling_mode")
+        "rollout.server, as in TRL, else none", when="rollout.rewards", also="vllm_importance_sampling_mode")
     correction_max: float | None = option(3.0, "largest ratio of the correction; None: no limit", "(0, inf)",
         when=_CORRECTED, also="vllm_importance_sampling_clip_max vllm_importance_sampling_cap")
     correction_min: float | None = option(None, "smallest ratio of the correction; None: no limit", "(0, inf)",
@@ -274,9 +284,37 @@ def check_decision(config: Config) -> Iterator[Problem]:
 
 def check_distill(config: Config) -> Iterator[Problem]:
     """Yield contradictions of section `distill` with others."""
-    if config.distill.teacher is not None and config.data.streaming:
+    options = config.distill
+    if options.own_answers and options.weight < 1:
+        reason = "the cross-entropy of answers that the student sampled itself teaches it nothing; leave it at 1"
+        yield problem(config, "distill.weight", reason, "distill.own_answers")
+    if (options.teacher or "").startswith(("http://", "https://")):
+        reason = "a teacher on a server is not supported yet; name a Hugging Face folder, a hub id or an adapter"
+        yield problem(config, "distill.teacher", reason)
+    if options.teacher == "base":
+        yield from _check_base(config)
+    for key, entry in config.entries():
+        name = f"{key}.teacher_prompt_field"
+        if entry.teacher_prompt_field is not None and options.own_answers < 1:
+            reason = "has no effect: the teacher sees another prompt only with distill.own_answers = 1"
+            yield Problem((name, "distill.own_answers"), f"{name}: {reason}", moot=True)
+        elif entry.teacher_prompt_field is not None and config.mesh.context > 1:
+            reason = "not available with mesh.context, which deals the positions of a row to devices"
+            yield problem(config, name, reason, "mesh.context")
+    if options.teacher is not None and config.data.streaming and not options.own_answers:
         reason = "scores all documents before the first step, which data.streaming cannot provide"
         yield problem(config, "distill.teacher", reason, "data.streaming")
+
+
+def _check_base(config: Config) -> Iterator[Problem]:
+    """Yield contradictions of distill.teacher='base' with others."""
+    if not (config.distill.own_answers and config.lora.enabled):
+        reason = "is the student without its adapters: set lora.enabled and distill.own_answers"
+        yield problem(config, "distill.teacher", reason, "lora.enabled", "distill.own_answers")
+    for key, plain in (("lora.bias", "none"), ("lora.modules_to_save", ())):
+        if config.lora.enabled and value_of(config, key) != plain:
+            reason = "trains weights of the base, which is the teacher; leave it out"
+            yield problem(config, key, reason, "distill.teacher")
 
 
 def check_mtp(config: Config) -> Iterator[Problem]:
@@ -317,26 +355,26 @@ def check_mtp(config: Config) -> Iterator[Problem]:
 
 def check_rollout(config: Config) -> Iterator[Problem]:
     """Yield contradictions of section `rollout` with others."""
-    options = config.rollout
-    if not options.rewards:
+    options, by = config.rollout, config.samples
+    if not by:
         return
+    mixed = 0 < config.distill.own_answers < 1  # some steps train on the answers in the data
     if config.sample_type is not None:
         others = (key for key in ("preference.loss", "decision.loss") if value_of(config, key) is not None)
-        other = next(others, "model.head")
-        yield problem(config, "rollout.rewards", "trains only on tokens that the model generates", other)
+        yield problem(config, by, "trains only on tokens that the model generates", next(others, "model.head"))
     for name in _unread(config.data):
-        reason = "has no effect: with rollout.rewards the data is prompts, which are not packed or cut"
-        yield problem(config, f"data.{name}", reason, "rollout.rewards", moot=True)
+        reason = f"has no effect: with {by} the data is prompts, which are not packed or cut"
+        yield problem(config, f"data.{name}", reason, by, moot=True)
     for key, entry in config.entries():
         if entry.type != "auto":
-            reason = "with rollout.rewards samples are prompts: set 'auto'"
-            yield problem(config, f"{key}.type", reason, "rollout.rewards")
-        for name in _unread(entry):
-            reason = "has no effect: with rollout.rewards a sample is a prompt, in the column prompt_field"
-            yield Problem((f"{key}.{name}", "rollout.rewards"), f"{key}.{name}: {reason}", moot=True)
-    for name in _unread(config.chat):
-        reason = "has no effect: rollout.rewards trains on the model's completions"
-        yield problem(config, f"chat.{name}", reason, "rollout.rewards", moot=True)
+            reason = f"with {by} samples are prompts: set 'auto'"
+            yield problem(config, f"{key}.type", reason, by)
+        for name in _unread(entry) if not mixed else ():
+            reason = f"has no effect: with {by} a sample is a prompt, in the column prompt_field"
+            yield Problem((f"{key}.{name}", by), f"{key}.{name}: {reason}", moot=True)
+    for name in _unread(config.chat) if not mixed else ():
+        reason = f"has no effect: {by} trains on the model's completions"
+        yield problem(config, f"chat.{name}", reason, by, moot=True)
     if "" in options.stop:
         yield problem(config, "rollout.stop", "an empty text would end every completion immediately")
     if options.max_new_tokens >= config.data.seq_len:
@@ -349,7 +387,7 @@ def check_rollout(config: Config) -> Iterator[Problem]:
         reason = "truncates nothing without rollout.correction_min and rollout.correction_max"
         yield problem(config, "rollout.correction", reason)
     if config.mesh.stage != 1:
-        yield problem(config, "rollout.rewards", "not available with mesh.stage: use mesh.fsdp", "mesh.stage")
+        yield problem(config, by, "not available with mesh.stage: use mesh.fsdp", "mesh.stage")
     if options.server is not None and not config.lora.enabled:
         reason = "a server receives adapters, not full weights: set lora.enabled, or leave it out"
         yield problem(config, "rollout.server", reason, "lora.enabled")

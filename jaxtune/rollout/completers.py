@@ -31,6 +31,13 @@ from jaxtune.weights.model import Model
 Complete = Callable[[Parameters, Parameters, list[list[int]], Sequence[int]], list[Completion]]
 
 
+def completer(config: Config, model: Model, tokenizer, run: Path) -> Complete:
+    """Return the function that samples completions, on the devices or by rollout.server; run: the run folder."""
+    if config.rollout.server is None:
+        return complete_on_devices(config, model, tokenizer)
+    return complete_by_server(config, model, tokenizer, run / "rollout_adapter")
+
+
 def complete_on_devices(config: Config, model: Model, tokenizer) -> Complete:
     """Sample completions on the devices of the run; each completion of a group has its own random numbers."""
     options, recipe = config.rollout, recipe_of(config.precision, model.linears)

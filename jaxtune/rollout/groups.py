@@ -87,12 +87,19 @@ def means(made: Rollout) -> dict[str, Any]:
         known = values[~np.isnan(values)]
         return float(known.mean()) if len(known) else math.nan
 
-    entropies = [entropy for completion in made.completions for entropy in completion.entropies]
     return {
         "reward": mean(made.rewards),
         **{f"rewards/{name}/mean": mean(values) for name, values in made.each.items()},
-        "completions/mean_length": np.mean([len(completion.tokens) for completion in made.completions]),
-        "completions/clipped_ratio": np.mean([not completion.finished for completion in made.completions]),
+        **means_of_completions(made.completions),
+    }
+
+
+def means_of_completions(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return their mean length, the share that did not end and, if it is known, the mean entropy of their tokens."""
+    entropies = [entropy for completion in completions for entropy in completion.entropies]
+    return {
+        "completions/mean_length": np.mean([len(completion.tokens) for completion in completions]),
+        "completions/clipped_ratio": np.mean([not completion.finished for completion in completions]),
         **({"entropy": np.mean(entropies)} if entropies else {}),
     }
 

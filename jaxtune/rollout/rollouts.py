@@ -1,9 +1,7 @@
 """A step of reinforcement learning: sample completions from the model, reward them, update the model."""
 
-import dataclasses
-import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,23 +11,21 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float64
 
-from jaxtune import data
-from jaxtune.columns import ADVANTAGE, LOSS_WEIGHT, OLD_LOG_PROB, SAMPLED_LOG_PROB, TOKENS, Column
+from jaxtune.columns import ADVANTAGE, OLD_LOG_PROB, SAMPLED_LOG_PROB, TOKENS, Column
 from jaxtune.config.schema import Config
 from jaxtune.data.formats.prompts import Prompt
-from jaxtune.data.formats.units import Documents, TokenisedDataset
 from jaxtune.data.rows.prompt_feed import PromptBatch
 from jaxtune.errors import UserError
 from jaxtune.host.process import compiler_options
-from jaxtune.host.run_folder import RunFolder
 from jaxtune.inference.generation import Completion, completion_text
 from jaxtune.models.decoder import Decoder, Parameters
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import Batch, ScoreOptions, score
-from jaxtune.monitor.metrics import cut
 from jaxtune.objectives.grpo import advantages, gdpo_advantages
 from jaxtune.parallel import multihost
-from jaxtune.rollout.completers import complete_by_server, complete_on_devices
+from jaxtune.rollout.completers import completer
+from jaxtune.rollout.completion_rows import batch_of_documents
+from jaxtune.rollout.completions_file import completions_file
 from jaxtune.rollout.engine_comparison import EngineComparison
 from jaxtune.rollout.groups import Rollout, concatenate, means, replace_alike, split, spread, teaches
 from jaxtune.rollout.rewards import Reward, rewards_of, total
@@ -61,7 +57,7 @@ def make_rollout_step(
     group_size, corrects = config.rollout.group_size, config.rollout.corrects != "none"
     compare = EngineComparison(config.rollout) if corrects else None
     scored = jax.jit(_make_scored(config, program.model), compiler_options=compiler_options(config))
-    written = _CompletionsFile(RunFolder(run).completions) if config.log.jsonl and multihost.is_main() else None
+    written = completions_file(config, run)
     useful = partial(teaches, config.grpo.advantage_scale)
     silent = 0  # steps in a row
 
@@ -91,7 +87,7 @@ def make_rollout_step(
             above = advantages(made.rewards, group_size, config.grpo.advantage_scale)
         if written is not None:
             taken = group_size * (len(asked.prompts) + len(asked.spare))
-            written.write(asked.first // taken + 1, made, above, group_size)
+            written.write(asked.first // taken + 1, _lines(made, above, group_size))
         batch = _batch(config, program, made, above)
         of_completions = spread(made.rewards, group_size) | means(made)
         # In a single iteration the policy is the one that sampled: the importance ratio is 1 and needs no old scores.
@@ -114,10 +110,7 @@ def make_rollouts(config: Config, model: Model, tokenizer, functions: Mapping[st
     with a server, as `completion_server.complete`.
     """
     weights = _weights(functions, config.rollout.reward_weights)
-    if config.rollout.server is None:
-        complete = complete_on_devices(config, model, tokenizer)
-    else:
-        complete = complete_by_server(config, model, tokenizer, run / "rollout_adapter")
+    complete = completer(config, model, tokenizer, run)
 
     def make(trained: Parameters, frozen: Parameters, prompts: list[Prompt], numbers: Sequence[int]) -> Rollout:
         completions = complete(trained, frozen, [prompt.tokens for prompt in prompts], numbers)
@@ -155,22 +148,11 @@ def make_evaluate(
     return evaluate
 
 
-class _CompletionsFile:
-    """A file of completions, one line each, from the first step of this process."""
-
-    def __init__(self, path: Path):
-        self._path, self._begun = path, False
-
-    def write(self, step: int, made: Rollout, above: np.ndarray, count: int) -> None:
-        """Append the first `count` completions of a step, with their advantages."""
-        if not self._begun:  # a resumed run repeats some steps
-            cut(self._path, step - 1)
-            self._begun = True
-        with self._path.open("a", encoding="utf-8") as file:
-            for prompt, text, reward, advantage in zip(made.prompts[:count], made.texts, made.rewards, above):
-                line = {"step": step, "prompt": prompt.given, "completion": text}
-                line |= {"reward": float(reward), "advantage": float(advantage)}
-                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+def _lines(made: Rollout, above: np.ndarray, count: int) -> Iterator[dict[str, Any]]:
+    """Yield the lines of the first `count` completions, with their advantages."""
+    for prompt, text, reward, advantage in zip(made.prompts[:count], made.texts, made.rewards, above):
+        line = {"prompt": prompt.given, "completion": text}
+        yield line | {"reward": float(reward), "advantage": float(advantage)}
 
 
 def _weights(functions: Mapping[str, Any], factors: Sequence[str]) -> list[float]:
@@ -206,33 +188,12 @@ def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -
         [0] * len(prompt.tokens) + [completion.finished or not config.grpo.mask_truncated] * len(completion.tokens)
         for prompt, completion in pairs
     ]
-    values: dict[Column, Any] = {
-        TOKENS: np.concatenate(tokens),
-        LOSS_WEIGHT: np.concatenate(weights),
-        ADVANTAGE: above,
-    }
+    values: dict[Column, np.ndarray] = {ADVANTAGE: above}
     if config.rollout.corrects != "none":
         scores = [[0.0] * len(prompt.tokens) + [*completion.log_probs] for prompt, completion in pairs]
         values[SAMPLED_LOG_PROB] = np.concatenate(scores)
-    part = TokenisedDataset(
-        name="completions",
-        key="",
-        columns={column.name: column for column in values},
-        values={column.name: of_column.astype(column.dtype) for column, of_column in values.items()},
-        offsets=np.cumsum([0, *map(len, tokens)]),
-        units=np.arange(len(tokens) + 1),
-        targets=np.array(list(map(sum, weights))),
-        continuous=np.zeros(len(tokens), bool),
-        skipped=0,
-        notes=(),
-    )
-    # The step is compiled for one row per completion: no packing.
-    plain = dataclasses.replace(config.data, packing=False, shuffle=False, num_workers=0, prefetch=0)
-    columns: tuple[Column, ...] = tuple(c for c in program.objective.columns if c != OLD_LOG_PROB)
-    rows = data.Rows(Documents.concatenate([part]), plain, 1, columns)
-    like = program.batch[TOKENS.name]
-    (_, batch), *_ = data.batches(rows, like.shape, like.sharding, 0, len(tokens), plain)
-    return batch
+    columns = tuple(column for column in program.objective.columns if column != OLD_LOG_PROB)
+    return batch_of_documents(config, columns, tokens, weights, values, program.batch[TOKENS.name])
 
 
 def _make_scored(config: Config, model: Model) -> Callable[[Parameters, Parameters, Batch], Array]:

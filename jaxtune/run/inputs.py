@@ -11,6 +11,7 @@ from jaxtune.config.schema import Config
 from jaxtune.host import process
 from jaxtune.monitor.goodput import Goodput
 from jaxtune.rollout.rewards import Reward, load_rewards, try_rewards
+from jaxtune.scoring.kept_teacher import bytes_of
 from jaxtune.scoring.reference_scores import add_reference_scores
 from jaxtune.scoring.teacher_scores import Teacher, add_teacher_columns, declare_teacher
 from jaxtune.tokenizer_type import Tokenizer
@@ -23,8 +24,8 @@ class RunInputs(NamedTuple):
 
     Attributes:
         tokenizer: The model's tokenizer.
-        feed: Batches of rows, or of prompts if the run has rewards.
-        rewards: The reward functions by name; empty unless the run learns from its own completions.
+        feed: Batches of rows, or of prompts if the run samples answers to them.
+        rewards: The reward functions by name; empty unless the run learns from rewards.
         teacher: The declared teacher (distill.teacher); None without one.
     """
 
@@ -32,6 +33,13 @@ class RunInputs(NamedTuple):
     feed: data.Feed | data.PromptFeed
     rewards: Mapping[str, Reward]
     teacher: Teacher | None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes on a device of a teacher that stays there, to score the student's own answers; 0 without one."""
+        if self.teacher is None or not isinstance(self.feed, data.PromptFeed):
+            return 0
+        return bytes_of(self.teacher)
 
 
 def open_inputs(config: Config, program: Program, mesh: jax.sharding.Mesh, goodput: Goodput) -> RunInputs:
@@ -45,10 +53,11 @@ def open_inputs(config: Config, program: Program, mesh: jax.sharding.Mesh, goodp
     with goodput.measure("data"):
         rewards = load_rewards(config.rollout.rewards)
         teacher = declare_teacher(config, tokenizer, model.spec.vocabulary, mesh)
-        if rewards:
+        if config.samples:
             feed = data.open_prompts(config, tokenizer, mesh)
             prompt, group = feed.documents.prompts[0], config.rollout.group_size
-            process.on_main(lambda: try_rewards(rewards, prompt, tokenizer, group))
+            if rewards:
+                process.on_main(lambda: try_rewards(rewards, prompt, tokenizer, group))
         else:
             feed = data.open_feed(config, tokenizer, model.spec.vocabulary, mesh, program.objective.columns)
     return RunInputs(tokenizer, feed, rewards, teacher)
@@ -57,7 +66,8 @@ def open_inputs(config: Config, program: Program, mesh: jax.sharding.Mesh, goodp
 def add_scores(inputs: RunInputs, config: Config, model: Model, mesh: jax.sharding.Mesh, goodput: Goodput) -> RunInputs:
     """Return the inputs with columns of scores by the reference of a preference loss, and by a teacher.
 
-    They are computed here, or read from the cache, so that no step runs these models.
+    They are computed here, or read from the cache, so that no step runs these models. A teacher of the
+    student's own answers is kept instead: see `run.start`.
     """
     with goodput.measure("reference"):
         feed = inputs.feed.with_rows(partial(add_reference_scores, config, model, mesh))

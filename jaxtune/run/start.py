@@ -11,7 +11,8 @@ from jaxtune.exports.copied_tensors import warn_lost_layers
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.models.decoder import Parameters
 from jaxtune.monitor.goodput import Goodput
-from jaxtune.rollout import rollouts
+from jaxtune.rollout import own_answers, rollouts
+from jaxtune.rollout.completers import completer
 from jaxtune.run.inputs import RunInputs
 from jaxtune.run.loop import Position, TrainStep
 from jaxtune.run.resume import Saved, restore_run
@@ -47,17 +48,40 @@ def step_functions(
 ) -> tuple[TrainStep, Evaluate | None]:
     """Return the step and the evaluation (None without validation data) that the loop calls.
 
-    With reward functions, a step first samples completions of its prompts, and the evaluation scores completions too.
+    With reward functions, or a teacher of own answers, a step first samples completions of its prompts, and the
+    evaluation scores completions too.
     """
     feed = inputs.feed
     if not isinstance(feed, PromptFeed):
         rows = feed.eval_rows
         return compiled, make_evaluate(config, program.model, rows, mesh, goodput.beat) if rows else None
+    if config.distill.own_answers:
+        return _distillation_functions(config, program, compiled, inputs, feed, folder, goodput)
     make_rollout = rollouts.make_rollouts(config, program.model, inputs.tokenizer, inputs.rewards, folder.path)
     step = rollouts.make_rollout_step(config, program, make_rollout, compiled, folder.path)
     if feed.eval_prompts is None:
         return step, None
     return step, rollouts.make_evaluate(config, make_rollout, feed.eval_prompts, feed.rows_per_step, goodput.beat)
+
+
+def _distillation_functions(
+    config: Config,
+    program: Program,
+    compiled: jax.stages.Compiled,
+    inputs: RunInputs,
+    feed: PromptFeed,
+    folder: RunFolder,
+    goodput: Goodput,
+) -> tuple[TrainStep, Evaluate | None]:
+    """As `step_functions`, for a teacher that scores the student's own answers; its weights are read here."""
+    model, objective, tokenizer = program.model, program.objective, inputs.tokenizer
+    with goodput.measure("teacher"):
+        score = own_answers.make_score_answers(config, model, objective, inputs.teacher)
+    parts = own_answers.Distillation(objective, completer(config, model, tokenizer, folder.path), score)
+    step = own_answers.make_distillation_step(config, parts, tokenizer, compiled, folder.path)
+    if feed.eval_prompts is None:
+        return step, None
+    return step, own_answers.make_evaluate_answers(config, model, parts, feed.eval_prompts, goodput.beat)
 
 
 def first_state(config: Config, program: Program, saved: Saved | None) -> tuple[State, Parameters, Position]:

@@ -35,6 +35,7 @@ from jaxtune.weights.model import Model, declare_model, read_base
 from jaxtune.weights.values import check_files, config_for_model, initial_parameters, read_parameters, tokenizer_folder
 
 log = logging.getLogger("jaxtune")
+BASE = "base"  # the value of distill.teacher for the student without its adapters
 SPAN = 2 * 4096  # bytes: a span of targets can take two partly filled blocks of the file, at its start and its end
 
 
@@ -53,13 +54,13 @@ class Teacher(NamedTuple):
 
 
 def declare_teacher(config: Config, tokenizer: Tokenizer, vocabulary: int, mesh: jax.sharding.Mesh) -> Teacher | None:
-    """Declare the model distill.teacher, on the mesh of its student; None without distill.teacher.
+    """Declare the model distill.teacher, on the mesh of its student; None without one, or if it is the student's base.
 
     tokenizer, vocabulary: the student's. Raises UserError if the teacher is not a language model with the same tokens,
     or does not fit the mesh.
     """
     name = config.distill.teacher
-    if name is None:
+    if name in (None, BASE):
         return None
     try:
         teacher_config = _config_of(name, config)
@@ -79,9 +80,14 @@ def declare_teacher(config: Config, tokenizer: Tokenizer, vocabulary: int, mesh:
             "the student's family, and data.special_tokens that both have"
         )
     vocabulary = min(vocabulary, model.spec.vocabulary)
-    if config.distill.top_k > vocabulary:
-        raise UserError(f"distill.top_k={config.distill.top_k}: there are {vocabulary} tokens")
+    check_top_k(config.distill.top_k, vocabulary)
     return Teacher(teacher_config, model, vocabulary)
+
+
+def check_top_k(top_k: int, vocabulary: int) -> None:
+    """Raise UserError if distill.top_k is more than the number of tokens."""
+    if top_k > vocabulary:
+        raise UserError(f"distill.top_k={top_k}: there are {vocabulary} tokens")
 
 
 def _config_of(name: str, config: Config) -> Config:
@@ -99,15 +105,23 @@ def _config_of(name: str, config: Config) -> Config:
     return config_for_model(name, whole)
 
 
+def read_weights(teacher: Teacher) -> Parameters:
+    """Read the weights of a teacher, and of its adapters if it has some. Raises UserError as `read_parameters`."""
+    weights = read_parameters(teacher.model, teacher.model.whole)
+    if teacher.config.lora.enabled:
+        weights |= initial_parameters(teacher.model, teacher.config)
+    return weights
+
+
 def add_teacher_columns(
     teacher: Teacher | None, mesh: jax.sharding.Mesh, feed: data.Feed | data.PromptFeed
 ) -> data.Feed | data.PromptFeed:
-    """Add the teacher's columns to the training rows of the feed; without a teacher, return the feed unchanged.
+    """Add the teacher's columns to the training rows of the feed; prompts, or a feed without a teacher, are unchanged.
 
     They are cached in the folder of tokenised documents, by a hash of their inputs. Raises UserError as
     `read_parameters`, and if the disk is too full.
     """
-    if teacher is None:
+    if teacher is None or isinstance(feed, data.PromptFeed):
         return feed
     assert isinstance(feed, data.Feed) and isinstance(feed.rows, data.Rows), "config.checks refuses others"
     used = min(feed.rows.total(1), feed.total_steps * feed.rows_per_step)
@@ -171,10 +185,7 @@ def _key(teacher: Teacher, rows: data.Rows, used: int) -> str:
 
 def _write(path: Path, teacher: Teacher, mesh: jax.sharding.Mesh, rows: data.Rows, used: int) -> None:
     """Write an array with a record for every token of the documents; records of untrained tokens stay empty."""
-    config, model = teacher.config, teacher.model
-    parameters = read_parameters(model, model.whole)
-    if config.lora.enabled:
-        parameters |= initial_parameters(model, config)
+    config, parameters = teacher.config, read_weights(teacher)
     step = jax.jit(_make_step(teacher), compiler_options=compiler_options(config))
     shape = (1, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
     sharding = jax.NamedSharding(mesh, P(None, *by_token()))

@@ -44,7 +44,7 @@ class Need:
 
     Attributes:
         devices: Number of the process's devices.
-        state: On each device: parameters, optimizer state and a batch.
+        state: On each device: parameters, optimizer state and a batch, and weights of a teacher.
         temporaries: On each device: temporaries of the step.
         saved: On the host: a checkpoint's copy of the trained state of all the process's devices.
         offloaded: On the host: arrays that memory.offload_* and memory.remat='offload' move there from all devices.
@@ -100,7 +100,7 @@ def with_policy(config: Config, remat: Remat) -> Config:
 
 
 def compile_fitting_step(
-    config: Config, program: Program, mesh: jax.sharding.Mesh, before: Remat | None
+    config: Config, program: Program, mesh: jax.sharding.Mesh, before: Remat | None, held: int = 0
 ) -> tuple[Program, jax.stages.Compiled, Remat]:
     """Compile the step with the config's rematerialisation policy or, if 'auto', with the first that fits.
 
@@ -112,6 +112,7 @@ def compile_fitting_step(
         mesh: The devices.
         before: The policy of the run that is resumed. Policies round differently, so policies that need more memory are
             not tried.
+        held: Bytes that other weights, such as a teacher's, will take on each device during the steps.
 
     Returns:
         The program, its compiled step and the policy.
@@ -127,7 +128,7 @@ def compile_fitting_step(
         changed = with_policy(config, remat)
         assembled = program if changed == config else assemble(program.model.base, changed, mesh)
         step = compile_step(assembled, changed)
-        size, limit = _worst(need_of(assembled, len(mesh.local_devices), memory_of(step)))
+        size, limit = _worst(need_of(assembled, len(mesh.local_devices), memory_of(step), held))
         # All processes must choose the same policy, so compare the largest share of any process.
         share = multihost_utils.process_allgather(np.float32(size / max(1, limit.size))).max().item()
         tried.append((share, changed, assembled, step))
@@ -138,12 +139,14 @@ def compile_fitting_step(
     share, chosen, assembled, step = tried[-1] if share <= CLOSE else min(tried, key=lambda one: one[0])
     if config.memory.remat == "auto":
         log.info("memory.remat='auto' takes %r", chosen.memory.remat)
-    check_step(chosen, assembled, step, mesh)
+    check_step(chosen, assembled, step, mesh, held)
     return assembled, step, chosen.memory.remat
 
 
-def check_step(config: Config, program: Program, step: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None:
-    """Log the memory of the compiled step. Raises UserError if it does not fit.
+def check_step(
+    config: Config, program: Program, step: jax.stages.Compiled, mesh: jax.sharding.Mesh, held: int = 0
+) -> None:
+    """Log the memory of the compiled step, and of `held` bytes. Raises UserError if it does not fit.
 
     The step is then compiled with other options too, to name those that would help.
     """
@@ -151,15 +154,14 @@ def check_step(config: Config, program: Program, step: jax.stages.Compiled, mesh
     def need(other: Config) -> Need:
         smaller = assemble(program.model.base, other, mesh)
         compiled = compile_step(smaller, other)
-        return need_of(smaller, len(mesh.local_devices), memory_of(compiled))
+        return need_of(smaller, len(mesh.local_devices), memory_of(compiled), held)
 
-    measured = need_of(program, len(mesh.local_devices), memory_of(step))
+    measured = need_of(program, len(mesh.local_devices), memory_of(step), held)
     log.info(
         "memory per device: %s state and batch, %s temporaries", sized(measured.state), sized(measured.temporaries)
     )
-    log.info(
-        "  state and batch: %s", ", ".join(f"{sized(size)} {part}" for part, size in parts_of(program).items() if size)
-    )
+    parts = parts_of(program) | {"teacher": held}
+    log.info("  state and batch: %s", ", ".join(f"{sized(size)} {part}" for part, size in parts.items() if size))
     if measured.offloaded:
         log.info("host memory for offloading: %s", sized(measured.offloaded))
     _judge(config, measured, need)
@@ -264,16 +266,19 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
             yield text, other
 
 
-def need_of(program: Program, devices: int, step: CompiledMemory | None = None) -> Need:
-    """Return the need of a process with `devices` devices; before the step is compiled, without its temporaries."""
+def need_of(program: Program, devices: int, step: CompiledMemory | None = None, held: int = 0) -> Need:
+    """Return the need of a process with `devices` devices, each of which also holds `held` other bytes.
+
+    Before the step is compiled, the need is without its temporaries.
+    """
     saved = sum(map(shard_bytes, jax.tree.leaves(program.state))) * devices
     if step is None:
         everything, on_device = (
             sum(map(measure, jax.tree.leaves(program.arguments))) for measure in (shard_bytes, device_bytes)
         )
-        return Need(devices, on_device, 0, saved, (everything - on_device) * devices, PROCESS)
+        return Need(devices, on_device + held, 0, saved, (everything - on_device) * devices, PROCESS)
     new_outputs = step.outputs - step.aliased  # outputs that do not reuse a donated argument's memory
-    return Need(devices, step.arguments, step.temporaries + max(0, new_outputs), saved, step.host * devices, 0)
+    return Need(devices, step.arguments + held, step.temporaries + max(0, new_outputs), saved, step.host * devices, 0)
 
 
 def parts_of(program: Program) -> dict[str, int]:

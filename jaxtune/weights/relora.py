@@ -43,7 +43,7 @@ def merge_targets(model: Model, config: Config) -> dict[str, Parameter]:
         "optim.name='schedule_free' (but with lora.reset_on_merge)": config.optim.name == "schedule_free"
         and not config.lora.reset_on_merge,
         "a reference (preference.reference, grpo.beta)": config.preference.loss is not None,
-        "rollouts (rollout.rewards)": bool(config.rollout.rewards),
+        f"rollouts ({config.samples})": bool(config.samples),
     }
     if refused := [reason for reason, is_so in why.items() if is_so]:
         raise UserError(

@@ -752,7 +752,11 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             )
         },
         "teacher_model_name_or_path": (GKD, {"distill.teacher": "big/one", "distill.divergence": "js"}),
-        "lmbda": ({**GKD, "temperature": 0.5}, {"distill.temperature": 0.5, "chat.loss_scale": "last_round"}),
+        "lmbda": (
+            {**GKD, "lmbda": 0.25, "temperature": 0.5},
+            {"distill.own_answers": 0.25, "rollout.temperature": 0.5, "chat.loss_scale": "last_round"},
+        ),
+        "max_new_tokens": ({**GKD, "lmbda": 0.25, "max_new_tokens": 64}, {"rollout.max_new_tokens": 64}),
         "seq_kd": ({**GKD, "seq_kd": False, "beta": 0.0}, {"distill.divergence": "forward_kl"}),
     },
     "axolotl": {

@@ -189,9 +189,13 @@ def _reward(name: str) -> str:
 
 
 def _gkd(o: Options) -> Settings:
-    """Return the settings of distillation on the answers of the data (trl/experimental/gkd/gkd_config.py)."""
-    if o.get("lmbda", 0.5) or o.get("seq_kd"):
-        raise Unsupported("distillation on generated answers; write lmbda: 0.0 to learn on the answers of the data")
+    """Return the settings of distillation (trl/experimental/gkd/gkd_config.py).
+
+    The trainer's temperature is only the one of sampling: its loss leaves the logits undivided.
+    """
+    own_answers = o.get("lmbda", 0.5)
+    if o.get("seq_kd") and own_answers < 1:
+        raise Unsupported("distillation on answers that the teacher writes; write lmbda: 1.0, or seq_kd: false")
     if not o.get("teacher_model_name_or_path"):
         raise Unsupported("distillation without teacher_model_name_or_path")
     beta = o.get("beta", 0.5)
@@ -199,8 +203,15 @@ def _gkd(o: Options) -> Settings:
     settings: Settings = {
         "distill.teacher": o["teacher_model_name_or_path"],
         "distill.divergence": divergence,
-        "distill.temperature": o.get("temperature", 0.9),
+        "distill.own_answers": own_answers,
     }
+    if own_answers:
+        settings["rollout.max_new_tokens"] = o.get("max_new_tokens", 128)
+        settings["rollout.temperature"] = o.get("temperature", 0.9)
+    elif o.get("temperature") is not None:
+        settings[NOTE] = (
+            "temperature has no effect: GKD samples no answers with lmbda: 0.0, and its loss does not read it"
+        )
     return settings | ({"distill.js_beta": beta} if divergence == "js" else {})
 
 

@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtune.config.schema import ChatOptions, Dataset
 from jaxtune.data.chat.chat_template import ChatTemplate
-from jaxtune.data.chat.encoding import Encoder, Rendered
+from jaxtune.data.chat.encoding import Encoded, Encoder, Rendered
 from jaxtune.data.chat.messages import Message, check_messages, check_tools, clip
 from jaxtune.data.formats.dialects import HISTORY, normalise_conversation, read_history
 from jaxtune.data.formats.templates import fill, is_template
@@ -33,6 +33,8 @@ class Prompt(NamedTuple):
         sample: all columns of the data.
         begun: the beginning of the answer that is already among the tokens, chat.response_prefix.
         continued: the tokens, if the answer continues their text; empty in a chat, whose answer is a separate text.
+        teacher_tokens: the tokens before the answer that a teacher sees instead; empty: it sees the same ones.
+        document: the prompt with the answer in the data; None if it is not read.
     """
 
     given: str | list[Message]
@@ -40,6 +42,8 @@ class Prompt(NamedTuple):
     sample: Sample
     begun: str = ""
     continued: Sequence[int] = ()
+    teacher_tokens: Sequence[int] = ()
+    document: Encoded | None = None
 
 
 class Prompts:
@@ -63,7 +67,13 @@ class Prompts:
 
         The columns `system` and `tools`, and `input` after an instruction, are used even if the entry names none.
         """
-        entry = self._with_columns(entry, sample)
+        prompt = self._prompt(self._with_columns(entry, sample), sample)
+        if entry.teacher_prompt_field is None:
+            return prompt
+        of_teacher = dataclasses.replace(entry, prompt_field=entry.teacher_prompt_field)
+        return prompt._replace(teacher_tokens=self._prompt(self._with_columns(of_teacher, sample), sample).tokens)
+
+    def _prompt(self, entry: Dataset, sample: Sample) -> Prompt:
         given = prompt_in(entry, sample)
         if not given:
             raise UserError(f"it has no prompt; its columns are {', '.join(sample)}")
@@ -95,7 +105,12 @@ class Prompts:
 
 
 def read_prompts(
-    entries: tuple[Dataset, ...], tokenizer: Tokenizer, chat: ChatOptions, most_tokens: int, skip: bool
+    entries: tuple[Dataset, ...],
+    tokenizer: Tokenizer,
+    chat: ChatOptions,
+    most_tokens: int,
+    skip: bool,
+    add_answer: Callable[[Dataset, Sample, Prompt], Prompt] | None = None,
 ) -> list[Prompt]:
     """Read all prompts of data.datasets into memory, without prompts of more than `most_tokens` tokens.
 
@@ -103,8 +118,9 @@ def read_prompts(
         entries: the entries of data.datasets.
         tokenizer: the model's tokenizer.
         chat: the section chat.
-        most_tokens: the most tokens of a prompt; longer ones are left out and counted.
+        most_tokens: the most tokens of a prompt, also of the teacher's; longer ones are left out and counted.
         skip: whether to leave out bad samples and samples without a prompt (data.on_bad_row='skip').
+        add_answer: adds the answer in the data (`formats.answer_reader`); None: it is not read.
 
     Raises:
         UserError: a sample is bad and `skip` is False; no prompt is left.
@@ -121,13 +137,15 @@ def read_prompts(
         for where, sample in sources.open_source(entry).read(report):
             try:
                 prompt = prompts(entry, sample)
+                prompt = prompt if add_answer is None else add_answer(entry, sample, prompt)
             except UserError as error:
                 report(UserError(f"{where}: {error}"))
                 continue
             if entry.max_prompt_tokens is not None:
                 prompt = prompt._replace(tokens=prompt.tokens[-entry.max_prompt_tokens :])
-            longer += len(prompt.tokens) > most_tokens
-            kept += [prompt] if len(prompt.tokens) <= most_tokens else []
+            fits = max(len(prompt.tokens), len(prompt.teacher_tokens)) <= most_tokens
+            longer += not fits
+            kept += [prompt] if fits else []
     log.info(
         "data: %s prompts; %s too long, %s bad samples skipped", *(f"{n:,}" for n in (len(kept), longer, len(bad)))
     )

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxtune.config.schema import Config
 from jaxtune.data.chat.template_line import say_template
+from jaxtune.data.formats.answer_reader import AnswerReader
 from jaxtune.data.formats.prompts import Prompt, read_prompts
 from jaxtune.data.rows.feed import count_steps
 from jaxtune.data.rows.packing import stable_permutation
@@ -71,7 +72,7 @@ class PromptFeed:
         """`chat`: whether a chat template renders the prompts."""
         self.documents, self.eval_prompts, self.chat = prompts, validation, chat
         self.rows_per_step = completions_per_step
-        self._data, self._group_size = config.data, config.rollout.group_size
+        self._data, self._group_size = config.data, config.answers_per_prompt
         self._per_step, self._spare = completions_per_step // self._group_size, config.rollout.spare_prompts
         completions = math.ceil(config.train.epochs * len(prompts.prompts)) * self._group_size
         at_most = completions_per_step + self._spare * self._group_size
@@ -113,7 +114,7 @@ def open_prompts(config: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) 
     """Open the prompts of a config. Raises UserError as `read_prompts`, and if a step is not made of whole groups."""
     train, options = config.train, config.rollout
     completions = train.grad_accum_steps * train.micro_batch_size * data_shards(mesh)
-    if completions % options.group_size:
+    if completions % config.answers_per_prompt:
         # The smallest multiple of the steps with which a step has whole groups.
         least = train.grad_accum_steps * options.group_size // math.gcd(completions, options.group_size)
         raise UserError(
@@ -126,9 +127,9 @@ def open_prompts(config: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) 
     feed = PromptFeed(PromptSet(prompts), validation, config, completions, bool(tokenizer.chat_template))
     for line in say_template(tokenizer, config.chat, masks=False):
         log.info("data: %s", line)
-    per_step = completions // options.group_size
+    per_step = completions // config.answers_per_prompt
     steps, prompts_of_a_step = counted(feed.total_steps, "step"), counted(per_step, "prompt")
-    log.info("%s of %s, each completed %s", steps, prompts_of_a_step, counted(options.group_size, "time"))
+    log.info("%s of %s, each completed %s", steps, prompts_of_a_step, counted(config.answers_per_prompt, "time"))
     return feed
 
 
@@ -137,7 +138,9 @@ def open_prompt_sets(config: Config, tokenizer: Tokenizer) -> tuple[list[Prompt]
     data = config.data
     # A prompt and its completion are trained in one row.
     most, skip = data.seq_len - config.rollout.max_new_tokens, data.on_bad_row == "skip"
-    prompts = read_prompts(data.datasets, tokenizer, config.chat, most, skip)
+    share = config.distill.own_answers
+    add_answer = AnswerReader(tokenizer, config.chat, data.seq_len) if 0 < share < 1 else None
+    prompts = read_prompts(data.datasets, tokenizer, config.chat, most, skip, add_answer)
     if data.eval_datasets:
         return prompts, read_prompts(data.eval_datasets, tokenizer, config.chat, most, skip)
     if not data.validation_split:

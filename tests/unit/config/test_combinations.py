@@ -12,6 +12,7 @@ FACTORS = {"lora.enabled": "true", "lora.kind": "ia3"}
 REWARDED = {"rollout.rewards": "rewards.py:one", "data.datasets[0].type": "auto"}
 PAIRS = {"preference.loss": "sigmoid"}
 ASKED = {"decision.loss": "brier"}
+OWN = {"distill.teacher": "x", "distill.own_answers": "1", "data.datasets[0].type": "auto"}
 ONE_SCORED = {"data.datasets[1].chosen_score_field": "good", "data.datasets[1].rejected_score_field": "bad"}
 LABELS = {
     "model.head": "classification",
@@ -102,6 +103,29 @@ LABELS = {
             {**REWARDED, "rollout.correction": "token_mask", "rollout.correction_min": "5"},
             "rollout.correction_min",
             "must be below rollout.correction_max = 3",
+        ),
+        ({**OWN, "distill.weight": "0.5"}, "distill.weight", "teaches it nothing; leave it at 1"),
+        ({**OWN, "rollout.group_size": "4"}, "rollout.group_size", "only when rollout.rewards"),
+        ({**OWN, "mesh.stage": "2"}, "distill.own_answers", "not available with mesh.stage"),
+        ({**OWN, "data.packing": "no"}, "data.packing", "with distill.own_answers the data is prompts"),
+        ({**OWN, "guard.action": "skip"}, "guard.action", "no baseline for spikes"),
+        ({**OWN, "distill.teacher": "base"}, "distill.teacher", "set lora.enabled and distill.own_answers"),
+        ({**OWN, "distill.teacher": "http://a:8000/v1"}, "distill.teacher", "a teacher on a server is not supported"),
+        ({"distill.own_answers": "1"}, "distill.own_answers", "only when distill.teacher is not None"),
+        (
+            {**OWN, "distill.teacher": "base", "lora.enabled": "yes", "lora.bias": "all"},
+            "lora.bias",
+            "trains weights of the base, which is the teacher",
+        ),
+        (
+            {**OWN, "mesh.context": "2", "data.datasets[0].teacher_prompt_field": "x"},
+            r"data.datasets\[0\].teacher_prompt_field",
+            "not available with mesh.context",
+        ),
+        (
+            {**OWN, "distill.own_answers": "0.5", "data.datasets[0].teacher_prompt_field": "x"},
+            r"data.datasets\[0\].teacher_prompt_field",
+            "only with distill.own_answers = 1",
         ),
         ({"preference.loss": "exo_pair"}, "preference.label_smoothing", "exo_pair needs a value above 0"),
         ({"preference.loss": "bradley_terry"}, "preference.loss", "a reward model outputs one number"),

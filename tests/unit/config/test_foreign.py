@@ -562,7 +562,7 @@ def test_options_become_ours(system, more, expected):
             "not supported yet: for cispo, epsilon_high is the largest ratio itself",
         ),
         (TRL + "num_generations: 4\n", "num_generations = 4: not supported yet: GRPO without reward_funcs"),
-        (TRL + "teacher_model_name_or_path: a\n", "write lmbda: 0.0 to learn on the answers of the data"),
+        (TRL + "teacher_model_name_or_path: a\nseq_kd: true\n", "write lmbda: 1.0, or seq_kd: false"),
         (TRL + "dataset_kwargs: {skip_prepare_dataset: true}\n", "not supported yet: dataset_kwargs skip_prepare"),
         (
             AXOLOTL + "plugins: [a.SpectrumPlugin]\n",

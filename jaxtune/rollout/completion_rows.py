@@ -1,0 +1,51 @@
+"""The batch of a step that samples: one row for each prompt with its answer."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from jaxtune import data
+from jaxtune.columns import LOSS_WEIGHT, TOKENS, Column
+from jaxtune.config.schema import Config
+from jaxtune.data.formats.units import Documents, TokenisedDataset
+from jaxtune.models.score import Batch
+
+
+def batch_of_documents(
+    config: Config,
+    columns: tuple[Column, ...],
+    tokens: Sequence[Sequence[int]],
+    weights: Sequence[Sequence[float]],
+    values: Mapping[Column, np.ndarray],
+    like: jax.ShapeDtypeStruct,
+) -> Batch:
+    """Return a batch with one document in each row; rows without a document are padding.
+
+    Args:
+        config: the run's config.
+        columns: columns of the batch.
+        tokens: of each document.
+        weights: the loss weight of each token; the ones with a weight are trained.
+        values: the other columns, by token or by document, of all documents one after another.
+        like: an array (micro-batches, rows, positions) with the sharding of the batch.
+    """
+    values = {TOKENS: np.concatenate(tokens), LOSS_WEIGHT: np.concatenate(weights), **values}
+    part = TokenisedDataset(
+        name="completions",
+        key="",
+        columns={column.name: column for column in values},
+        values={column.name: of_column.astype(column.dtype) for column, of_column in values.items()},
+        offsets=np.cumsum([0, *map(len, tokens)]),
+        units=np.arange(len(tokens) + 1),
+        targets=np.array(list(map(sum, weights))),
+        continuous=np.zeros(len(tokens), bool),
+        skipped=0,
+        notes=(),
+    )
+    # The step is compiled for one row per document: no packing.
+    plain = dataclasses.replace(config.data, packing=False, shuffle=False, num_workers=0, prefetch=0)
+    rows = data.Rows(Documents.concatenate([part]), plain, 1, columns)
+    (_, batch), *_ = data.batches(rows, like.shape, like.sharding, 0, like.shape[0] * like.shape[1], plain)
+    return batch
