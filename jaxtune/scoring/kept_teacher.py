@@ -63,7 +63,7 @@ def keep_teacher(config: Config, model: Model, teacher: Teacher | None) -> AddCo
         return {column.name: jax.reshard(values, P(None, *by_token(None))) for column, values in columns}
 
     step = jax.jit(score_all, compiler_options=compiler_options(config))
-    as_seen = jax.jit(lambda *of_student: score_all(*of_student, of_student[-1]))
+    as_seen = jax.jit(lambda trained, frozen, batch: score_all(trained, frozen, batch, batch))
 
     def add_columns(trained: Parameters, frozen: Parameters, batch: Batch, seen: Batch) -> Batch:
         trained, frozen = (trained, frozen) if weights is None else ({}, weights)
