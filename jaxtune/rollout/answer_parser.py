@@ -136,6 +136,9 @@ _ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>(.*?)(?:<\|end\|>|$)"
 _FINAL = re.compile(r"<\|channel\|>(?:final|commentary)<\|message\|>(.*?)(?:<\|return\|>|<\|end\|>|$)", re.DOTALL)
 
 
+_OPENER = 8  # tokens at the end of a prompt that hold "<think>" and a line break
+
+
 class AnswerParser:
     """Parses the tokens of an answer into a message of the assistant."""
 
@@ -167,20 +170,23 @@ class AnswerParser:
             if self._own:
                 parsed: Any = self._tokenizer.parse_response(list(tokens), prefix=list(prompt), tools=list(tools))
                 return {"role": "assistant"} | parsed | {"content": parsed.get("content") or ""}
-            return self._parse(hf.decode(self._tokenizer, tokens[: len(tokens) - stop]), _schemas(tools), plain)
+            # Some templates begin the thought themselves. Until it is closed, everything is thought.
+            begins = hf.decode(self._tokenizer, prompt[-_OPENER:]).rstrip().endswith("<think>")
+            text = hf.decode(self._tokenizer, tokens[: len(tokens) - stop])
+            return self._parse(text, _schemas(tools), plain, begins)
         except (ValueError, TypeError, AttributeError):
             return plain
 
-    def _parse(self, text: str, schemas: Schemas, plain: Message) -> Message:
+    def _parse(self, text: str, schemas: Schemas, plain: Message, thinks: bool) -> Message:
         message, rest = dict(plain), text
         channels = "<|channel|>" in text
         if channels:
             if thought := "".join(_ANALYSIS.findall(text)):
                 message["thinking"] = thought
-        elif "</think>" in text:
+        elif "</think>" in text or thinks:
             thought, _, rest = text.partition("</think>")
-            if thought := thought.partition("<think>")[2] or (thought.strip() and thought):
-                message["reasoning_content"] = thought.strip("\n")
+            if thought := thought.strip().removeprefix("<think>").strip():
+                message["reasoning_content"] = thought
             rest = rest.lstrip()
         matches = [] if self._form is None else list(re.finditer(self._form.pattern, rest, re.DOTALL))
         calls = [call for match in matches for call in self._form.calls(match, schemas)] if self._form else []

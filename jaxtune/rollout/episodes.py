@@ -244,8 +244,8 @@ class EpisodePlayer:
         known = any(call.get("function", call)["name"] in episode.tools for call in calls)
         try:
             if calls and (known or not steps):
-                # A call in an answer that was cut, or that no turn follows, is not run.
-                observed = [] if last or not turn.finished else await self._run_calls(episode, calls)
+                # A call that no turn follows is not run, as in TRL. One in an answer that was cut is, but no result fits.
+                observed = [] if last else await self._run_calls(episode, calls)
             elif steps:
                 returned = await self._of_user(steps, episode.environment.step, answer)
                 observed, reward, ends = read_step(returned)
