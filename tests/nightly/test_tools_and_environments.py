@@ -64,7 +64,7 @@ OPTIONS = {
     "model.dtype": "float32",
     "precision.recipe": "fp32",
     "chat.template": "lfm2_5",
-    "data.special_tokens": "'<|tool_call_start|>,<|tool_call_end|>'",
+    "data.special_tokens": "('<|tool_call_start|>', '<|tool_call_end|>')",
     "data.seq_len": 768,
     "data.validation_split": 0,
     "data.datasets[0].type": "auto",
@@ -89,7 +89,7 @@ def schema(name: str, **arguments: str) -> dict:
 def home(tmp_path_factory):
     """Return a folder with a model that calls a tool for half of the questions, and says "no" to the other half."""
     home = tmp_path_factory.mktemp("home")
-    sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024)
     write_model_folder(home / "model", **sizes)
     (home / "own.py").write_text(OWN)
     (home / "notes").mkdir()
