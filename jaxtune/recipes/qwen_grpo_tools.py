@@ -3,8 +3,8 @@
     python -m jaxtune.train --config=qwen_grpo_tools
     python -m jaxtune.train --config=qwen_grpo_tools:PATH_OR_HUB_ID --config.rollout.tools=my_tools.py:search
 
-A completion is an episode: the model writes, a tool answers, the model continues. Tokens that tools write are context and
-are never trained. Name your own functions with rollout.tools, or an environment with rollout.environment. Watch
+A completion is an episode: the model writes, a tool answers, the model continues. Tokens that tools write are context
+and are never trained. Name your own functions with rollout.tools, or an environment with rollout.environment. Watch
 tools/call_frequency, the calls of a completion, and tools/failure_frequency, the share of calls that fail.
 """
 

@@ -244,7 +244,7 @@ class EpisodePlayer:
         known = any(call.get("function", call)["name"] in episode.tools for call in calls)
         try:
             if calls and (known or not steps):
-                # A call that no turn follows is not run, as in TRL. One in an answer that was cut is, but no result fits.
+                # As in TRL: a call that no turn follows is not run; one in a cut answer is, but its result never fits.
                 observed = [] if last else await self._run_calls(episode, calls)
             elif steps:
                 returned = await self._of_user(steps, episode.environment.step, answer)

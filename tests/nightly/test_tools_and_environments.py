@@ -89,7 +89,14 @@ def schema(name: str, **arguments: str) -> dict:
 def home(tmp_path_factory):
     """Return a folder with a model that calls a tool for half of the questions, and says "no" to the other half."""
     home = tmp_path_factory.mktemp("home")
-    sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024)
+    sizes = dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+    )
     write_model_folder(home / "model", **sizes)
     (home / "own.py").write_text(OWN)
     (home / "notes").mkdir()

@@ -44,7 +44,10 @@ def zero(completions, **columns):
     return [0.0] * len(completions)
 '''
 JSON = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-XML = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>"
+XML = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n"
+    "</tool_call>"
+)
 TEXT = "<tool_call>\n<function=lookup>\n<parameter=name>\n75001\n</parameter>\n</function>\n</tool_call>"
 KEYS = "<tool_call>lookup\n<arg_key>name</arg_key>\n<arg_value>x y</arg_value>\n</tool_call>"
 THOUGHT = "</think>\n\n"  # these templates begin the thought themselves
@@ -105,66 +108,64 @@ def test_results_of_tools_are_rendered_alike(name, tmp_path):
         assert ours.tokens(messages, stopped=True) == trainer._get_tool_suffix_ids(messages)
 
 
-def test_a_loop_gives_the_same_episodes(tmp_path):
+@pytest.mark.parametrize(("most", "turns"), [(2000, None), (2000, 2), (270, None), (len(JSON) + 60, None)])
+def test_a_loop_gives_the_same_episodes(tmp_path, most, turns):
     """With budgets that cut turns and results, errors of tools, and a limit on turns."""
     (tmp_path / "own.py").write_text(TOOLS)
     file = tmp_path / "own.py"
     tokenizer = utils.add_response_schema(theirs("qwen3_2507", tmp_path))
     wrong = JSON.replace("add", "lookup")
     script = [[JSON, "3"], ["3"], [JSON, JSON, JSON, "6"], [wrong, f"{JSON}\n{JSON}", "It is 3."], [JSON, "x" * 300]]
-    for most, turns in ((2000, None), (2000, 2), (270, None), (len(JSON) + 60, None)):
-        options = RolloutOptions(
-            (f"{file}:zero",), tools=(f"{file}:add", f"{file}:lookup"), max_new_tokens=most, max_turns=turns
-        )
-        config = Config(data=DataOptions(seq_len=9000), rollout=options)
-        functions = load_functions(config)
-        prompts = Prompts(tokenizer, ChatOptions(), row_tools=functions.row_tools)
-        made = [prompts(Dataset(), {"prompt": [{"role": "user", "content": f"{i}?"}]}) for i in range(len(script))]
-        of_prompt = {tuple(one.tokens): i for i, one in enumerate(made)}
-        turn_of: dict[int, int] = {}
+    options = RolloutOptions(
+        (f"{file}:zero",), tools=(f"{file}:add", f"{file}:lookup"), max_new_tokens=most, max_turns=turns
+    )
+    config = Config(data=DataOptions(seq_len=9000), rollout=options)
+    functions = load_functions(config)
+    prompts = Prompts(tokenizer, ChatOptions(), row_tools=functions.row_tools)
+    made = [prompts(Dataset(), {"prompt": [{"role": "user", "content": f"{i}?"}]}) for i in range(len(script))]
+    of_prompt = {tuple(one.tokens): i for i, one in enumerate(made)}
+    turn_of: dict[int, int] = {}
 
-        def sample(ids, numbers=None):
-            found = []
-            for at, tokens in enumerate(ids):
-                number = next(i for one, i in of_prompt.items() if list(one) == list(tokens[: len(one)]))
-                turn = turn_of[number] = turn_of.get(number, -1) + 1
-                found.append(tokenizer(script[number][turn] + "<|im_end|>")["input_ids"][:most])
-            return found
+    def sample(ids, numbers=None):
+        found = []
+        for tokens in ids:
+            number = next(i for one, i in of_prompt.items() if list(one) == list(tokens[: len(one)]))
+            turn = turn_of[number] = turn_of.get(number, -1) + 1
+            found.append(tokenizer(script[number][turn] + "<|im_end|>")["input_ids"][:most])
+        return found
 
-        def complete(trained, frozen, prompts, numbers, written=None):
-            texts = [one[: most - there] for one, there in zip(sample(prompts), written)]
-            return [Completion(one, one[-1] == tokenizer.eos_token_id) for one in texts]
+    def complete(trained, frozen, prompts, numbers, written=None):
+        texts = [one[: most - there] for one, there in zip(sample(prompts), written)]
+        return [Completion(one, one[-1] == tokenizer.eos_token_id) for one in texts]
 
-        play = EpisodePlayer(config, tokenizer, frozenset({tokenizer.eos_token_id}), functions.toolbox, complete)
-        episodes = play({}, {}, made, range(len(made)))
-        turn_of.clear()
-        trainer = object.__new__(trl.GRPOTrainer)
-        tools = {name: tool.function for name, tool in functions.toolbox.tools.items()}
-        trainer.__dict__.update(
-            processing_class=tokenizer,
-            _tokenizer=tokenizer,
-            chat_template=None,
-            _is_vlm=False,
-            chat_template_kwargs={},
-            max_tool_calling_iterations=10**9 if turns is None else turns - 1,
-            max_completion_length=most,
-            use_vllm=False,
-            model=SimpleNamespace(config=SimpleNamespace(max_position_embeddings=10**9)),
-            tools=list(tools.values()),
-            environment_factories=None,
-            _sync_tool_dicts=[tools] * len(script),
-            _async_tool_dicts=[{}] * len(script),
-            _generate_single_turn=lambda ids, *_, **__: (sample(ids), None),
-        )
-        ids = [list(one.tokens) for one in made]
-        first = sample(ids)
-        parsed = [[utils.parse_response(tokenizer, one, prefix=p, tools=trainer.tools)] for one, p in zip(first, ids)]
-        given = [list(one.given) for one in made]
-        mask, messages, tokens, _, calls, failures, _ = trainer._tool_call_loop(
-            given, ids, first, parsed, None, None, {}
-        )
-        assert [one.tokens for one in episodes] == tokens
-        assert [[int(not seen) for seen in one.observed] for one in episodes] == mask
-        assert [one.messages for one in episodes] == messages, json.dumps([one.messages for one in episodes])
-        assert sum(one.calls for one in episodes) == calls
-        assert sum(one.failed_calls for one in episodes) == failures
+    play = EpisodePlayer(config, tokenizer, frozenset({tokenizer.eos_token_id}), functions.toolbox, complete)
+    episodes = play({}, {}, made, range(len(made)))
+    turn_of.clear()
+    trainer = object.__new__(trl.GRPOTrainer)
+    tools = {name: tool.function for name, tool in functions.toolbox.tools.items()}
+    trainer.__dict__.update(
+        processing_class=tokenizer,
+        _tokenizer=tokenizer,
+        chat_template=None,
+        _is_vlm=False,
+        chat_template_kwargs={},
+        max_tool_calling_iterations=10**9 if turns is None else turns - 1,
+        max_completion_length=most,
+        use_vllm=False,
+        model=SimpleNamespace(config=SimpleNamespace(max_position_embeddings=10**9)),
+        tools=list(tools.values()),
+        environment_factories=None,
+        _sync_tool_dicts=[tools] * len(script),
+        _async_tool_dicts=[{}] * len(script),
+        _generate_single_turn=lambda ids, *_, **__: (sample(ids), None),
+    )
+    ids = [list(one.tokens) for one in made]
+    first = sample(ids)
+    parsed = [[utils.parse_response(tokenizer, one, prefix=p, tools=trainer.tools)] for one, p in zip(first, ids)]
+    given = [list(one.given) for one in made]
+    mask, messages, tokens, _, calls, failures, _ = trainer._tool_call_loop(given, ids, first, parsed, None, None, {})
+    assert [one.tokens for one in episodes] == tokens
+    assert [[int(not seen) for seen in one.observed] for one in episodes] == mask
+    assert [one.messages for one in episodes] == messages, json.dumps([one.messages for one in episodes])
+    assert sum(one.calls for one in episodes) == calls
+    assert sum(one.failed_calls for one in episodes) == failures

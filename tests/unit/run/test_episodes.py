@@ -1,6 +1,7 @@
 """Episodes: what is sampled, observed and trained, and what a tool or an environment that fails costs."""
 
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def play(tokenizer, options: RolloutOptions, rows: list[dict[str, Any]], script:
 def parts(tokenizer, episode: Episode) -> list[tuple[str, bool]]:
     """Return the texts of an episode's completion with whether each was observed."""
     cuts = [0, *(np.flatnonzero(np.diff(episode.observed)) + 1).tolist(), len(episode.tokens)]
-    pairs = zip(cuts, cuts[1:])
+    pairs = pairwise(cuts)
     return [(tokenizer.decode(episode.tokens[a:b]), episode.observed[a]) for a, b in pairs]
 
 
