@@ -122,6 +122,16 @@ def home(tmp_path_factory):
     return home
 
 
+@pytest.fixture(scope="module")
+def taught(home):
+    """Return a model that calls a tool for half of the questions, and says "no" to the other half."""
+    options = OPTIONS | {"data.datasets[0].path": home / "taught.jsonl", "data.datasets[0].type": "conversation"}
+    options |= {"data.datasets[0].tools_field": "tools", "data.packing": False, "eval.steps": 0}
+    options |= {"train.max_steps": 80, "optim.learning_rate": 3e-3, "ckpt.save_steps": 80}
+    call(*recipe_command(home, "qwen_lora.py", "taught", **options))
+    return home / "runs" / "taught" / "export"
+
+
 def play(home, model, name, **options):
     """Train a model with the recipe; return the rows of metrics, and the command."""
     settings = OPTIONS | ROLLOUT | {"optim.learning_rate": 1e-3, "export.at_end": False} | options
@@ -133,6 +143,18 @@ def play(home, model, name, **options):
 
 def mean(rows, key="reward"):
     return sum(row[key] for row in rows) / len(rows)
+
+
+@pytest.mark.parametrize(("name", "tool"), [("sums", "add"), ("words", "search")])
+def test_a_tool_raises_its_reward(home, taught, name, tool):
+    """A calculator, and an asynchronous search over a folder."""
+    own = home / "own.py"
+    options = {"data.datasets[0].path": home / f"{name}.jsonl", "rollout.rewards": f"('{own}:told',)"}
+    rows, _ = play(home, taught, name, **options, **{"rollout.tools": f"('{own}:{tool}',)"})
+    assert mean(rows[-3:]) > mean(rows[:3]) + 0.2
+    assert mean(rows[-3:], "tools/call_frequency") > mean(rows[:3], "tools/call_frequency")
+    lines = [json.loads(line) for line in (home / "runs" / name / "completions.jsonl").read_text().splitlines()]
+    assert {message["role"] for line in lines for message in line["completion"]} == {"assistant", "tool"}
 
 
 def test_a_game_raises_its_reward_resumes_in_equal_bits_and_loads(home):
