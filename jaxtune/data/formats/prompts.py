@@ -123,7 +123,8 @@ class Prompts:
         if self._row_tools is not None:
             tools = self._row_tools.schemas(sample) or None
         tokens = self._template.prompt(messages, tools)
-        return Prompt(given, tokens, sample, self._begun, tokens if self._begun else (), messages, tools or ())
+        continued = tokens if self._begun else ()
+        return Prompt(given, tokens, sample, self._begun, continued, messages=messages, tools=tools or ())
 
     def _with_columns(self, entry: Dataset, sample: Sample) -> Dataset:
         """Return the entry with the columns to use, found once for all samples that fill the same columns."""
