@@ -44,6 +44,7 @@ from jaxtune.data import (
 from jaxtune.data.formats.questions import HEAD_LABELS
 from jaxtune.data.formats.sample_formats import IGNORED_LABEL
 from jaxtune.errors import UserError
+from jaxtune.rollout.toolbox import load_functions
 from jaxtune.weights.class_labels import resolve_labels
 
 STYLES = {True: "green", False: "bright_black"}  # trained or not
@@ -127,7 +128,7 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
             console.print(line, markup=False)
         return
     if config.samples:
-        train, validation = open_prompt_sets(config, tokenizer)
+        train, validation = open_prompt_sets(config, tokenizer, load_functions(config).row_tools)
         validating = f", {len(validation):,} to validate with" if validation else ""
         for line in say_template(tokenizer, config.chat, masks=False):
             console.print(line, markup=False)

@@ -158,14 +158,17 @@ def read_recipe(
 def code_in(config: Config) -> dict[str, str]:
     """Return the Python files and functions that a config names, by option, except functions of jaxtune's recipes."""
     rewards = [name for name in config.rollout.rewards if not name.startswith("jaxtune.recipes.")]
+    tools = [name for name in config.rollout.tools if not name.startswith("jaxtune.recipes.")]
     code = {"train.plugins": ",".join(config.train.plugins), "rollout.rewards": ",".join(rewards)}
+    code |= {"rollout.tools": ",".join(tools), "rollout.environment": config.rollout.environment or ""}
     code |= {f"{key}.function": entry.function or "" for key, entry in config.entries()}
     return {key: named for key, named in code.items() if named}
 
 
 def code_to_evaluate(config: Config) -> dict[str, str]:
     """Return the code that an evaluation runs in addition to plugins: rewards, and functions of its data."""
-    used = ("rollout.rewards", "data.eval_datasets" if config.data.eval_datasets else "data.datasets")
+    functions = ("rollout.rewards", "rollout.tools", "rollout.environment")
+    used = (*functions, "data.eval_datasets" if config.data.eval_datasets else "data.datasets")
     return {key: named for key, named in code_in(config).items() if key.startswith(used)}
 
 

@@ -18,7 +18,7 @@ from jaxtune.models.decoder import Parameters
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.rollout import own_answers, rollouts
 from jaxtune.rollout.completers import completer
-from jaxtune.rollout.rewards import load_rewards, try_rewards
+from jaxtune.rollout.toolbox import load_functions, try_functions
 from jaxtune.scoring.reference_scores import add_reference_scores
 from jaxtune.scoring.teacher_scores import declare_teacher
 from jaxtune.tokenizer_type import Tokenizer
@@ -143,7 +143,8 @@ def _make_evaluate_documents(config: Config, model: Model, mesh: jax.sharding.Me
 def _make_evaluate_prompts(
     run: str | None, config: Config, model: Model, mesh: jax.sharding.Mesh, tokenizer: Tokenizer
 ) -> Evaluate:
-    _, prompts = data.open_prompt_sets(config, tokenizer)
+    functions, train = load_functions(config), config.train
+    _, prompts = data.open_prompt_sets(config, tokenizer, functions.row_tools)
     if prompts is None:
         raise UserError(NO_DATA)
     folder = Path(run or config.train.output_dir) / "evaluation"  # for adapters that are sent to a server
@@ -153,8 +154,7 @@ def _make_evaluate_prompts(
         score = own_answers.make_score_answers(config, model, objective, teacher)
         parts = own_answers.Distillation(objective, complete, score)
         return own_answers.make_evaluate_answers(config, model, parts, prompts)
-    rewards, train = load_rewards(config.rollout.rewards), config.train
-    process.on_main(lambda: try_rewards(rewards, prompts[0], tokenizer, config.rollout.group_size))
-    make_rollout = rollouts.make_rollouts(config, model, tokenizer, rewards, folder)
+    process.on_main(lambda: try_functions(config, functions, prompts[0], tokenizer))
+    make_rollout = rollouts.make_rollouts(config, model, tokenizer, functions.rewards, folder, functions.toolbox)
     completions_at_once = train.micro_batch_size * train.grad_accum_steps * data_shards(mesh)
     return rollouts.make_evaluate(config, make_rollout, prompts, completions_at_once)

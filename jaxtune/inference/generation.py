@@ -40,13 +40,20 @@ class Completion(NamedTuple):
         finished: Whether the model ended it; False if it has max_new_tokens tokens without an end.
         log_probs: The log-probability of each token by the engine that sampled it, in nats, as in `NextTokens`; NaN if
             the engine does not know it; empty if nobody asked for them.
-        entropies: The entropy of the distribution of each token, likewise; empty if they are not known.
+        entropies: The entropy of the distribution of each sampled token, likewise; empty if they are not known.
+        observed: Whether each token was written by tools or an environment, not sampled; empty if none was.
     """
 
     tokens: list[int]
     finished: bool
     log_probs: Sequence[float] = ()
     entropies: Sequence[float] = ()
+    observed: Sequence[bool] = ()
+
+    @property
+    def sampled(self) -> list[bool]:
+        """Whether the model sampled each token."""
+        return [not observed for observed in self.observed] if self.observed else [True] * len(self.tokens)
 
 
 def make_generate(
@@ -58,44 +65,50 @@ def make_generate(
     sampling: Sampling = Sampling(),
     seed: int = 0,
 ) -> Generate:
-    """Make a function (parameters, prompts, numbers) -> an iterator over max_new_tokens next tokens of each prompt.
+    """Make a function (parameters, prompts, numbers, written) -> an iterator over the next tokens of each prompt.
 
     The iterator continues all prompts together. It does not stop at the end of an answer: the caller drops later
-    tokens (`take_until`, `collect_completions`) and may stop iterating. Random numbers depend only on the seed, the
-    prompt's number (its index, unless `numbers` is given) and the token's index, not on the other prompts. Rows are
-    sharded over the axes of the current mesh, except for axes that shard features. The iterator raises UserError
-    for a prompt without tokens and if the model has too few positions.
+    tokens (`take_until`, `collect_completions`) and may stop iterating. `written`: the number of tokens at the end of
+    each prompt that its completion already has, at most max_new_tokens; it lacks the rest. Random numbers depend only
+    on the seed, the prompt's number (its index, unless `numbers` is given) and the token's index in the completion, not
+    on the other prompts. Rows are sharded over the axes of the current mesh, except for axes that shard features. The
+    iterator raises UserError for a prompt without tokens and if the model has too few positions.
     """
 
-    def keys(numbers: jax.Array, count: jax.Array) -> jax.Array:
-        def row_key(number: jax.Array) -> jax.Array:
-            return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), count)
+    def keys(numbers: jax.Array, indices: jax.Array) -> jax.Array:
+        def row_key(number: jax.Array, index: jax.Array) -> jax.Array:
+            return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), index)
 
-        return jax.vmap(row_key)(numbers)
+        return jax.vmap(row_key)(numbers, indices)
 
     @partial(jax.jit, compiler_options=compiler_options())
-    def first(tokens, start, numbers, parameters):
+    def first(tokens, start, numbers, indices, parameters):
         length = tokens.shape[1] + max_new_tokens
         decoder = bind(graph, parameters)
-        return begin(decoder, tokens, start, keys(numbers, jnp.int32(0)), sampling, length, dtype)
+        return begin(decoder, tokens, start, keys(numbers, indices), sampling, length, dtype)
 
     @partial(jax.jit, donate_argnums=1, compiler_options=compiler_options())
-    def following(tokens, decoding, numbers, count, parameters):
-        return advance(bind(graph, parameters), tokens[:, None], decoding, keys(numbers, count), sampling, dtype)
+    def following(tokens, decoding, numbers, indices, parameters):
+        return advance(bind(graph, parameters), tokens[:, None], decoding, keys(numbers, indices), sampling, dtype)
 
     def generate(
-        parameters: Parameters, prompts: Sequence[Sequence[int]], numbers: Sequence[int] | None = None
+        parameters: Parameters,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int] | None = None,
+        written: Sequence[int] | None = None,
     ) -> Iterator[NextTokens]:
-        tokens, start = _pad(prompts, max_new_tokens, spec)
+        lacking = [max_new_tokens - there for there in written or [0] * len(prompts)]
+        tokens, start = _pad(prompts, lacking, spec)
         numbered = np.resize(np.array(range(len(prompts)) if numbers is None else numbers, np.int32), len(tokens))
+        index = max_new_tokens - np.resize(np.array(lacking, np.int32), len(tokens))
         with RULES(rules_of_decoding(RULES.value)):
-            upcoming, decoding = first(tokens, start, numbered, parameters)
-        for count in range(1, max_new_tokens + 1):
+            upcoming, decoding = first(tokens, start, numbered, index, parameters)
+        for count in range(1, max(lacking) + 1):
             chosen = upcoming
             # Dispatch the next step before the host waits for this token, so that the device does not idle.
-            if count < max_new_tokens:
+            if count < max(lacking):
                 with RULES(rules_of_decoding(RULES.value)):
-                    upcoming, decoding = following(chosen.tokens, decoding, numbered, np.int32(count), parameters)
+                    upcoming, decoding = following(chosen.tokens, decoding, numbered, index + count, parameters)
             of_rows, *scores = (array.addressable_data(0) for array in chosen)
             yield NextTokens(np.asarray(of_rows)[: len(prompts)], *scores)
 
@@ -124,17 +137,18 @@ def _cast(parameters: Parameters, dtype: jnp.dtype) -> Parameters:
     return {name: value.astype(dtype) for name, value in parameters.items()}
 
 
-def _pad(prompts: Sequence[Sequence[int]], max_new_tokens: int, spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
+def _pad(prompts: Sequence[Sequence[int]], lacking: Sequence[int], spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
     """Pad prompts on the left to rows of one length, a number of rows that the mesh divides.
 
-    Returns the rows and the position where each prompt starts.
+    lacking: the number of tokens that each may get. Returns the rows and the position where each prompt starts.
     """
     if not all(prompts):
         raise UserError("the prompt has no tokens")
     longest = max(map(len, prompts))
-    if longest + max_new_tokens > spec.max_positions:
+    most, new = max((len(prompt) + new, new) for prompt, new in zip(prompts, lacking))
+    if most > spec.max_positions:
         raise UserError(
-            f"{longest} tokens of prompt and {max_new_tokens} new ones are more than the model's "
+            f"{most - new} tokens of prompt and {new} new ones are more than the model's "
             f"{spec.max_positions} positions; lower --max_new_tokens"
         )
     parts = shards(rules_of_decoding(RULES.value).batch, jax.sharding.get_abstract_mesh())
@@ -154,24 +168,31 @@ def take_until(steps: Iterable[NextTokens], stop: frozenset[int]) -> Iterator[in
 
 
 def collect_completions(
-    steps: Iterable[NextTokens], prompts: int, ended: Callable[[Sequence[int]], bool], *, scores: bool = False
+    steps: Iterable[NextTokens],
+    prompts: int,
+    ended: Callable[[Sequence[int]], bool],
+    *,
+    scores: bool = False,
+    limits: Sequence[int] | None = None,
 ) -> list[Completion]:
     """Collect the tokens of each of `prompts` prompts, up to the token with which `ended` is true.
 
-    scores: whether to collect log_probs and entropies too.
+    scores: whether to collect log_probs and entropies too. limits: the most tokens of each prompt; None: all.
     """
     rows: list[list[int]] = [[] for _ in range(prompts)]
-    open_rows = set(range(prompts))
+    open_rows, finished = set(range(prompts)), set()
     by_step = []
     for step in steps:
         by_step.append(step[1:])
         for row in list(open_rows):
             rows[row].append(int(step.tokens[row]))
             if ended(rows[row]):
+                finished.add(row)
+            if row in finished or (limits is not None and len(rows[row]) == limits[row]):
                 open_rows.remove(row)
         if not open_rows:
             break
-    made = [Completion(row_tokens, row not in open_rows) for row, row_tokens in enumerate(rows)]
+    made = [Completion(row_tokens, row in finished) for row, row_tokens in enumerate(rows)]
     if scores:
         log_probs, entropies = np.stack(jax.device_get(by_step), -1)  # each (prompts, steps)
         for row, one in enumerate(made):

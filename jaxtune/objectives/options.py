@@ -29,6 +29,7 @@ _CORRECTED = (
     "rollout.correction not in (None, 'none') or "
     "(rollout.rewards and rollout.server is not None and rollout.correction is None)"
 )
+_EPISODES = "rollout.tools or rollout.environment is not None"
 _FREE = losses_with(lambda loss: not loss.reference and loss.samples == "pairs")
 
 # One line or two an option: this file is a table.
@@ -131,9 +132,21 @@ class RolloutOptions:
         "**columns) -> a number each; unset: train on the answers in the data", basic=True)
     reward_weights: tuple[str, ...] = option((), "weights of reward functions; 1 if not named", "NAME=NUMBER",
         when="rollout.rewards")
+    tools: tuple[str, ...] = option((),
+        "Python functions that the model may call, FILE.py:NAME or MODULE:NAME, as TRL's tools: with type hints, and a "
+        "docstring that describes the arguments", when="rollout.rewards")
+    environment: str | None = option(None,
+        "FILE.py:NAME or MODULE:NAME of a class, or of what TRL takes as environment_factory: reset(**row), tools as "
+        "methods, and get_reward(), or step(answer) -> (observation, reward, end)", when="rollout.rewards")
+    max_turns: int | None = option(None,
+        "most answers of the model in an episode; unset: as many as fit into max_new_tokens", "answers [1, inf)",
+        when=_EPISODES)
+    call_seconds: float = option(60.0, "time limit for a call of a tool or of an environment's method",
+        "seconds (0, inf)", when=_EPISODES)
     group_size: int = option(8, "completions per prompt, which are compared with each other", "completions [2, inf)",
         when="rollout.rewards", basic=True)
-    max_new_tokens: int = option(256, "most tokens in a completion", "tokens [1, inf)", basic=True)
+    max_new_tokens: int = option(256, "most tokens in a completion, with those that tools and environments write",
+        "tokens [1, inf)", basic=True)
     temperature: float = option(1.0, "sampling temperature; with rewards it also divides the logits of the loss",
         "(0, inf)")
     top_p: float = option(1.0, "sample only from the most likely tokens with this total probability", "(0, 1]")

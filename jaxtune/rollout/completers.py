@@ -1,8 +1,9 @@
 """Where completions come from: the devices of the run, or a server."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -27,8 +28,28 @@ from jaxtune.precision.recipes import recipe_of
 from jaxtune.rollout import completion_server
 from jaxtune.weights.model import Model
 
-# (trained, frozen, the tokens of each prompt, the number of each completion) -> completions.
-Complete = Callable[[Parameters, Parameters, list[list[int]], Sequence[int]], list[Completion]]
+
+class Complete(Protocol):
+    """Samples completions."""
+
+    def __call__(
+        self,
+        trained: Parameters,
+        frozen: Parameters,
+        prompts: list[list[int]],
+        numbers: Sequence[int],
+        written: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """Return a completion of each prompt.
+
+        Args:
+            trained, frozen: the model's parameters.
+            prompts: their tokens.
+            numbers: the number of each completion, which selects its random numbers.
+            written: the tokens at the end of each prompt that belong to its completion, which continues; it may have
+                rollout.max_new_tokens less these. None: completions begin.
+        """
+        ...
 
 
 def completer(config: Config, model: Model, tokenizer, run: Path) -> Complete:
@@ -44,19 +65,26 @@ def complete_on_devices(config: Config, model: Model, tokenizer) -> Complete:
     sampling = Sampling(**{name: getattr(options, name) for name in Sampling._fields})
     how = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "seed": config.train.seed}
     generate = make_generate(model.graph, model.spec, dtype=recipe.dtype, **how)
-    ended = make_stop_test(_stops(config, model, tokenizer), options.stop, tokenizer)
+    ended = make_stop_test(stops_of(config, model, tokenizer), options.stop, tokenizer)
     of_step = config.train.micro_batch_size * config.train.grad_accum_steps * data_shards(jax.sharding.get_mesh())
     size = options.completions_at_once or of_step
 
     def complete(
-        trained: Parameters, frozen: Parameters, prompts: list[list[int]], numbers: Sequence[int]
+        trained: Parameters,
+        frozen: Parameters,
+        prompts: list[list[int]],
+        numbers: Sequence[int],
+        written: Sequence[int] | None = None,
     ) -> list[Completion]:
+        written = written or [0] * len(prompts)
         completions, parameters = [], cast_weights(model, {**frozen, **trained}, recipe.dtype)
         for first in range(0, len(prompts), size):
             # Pad the last batch to the compiled size, by repeating the last prompt; its completions are dropped.
             rows = [min(row, len(prompts) - 1) for row in range(first, first + size)]
-            steps = generate(parameters, [prompts[row] for row in rows], [numbers[row] for row in rows])
-            completions += collect_completions(steps, min(size, len(prompts) - first), ended, scores=True)
+            there = [written[row] for row in rows]
+            steps = generate(parameters, [prompts[row] for row in rows], [numbers[row] for row in rows], there)
+            kept, limits = min(size, len(prompts) - first), [options.max_new_tokens - tokens for tokens in there]
+            completions += collect_completions(steps, kept, ended, scores=True, limits=limits)
         return completions
 
     return complete
@@ -70,19 +98,30 @@ def complete_by_server(config: Config, model: Model, tokenizer, folder: Path) ->
     folder_hash = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:6]
     url, name = options.server or "", f"{config.train.run_name or 'run'}-{folder_hash}"
     sampling = {key: getattr(options, key) for key in Sampling._fields} | {"top_k": options.top_k or 0}
-    ends = {"stop": _stops(config, model, tokenizer), "strings": options.stop}
+    ends = {"stop": stops_of(config, model, tokenizer), "strings": options.stop}
     how = {**sampling, **ends, "max_tokens": options.max_new_tokens, "seed": config.train.seed}
     how |= {"vocabulary": model.spec.vocabulary, "log_probs": options.corrects != "none"}
 
+    sent: tuple[Parameters | None, str] = None, ""
+
     def complete(
-        trained: Parameters, frozen: Parameters, prompts: list[list[int]], numbers: Sequence[int]
+        trained: Parameters,
+        frozen: Parameters,
+        prompts: list[list[int]],
+        numbers: Sequence[int],
+        written: Sequence[int] | None = None,
     ) -> list[Completion]:
-        export_adapter(model, {**frozen, **trained}, config, folder)
+        nonlocal sent
+        # The turns of a step's episodes are sampled by one adapter.
+        if sent[0] is not trained:
+            export_adapter(model, {**frozen, **trained}, config, folder)
+            served = completion_server.send_adapter(url, name, folder) if multihost.is_main() else ""
+            sent = trained, served
         table = np.zeros((len(prompts), 2 + options.max_new_tokens), np.int32)  # finished, length, tokens
         scores = np.zeros((len(prompts), options.max_new_tokens), np.float32)
         if multihost.is_main():
-            served = completion_server.send_adapter(url, name, folder)
-            made = completion_server.complete(url, served, prompts, numbers, timeout=options.server_seconds, **how)
+            timeout = options.server_seconds
+            made = completion_server.complete(url, sent[1], prompts, numbers, written, timeout=timeout, **how)
             for row, of_row, completion in zip(table, scores, made):
                 row[:2] = completion.finished, len(completion.tokens)
                 row[2 : 2 + len(completion.tokens)] = completion.tokens
@@ -96,7 +135,7 @@ def complete_by_server(config: Config, model: Model, tokenizer, folder: Path) ->
     return complete
 
 
-def _stops(config: Config, model: Model, tokenizer) -> frozenset[int]:
+def stops_of(config: Config, model: Model, tokenizer) -> frozenset[int]:
     """The tokens that end a completion."""
     end = Prompts(tokenizer, config.chat).turn_end
     turn_end = frozenset() if end is None else frozenset({tokenizer.added_tokens_encoder[end]})

@@ -44,6 +44,7 @@ def complete(
     model: str,
     prompts: Sequence[Sequence[int]],
     numbers: Sequence[int],
+    written: Sequence[int] | None = None,
     *,
     vocabulary: int,
     max_tokens: int,
@@ -67,6 +68,7 @@ def complete(
         prompts: Tokens of each prompt.
         numbers: A number for each prompt, which determines its random numbers together with `seed`. The same prompt
             with another number gets another completion.
+        written: Number of tokens at the end of each prompt that its completion already has; None: none.
         vocabulary: The model's number of tokens; larger token ids are refused.
         max_tokens: Maximum number of tokens of each completion.
         temperature: Sampling temperature; 0 takes the likeliest token.
@@ -87,7 +89,6 @@ def complete(
     """
     # Name every option, because the server takes missing ones from the model's generation_config.json.
     sampling = {
-        "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
@@ -101,18 +102,22 @@ def complete(
     }
 
     def one(index: int) -> Completion:
+        there = written[index] if written else 0
         # One prompt a request: a request has one seed, so equal prompts in it would get equal completions.
         body = {
             "model": model,
             "prompt": [list(prompts[index])],
             "n": 1,
-            "seed": _seed(seed, numbers[index]),
+            "max_tokens": max_tokens - there,
+            "seed": _seed(seed, numbers[index], there),
             "return_token_ids": True,
             **sampling,
         }
         completion = _completion(url, _call(url, "completions", body, timeout, wait), log_probs)
-        if len(completion.tokens) > max_tokens:
-            raise UserError(f"{url} returned {len(completion.tokens)} tokens; at most {max_tokens} were requested")
+        if len(completion.tokens) > max_tokens - there:
+            raise UserError(
+                f"{url} returned {len(completion.tokens)} tokens; at most {max_tokens - there} were requested"
+            )
         if unknown := [token for token in completion.tokens if not 0 <= token < vocabulary]:
             text = f"the model has tokens 0 to {vocabulary - 1}; does the server serve this model?"
             raise UserError(f"{url} returned token {clip(str(unknown[0]))}: {text}")
@@ -154,9 +159,10 @@ def send_adapter(url: str, name: str, folder: Path, *, timeout: float = 300.0, w
     return served
 
 
-def _seed(seed: int, number: int) -> int:
+def _seed(seed: int, number: int, written: int) -> int:
     """Return the seed of a prompt's request, a hash, so that runs with neighbouring seeds share no random numbers."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:6], "big")
+    named = f"{seed}/{number}" + (f"/{written}" if written else "")
+    return int.from_bytes(hashlib.sha256(named.encode()).digest()[:6], "big")
 
 
 def _completion(url: str, body: bytes, log_probs: bool) -> Completion:

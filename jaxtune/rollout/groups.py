@@ -1,12 +1,14 @@
 """Completions with their rewards: what a group teaches, and how groups are put together."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
 
+from jaxtune.data.chat.messages import Message
 from jaxtune.data.formats.prompts import Prompt
 from jaxtune.data.rows.prompt_feed import PromptBatch
 from jaxtune.inference.generation import Completion
@@ -18,16 +20,18 @@ class Rollout(NamedTuple):
     Attributes:
         prompts: one a completion.
         completions: their tokens.
-        texts: of the completions.
+        texts: of the completions; or the messages of episodes.
         each: rewards by function; NaN: none.
         rewards: the weighted sum over functions; NaN: none.
+        counts: numbers of turns, calls, failed_calls and failed (0 or 1) by completion, of episodes; else empty.
     """
 
     prompts: list[Prompt]
     completions: list[Completion]
-    texts: list[str]
+    texts: Sequence[str | list[Message]]
     each: dict[str, Float64[np.ndarray, " completions"]]
     rewards: Float64[np.ndarray, " completions"]
+    counts: Mapping[str, Float64[np.ndarray, " completions"]] = MappingProxyType({})
 
 
 def replace_alike(
@@ -64,6 +68,7 @@ def split(made: Rollout, size: int) -> list[Rollout]:
             made.texts[part],
             {name: values[part] for name, values in made.each.items()},
             made.rewards[part],
+            {name: values[part] for name, values in made.counts.items()},
         )
         for part in parts
     ]
@@ -77,6 +82,7 @@ def concatenate(parts: list[Rollout]) -> Rollout:
         [text for part in parts for text in part.texts],
         {name: np.concatenate([part.each[name] for part in parts]) for name in parts[0].each},
         np.concatenate([part.rewards for part in parts]),
+        {name: np.concatenate([part.counts[name] for part in parts]) for name in parts[0].counts},
     )
 
 
@@ -91,6 +97,7 @@ def means(made: Rollout) -> dict[str, Any]:
         "reward": mean(made.rewards),
         **{f"rewards/{name}/mean": mean(values) for name, values in made.each.items()},
         **means_of_completions(made.completions),
+        **(_episode_means(made.counts) if made.counts else {}),
     }
 
 
@@ -98,9 +105,19 @@ def means_of_completions(completions: Sequence[Completion]) -> dict[str, Any]:
     """Return their mean length, the share that did not end and, if it is known, the mean entropy of their tokens."""
     entropies = [entropy for completion in completions for entropy in completion.entropies]
     return {
-        "completions/mean_length": np.mean([len(completion.tokens) for completion in completions]),
+        "completions/mean_length": np.mean([sum(completion.sampled) for completion in completions]),
         "completions/clipped_ratio": np.mean([not completion.finished for completion in completions]),
         **({"entropy": np.mean(entropies)} if entropies else {}),
+    }
+
+
+def _episode_means(counts: Mapping[str, Float64[np.ndarray, " completions"]]) -> dict[str, Any]:
+    calls = counts["calls"].sum()
+    return {
+        "tools/call_frequency": counts["calls"].mean(),
+        "tools/failure_frequency": counts["failed_calls"].sum() / calls if calls else 0.0,
+        "episodes/turns": counts["turns"].mean(),
+        "episodes/failed_ratio": counts["failed"].mean(),
     }
 
 

@@ -2,7 +2,8 @@
 
     function(prompts=[...], completions=[...], completion_ids=[[...], ...], **columns) -> [1.0, None, ...]
 
-Prompts are as in the data: text, or messages. A completion is text, or the assistant's one message after messages.
+Prompts are as in the data: text, or messages. A completion is text, or the assistant's one message after messages; with
+tools or an environment it is the messages of an episode, and `environments` has the environment of each completion.
 Each other column of the data is a list with a value for each completion. None: no reward for that completion.
 """
 
@@ -11,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 import numpy as np
 from jaxtyping import Float64
@@ -63,42 +64,54 @@ def load_rewards(names: Sequence[str]) -> dict[str, Reward]:
 def rewards_of(
     functions: Mapping[str, Reward],
     prompts: Sequence[str | list[Message]],
-    completions: Sequence[str],
+    completions: Sequence[str | list[Message]],
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[object]],
+    more: Mapping[str, Sequence[object]] = MappingProxyType({}),
 ) -> Float64[np.ndarray, "completions functions"]:
     """The reward of each completion by each function, in the functions' order; NaN for None.
 
     Args:
         functions: from load_rewards.
         prompts: one a completion, so a prompt is repeated for its group.
-        completions: their texts, also after messages.
+        completions: their texts, also after messages; or the messages of episodes.
         completion_ids: their tokens.
         columns: the other columns of the data, a value for each completion.
+        more: further arguments, likewise.
 
     Raises:
         UserError: a function fails, or does not return a finite number or None for each completion.
     """
-    if taken := sorted(columns.keys() & set(_OURS)):
+    if taken := sorted(columns.keys() & {*_OURS, *more}):
         raise UserError(f"{OPTION}: the data has a column {taken[0]!r}, a name that jaxtune passes itself; rename it")
     answers = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(prompts, completions, strict=True)
+        one if isinstance(prompt, str) or not isinstance(one, str) else [{"role": "assistant", "content": one}]
+        for prompt, one in zip(prompts, completions, strict=True)
     ]
-    arguments = {"prompts": prompts, "completions": answers, "completion_ids": completion_ids, **columns}
+    arguments = {"prompts": prompts, "completions": answers, "completion_ids": completion_ids, **columns, **more}
     return np.stack([_values(reward, arguments, len(answers)) for reward in functions.values()], axis=1)
 
 
-def try_rewards(functions: Mapping[str, Reward], prompt: Prompt, tokenizer: Tokenizer, count: int) -> None:
+def try_rewards(
+    functions: Mapping[str, Reward],
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    count: int,
+    more: Mapping[str, Sequence[object]] = MappingProxyType({}),
+    chat: bool = False,
+) -> None:
     """Call each function once, with `count` made-up completions of a prompt, before anything is compiled.
+
+    more: further arguments. chat: whether completions are messages, also of a prompt that is a text.
 
     Raises:
         UserError: as `rewards_of`.
     """
     columns = {name: [value] * count for name, value in prompt.sample.items()}
     tokens = tokenizer(MADE_UP, add_special_tokens=False)["input_ids"]
+    made_up: str | list[Message] = [{"role": "assistant", "content": MADE_UP}] if chat else MADE_UP
     try:
-        rewards_of(functions, [prompt.given] * count, [MADE_UP] * count, [tokens] * count, columns)
+        rewards_of(functions, [prompt.given] * count, [made_up] * count, [tokens] * count, columns, more)
     except UserError as error:
         tried = f"tried before the first step, on the first prompt with {count} completions {MADE_UP!r}"
         raise UserError(f"{error} ({tried})") from error

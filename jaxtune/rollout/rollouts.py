@@ -23,12 +23,15 @@ from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import Batch, ScoreOptions, score
 from jaxtune.objectives.grpo import advantages, gdpo_advantages
 from jaxtune.parallel import multihost
-from jaxtune.rollout.completers import completer
+from jaxtune.rollout.completers import completer, stops_of
 from jaxtune.rollout.completion_rows import batch_of_documents
 from jaxtune.rollout.completions_file import completions_file
 from jaxtune.rollout.engine_comparison import EngineComparison
+from jaxtune.rollout.episode_rewards import reward_episodes
+from jaxtune.rollout.episodes import EpisodePlayer
 from jaxtune.rollout.groups import Rollout, concatenate, means, replace_alike, split, spread, teaches
 from jaxtune.rollout.rewards import Reward, rewards_of, total
+from jaxtune.rollout.toolbox import Toolbox
 from jaxtune.training.assembly import Program, forward_of
 from jaxtune.training.state import State
 from jaxtune.weights.model import Model
@@ -103,14 +106,25 @@ def make_rollout_step(
     return step
 
 
-def make_rollouts(config: Config, model: Model, tokenizer, functions: Mapping[str, Reward], run: Path) -> MakeRollout:
+def make_rollouts(
+    config: Config,
+    model: Model,
+    tokenizer,
+    functions: Mapping[str, Reward],
+    run: Path,
+    toolbox: Toolbox | None = None,
+) -> MakeRollout:
     """Return a function that samples and rewards completions, on the devices of the current mesh or by rollout.server.
 
-    run: the run folder, for adapters that are sent to the server. The function raises UserError as `rewards_of` and,
-    with a server, as `completion_server.complete`.
+    run: the run folder, for adapters that are sent to the server. toolbox: tools and environments, with which
+    completions are episodes. The function raises UserError as `rewards_of` and, with a server, as
+    `completion_server.complete`.
     """
     weights = _weights(functions, config.rollout.reward_weights)
     complete = completer(config, model, tokenizer, run)
+    if toolbox is not None:
+        play = EpisodePlayer(config, tokenizer, stops_of(config, model, tokenizer), toolbox, complete)
+        return lambda *asked: reward_episodes(functions, weights, play(*asked))
 
     def make(trained: Parameters, frozen: Parameters, prompts: list[Prompt], numbers: Sequence[int]) -> Rollout:
         completions = complete(trained, frozen, [prompt.tokens for prompt in prompts], numbers)
@@ -185,7 +199,8 @@ def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -
     pairs = list(zip(made.prompts, made.completions))
     tokens = [[*prompt.tokens, *completion.tokens] for prompt, completion in pairs]
     weights = [
-        [0] * len(prompt.tokens) + [completion.finished or not config.grpo.mask_truncated] * len(completion.tokens)
+        [0] * len(prompt.tokens)
+        + [sampled and (completion.finished or not config.grpo.mask_truncated) for sampled in completion.sampled]
         for prompt, completion in pairs
     ]
     values: dict[Column, np.ndarray] = {ADVANTAGE: above}

@@ -10,7 +10,8 @@ from jaxtune import data, hf
 from jaxtune.config.schema import Config
 from jaxtune.host import process
 from jaxtune.monitor.goodput import Goodput
-from jaxtune.rollout.rewards import Reward, load_rewards, try_rewards
+from jaxtune.rollout.rewards import Reward
+from jaxtune.rollout.toolbox import Toolbox, load_functions, try_functions
 from jaxtune.scoring.kept_teacher import bytes_of
 from jaxtune.scoring.reference_scores import add_reference_scores
 from jaxtune.scoring.teacher_scores import Teacher, add_teacher_columns, declare_teacher
@@ -26,12 +27,14 @@ class RunInputs(NamedTuple):
         tokenizer: The model's tokenizer.
         feed: Batches of rows, or of prompts if the run samples answers to them.
         rewards: The reward functions by name; empty unless the run learns from rewards.
+        toolbox: The tools and environments of its completions; None without both.
         teacher: The declared teacher (distill.teacher); None without one.
     """
 
     tokenizer: Tokenizer
     feed: data.Feed | data.PromptFeed
     rewards: Mapping[str, Reward]
+    toolbox: Toolbox | None
     teacher: Teacher | None
 
     @property
@@ -51,16 +54,16 @@ def open_inputs(config: Config, program: Program, mesh: jax.sharding.Mesh, goodp
     with goodput.measure("tokenizer"):
         tokenizer = hf.load_tokenizer(model.folders.tokenizer, config.chat.template, config.data.special_tokens)
     with goodput.measure("data"):
-        rewards = load_rewards(config.rollout.rewards)
+        functions = load_functions(config)
         teacher = declare_teacher(config, tokenizer, model.spec.vocabulary, mesh)
         if config.samples:
-            feed = data.open_prompts(config, tokenizer, mesh)
-            prompt, group = feed.documents.prompts[0], config.rollout.group_size
-            if rewards:
-                process.on_main(lambda: try_rewards(rewards, prompt, tokenizer, group))
+            feed = data.open_prompts(config, tokenizer, mesh, functions.row_tools)
+            prompt = feed.documents.prompts[0]
+            if functions.rewards:
+                process.on_main(lambda: try_functions(config, functions, prompt, tokenizer))
         else:
             feed = data.open_feed(config, tokenizer, model.spec.vocabulary, mesh, program.objective.columns)
-    return RunInputs(tokenizer, feed, rewards, teacher)
+    return RunInputs(tokenizer, feed, functions.rewards, functions.toolbox, teacher)
 
 
 def add_scores(inputs: RunInputs, config: Config, model: Model, mesh: jax.sharding.Mesh, goodput: Goodput) -> RunInputs:

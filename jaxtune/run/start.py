@@ -57,7 +57,8 @@ def step_functions(
         return compiled, make_evaluate(config, program.model, rows, mesh, goodput.beat) if rows else None
     if config.distill.own_answers:
         return _distillation_functions(config, program, compiled, inputs, feed, folder, goodput)
-    make_rollout = rollouts.make_rollouts(config, program.model, inputs.tokenizer, inputs.rewards, folder.path)
+    opened = inputs.tokenizer, inputs.rewards, folder.path, inputs.toolbox
+    make_rollout = rollouts.make_rollouts(config, program.model, *opened)
     step = rollouts.make_rollout_step(config, program, make_rollout, compiled, folder.path)
     if feed.eval_prompts is None:
         return step, None

@@ -74,7 +74,16 @@ class ChatTemplate:
 
         They end with chat.response_prefix.
         """
-        text = self.prompt_text(messages, tools) + (self._chat.response_prefix or "")
+        return self.encode(self.text(messages, tools, answered=False))
+
+    def text(self, messages: list[Message], tools: list[Any] | None = None, *, answered: bool = True) -> str:
+        """Return the text of a conversation; unless it is `answered`, with the beginning of the assistant's message."""
+        if not answered:
+            return self.prompt_text(messages, tools) + (self._chat.response_prefix or "")
+        return self._render(*self._written(messages, tools))[0]
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a rendered text."""
         return self._encode([Rendered(text)])[0].tokens.tolist()
 
     def prompt_text(self, messages: list[Message], tools: list[Any] | None = None, **variables: Any) -> str:

@@ -35,6 +35,8 @@ class Prompt(NamedTuple):
         continued: the tokens, if the answer continues their text; empty in a chat, whose answer is a separate text.
         teacher_tokens: the tokens before the answer that a teacher sees instead; empty: it sees the same ones.
         document: the prompt with the answer in the data; None if it is not read.
+        messages: of a chat, with its system prompt; empty for a text that is no message.
+        tools: descriptions of the tools of a chat.
     """
 
     given: str | list[Message]
@@ -44,17 +46,45 @@ class Prompt(NamedTuple):
     continued: Sequence[int] = ()
     teacher_tokens: Sequence[int] = ()
     document: Encoded | None = None
+    messages: Sequence[Message] = ()
+    tools: Sequence[Any] = ()
+
+
+class RowTools(NamedTuple):
+    """Tools of a run, which are described in its prompts in place of those of the data.
+
+    Attributes:
+        schemas: a sample -> the descriptions of its tools. Raises UserError.
+        promptless: whether samples may have no prompt, because an environment writes it.
+    """
+
+    schemas: Callable[[Sample], list[Any]]
+    promptless: bool
 
 
 class Prompts:
     """Turns samples into prompts, with a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, chat: ChatOptions, texts_are_chat: bool | None = None):
-        """`texts_are_chat`: whether a text is a message of the user; None: if the tokenizer has a chat template."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat: ChatOptions,
+        texts_are_chat: bool | None = None,
+        row_tools: RowTools | None = None,
+    ):
+        """Read the chat template.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            chat: the section chat.
+            texts_are_chat: whether a text is a message of the user; None: if the tokenizer has a chat template.
+            row_tools: the tools of the run; None: those of the data.
+        """
         has_template = bool(tokenizer.chat_template)
         self._texts_are_chat = has_template if texts_are_chat is None else texts_are_chat
         self._template = ChatTemplate(tokenizer, chat=chat) if has_template or texts_are_chat else None
         self._encode, self._begun = Encoder(tokenizer), chat.response_prefix or ""
+        self._row_tools = row_tools
         self._found: dict[tuple[Any, ...], Dataset] = {}
 
     @property
@@ -75,8 +105,12 @@ class Prompts:
 
     def _prompt(self, entry: Dataset, sample: Sample) -> Prompt:
         given = prompt_in(entry, sample)
+        if not given and self._row_tools is not None and self._row_tools.promptless:
+            given = [{"role": "user", "content": ""}]  # as in TRL
         if not given:
             raise UserError(f"it has no prompt; its columns are {', '.join(sample)}")
+        if self._template is None and self._row_tools is not None:
+            raise UserError("tools and environments need a chat, and the tokenizer has no template: set chat.template")
         if isinstance(given, str) and not self._texts_are_chat:
             tokens = self._encode([Rendered(given)])[0].tokens.tolist()
             return Prompt(given, tokens, sample, continued=tokens)
@@ -85,8 +119,12 @@ class Prompts:
         if not isinstance(given, str) and given[-1]["role"] == "assistant":
             given = given[:-1]  # the answer in the data
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        tokens = self._template.prompt(*with_system_and_tools(messages, entry, sample))
-        return Prompt(given, tokens, sample, self._begun, continued=tokens if self._begun else ())
+        messages, tools = with_system_and_tools(messages, entry, sample)
+        if self._row_tools is not None:
+            tools = self._row_tools.schemas(sample) or None
+        tokens = self._template.prompt(messages, tools)
+        continued = tokens if self._begun else ()
+        return Prompt(given, tokens, sample, self._begun, continued, messages=messages, tools=tools or ())
 
     def _with_columns(self, entry: Dataset, sample: Sample) -> Dataset:
         """Return the entry with the columns to use, found once for all samples that fill the same columns."""
@@ -111,6 +149,7 @@ def read_prompts(
     most_tokens: int,
     skip: bool,
     add_answer: Callable[[Dataset, Sample, Prompt], Prompt] | None = None,
+    row_tools: RowTools | None = None,
 ) -> list[Prompt]:
     """Read all prompts of data.datasets into memory, without prompts of more than `most_tokens` tokens.
 
@@ -121,12 +160,13 @@ def read_prompts(
         most_tokens: the most tokens of a prompt, also of the teacher's; longer ones are left out and counted.
         skip: whether to leave out bad samples and samples without a prompt (data.on_bad_row='skip').
         add_answer: adds the answer in the data (`formats.answer_reader`); None: it is not read.
+        row_tools: the tools of the run; None: those of the data.
 
     Raises:
         UserError: a sample is bad and `skip` is False; no prompt is left.
     """
     kept, longer = [], 0
-    prompts, bad = Prompts(tokenizer, chat), []
+    prompts, bad = Prompts(tokenizer, chat, row_tools=row_tools), []
 
     def report(error: UserError) -> None:
         if not skip:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtune.config.schema import Config
 from jaxtune.data.chat.template_line import say_template
 from jaxtune.data.formats.answer_reader import AnswerReader
-from jaxtune.data.formats.prompts import Prompt, read_prompts
+from jaxtune.data.formats.prompts import Prompt, RowTools, read_prompts
 from jaxtune.data.rows.feed import count_steps
 from jaxtune.data.rows.packing import stable_permutation
 from jaxtune.data.rows.splits import validation_seed
@@ -110,7 +110,9 @@ class PromptFeed:
         return stable_permutation(count, self._data.seed, epoch) if self._data.shuffle else np.arange(count)
 
 
-def open_prompts(config: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> PromptFeed:
+def open_prompts(
+    config: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, row_tools: RowTools | None = None
+) -> PromptFeed:
     """Open the prompts of a config. Raises UserError as `read_prompts`, and if a step is not made of whole groups."""
     train, options = config.train, config.rollout
     completions = train.grad_accum_steps * train.micro_batch_size * data_shards(mesh)
@@ -123,7 +125,7 @@ def open_prompts(config: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) 
             f"rollout.group_size={options.group_size}; change one of these, for example to "
             f"train.grad_accum_steps={least}"
         )
-    prompts, validation = open_prompt_sets(config, tokenizer)
+    prompts, validation = open_prompt_sets(config, tokenizer, row_tools)
     feed = PromptFeed(PromptSet(prompts), validation, config, completions, bool(tokenizer.chat_template))
     for line in say_template(tokenizer, config.chat, masks=False):
         log.info("data: %s", line)
@@ -133,16 +135,18 @@ def open_prompts(config: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) 
     return feed
 
 
-def open_prompt_sets(config: Config, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt] | None]:
+def open_prompt_sets(
+    config: Config, tokenizer: Tokenizer, row_tools: RowTools | None = None
+) -> tuple[list[Prompt], list[Prompt] | None]:
     """Return training and validation prompts; None for the latter if the config has none. Raises as `read_prompts`."""
     data = config.data
     # A prompt and its completion are trained in one row.
     most, skip = data.seq_len - config.rollout.max_new_tokens, data.on_bad_row == "skip"
     share = config.distill.own_answers
     add_answer = AnswerReader(tokenizer, config.chat, data.seq_len) if 0 < share < 1 else None
-    prompts = read_prompts(data.datasets, tokenizer, config.chat, most, skip, add_answer)
+    prompts = read_prompts(data.datasets, tokenizer, config.chat, most, skip, add_answer, row_tools)
     if data.eval_datasets:
-        return prompts, read_prompts(data.eval_datasets, tokenizer, config.chat, most, skip)
+        return prompts, read_prompts(data.eval_datasets, tokenizer, config.chat, most, skip, row_tools=row_tools)
     if not data.validation_split:
         return prompts, None
     count = (

@@ -91,7 +91,7 @@ def test_a_run_s_sample_keeps_it(tokenizer, monkeypatch):
 @pytest.mark.parametrize(("prefix", "expected"), [(None, "upon a"), ("Sure,", "Sure, upon a")])
 def test_rewards_see_the_text_of_the_completion_as_in_trl(tokenizer, monkeypatch, prefix, expected):
     made = Completion(ids_of(tokenizer, "▁upon", "▁a", "</s>"), True)
-    monkeypatch.setattr(rollouts, "complete_on_devices", lambda *_: lambda trained, frozen, prompts, numbers: [made])
+    monkeypatch.setattr(rollouts, "completer", lambda *_: lambda trained, frozen, prompts, numbers: [made])
     sample: Sample = {"prompt": "Once"} if prefix is None else {"prompt": [{"role": "user", "content": "Once"}]}
     prompt = Prompts(tokenizer, ChatOptions(response_prefix=prefix), texts_are_chat=False)(Dataset(), sample)
     functions: Any = {"r": SimpleNamespace(function=lambda completions, **_: [0.0])}

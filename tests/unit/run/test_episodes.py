@@ -1,0 +1,304 @@
+"""Episodes: what is sampled, observed and trained, and what a tool or an environment that fails costs."""
+
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny import byte_tokenizer
+
+from jaxtune.config.schema import ChatOptions, Config, DataOptions, Dataset, RolloutOptions
+from jaxtune.data.formats.prompts import Prompt, Prompts
+from jaxtune.errors import UserError
+from jaxtune.hf.chat_templates import find_template
+from jaxtune.inference.generation import Completion
+from jaxtune.rollout.episode_rewards import reward_episodes
+from jaxtune.rollout.episodes import Episode, EpisodePlayer
+from jaxtune.rollout.groups import means
+from jaxtune.rollout.toolbox import load_functions, try_functions
+
+CODE = '''
+import asyncio
+import time
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first one.
+        b: the second one.
+    """
+    return a + b
+
+
+async def slow(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: for how long.
+    """
+    await asyncio.sleep(seconds)
+    return "awake"
+
+
+class Counter:
+    """As TRL's environment_factory."""
+
+    def reset(self, start, **row):
+        if start < 0:
+            raise ValueError("no start below 0")
+        self.count = start
+        return f" It is {start}."
+
+    def increase(self, by: int) -> str:
+        """Increase the counter.
+
+        Args:
+            by: by how much.
+        """
+        self.count += by
+        return f"now {self.count}"
+
+    def get_reward(self):
+        return float(self.count)
+
+
+class Guess:
+    """A game of several turns."""
+
+    def reset(self, secret, **row):
+        self.secret = secret
+
+    def step(self, answer):
+        guess = int(answer["content"])
+        if guess == self.secret:
+            return None, 1.0, True
+        if guess > 90:
+            time.sleep(30)
+        return ("higher" if guess < self.secret else "lower"), -0.1, False
+
+
+FACTORIES = {"counter": Counter, "guess": Guess}
+
+
+def right(completions, environments, **columns):
+    return [float(len(one)) for one in completions]
+
+
+def last(completions, **columns):
+    return [float(one[-1]["content"] == "7") for one in completions]
+'''
+CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call><|im_end|>'
+
+
+def call(name: str, arguments: str) -> str:
+    return CALL.format(name, arguments)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    made = byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), special=special)
+    made.chat_template = find_template("qwen3_nothinking", made.get_vocab())
+    return made
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    (tmp_path / "own.py").write_text(CODE)
+    return tmp_path / "own.py"
+
+
+class Scripted:
+    """Samples given texts: `script[number][turn]`. It keeps what it was asked."""
+
+    def __init__(self, tokenizer, script: list[list[str]], limit: int):
+        self.tokenizer, self.script, self.limit, self.asked = tokenizer, script, limit, []
+
+    def __call__(self, trained, frozen, prompts, numbers, written=None) -> list[Completion]:
+        self.asked.append([prompts, list(numbers), written])
+        made = []
+        for number, there in zip(numbers, written):
+            turn = sum(number in earlier[1] for earlier in self.asked) - 1
+            tokens = self.tokenizer(self.script[number][turn])["input_ids"]
+            kept = tokens[: self.limit - there]
+            ends = kept[-1] == self.tokenizer.eos_token_id
+            made.append(Completion(kept, ends, [-0.5] * len(kept), [1.0] * len(kept)))
+        return made
+
+
+def play(tokenizer, options: RolloutOptions, rows: list[dict[str, Any]], script: list[list[str]], seq_len=2000):
+    """Return episodes of rows whose turns are scripted, the completer, and the rollout."""
+    config = Config(data=DataOptions(seq_len=seq_len), rollout=options)
+    functions = load_functions(config)
+    assert functions.toolbox is not None
+    prompts = Prompts(tokenizer, ChatOptions(), row_tools=functions.row_tools)
+    made = [prompts(Dataset(), row) for row in rows]
+    complete = Scripted(tokenizer, script, options.max_new_tokens)
+    stops = frozenset({tokenizer.eos_token_id})
+    player = EpisodePlayer(config, tokenizer, stops, functions.toolbox, complete)
+    episodes = player({}, {}, made, range(len(made)))
+    return episodes, complete, reward_episodes(functions.rewards, [1.0] * len(functions.rewards), episodes)
+
+
+def parts(tokenizer, episode: Episode) -> list[tuple[str, bool]]:
+    """Return the texts of an episode's completion with whether each was observed."""
+    cuts = [0, *(np.flatnonzero(np.diff(episode.observed)) + 1).tolist(), len(episode.tokens)]
+    pairs = pairwise(cuts)
+    return [(tokenizer.decode(episode.tokens[a:b]), episode.observed[a]) for a, b in pairs]
+
+
+def test_a_tool_answers_and_only_sampled_tokens_are_trained(tokenizer, file):
+    options = RolloutOptions((f"{file}:last",), tools=(f"{file}:add",), max_new_tokens=300)
+    first = call("add", '{"a": 3, "b": 4}')
+    rows = [{"prompt": "3 + 4?"}, {"prompt": "2 + 2?"}]
+    (episode, other), complete, made = play(tokenizer, options, rows, [[first, "7<|im_end|>"], ["4<|im_end|>"]])
+    result = (
+        "\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        "<think>\n\n</think>\n\n"
+    )
+    assert parts(tokenizer, episode) == [(first, False), (result, True), ("7<|im_end|>", False)]
+    assert parts(tokenizer, other) == [("4<|im_end|>", False)]
+    # The second turn continues exactly these tokens; an episode that is over is not asked again.
+    assert complete.asked[1][0] == [[*episode.prompt.tokens, *episode.tokens[: -len("7") - 1]]]
+    assert complete.asked[1][1:] == [[0], [len(episode.tokens) - 2]]
+    assert made.rewards.tolist() == [1, 0] and made.completions[0].finished
+    assert made.completions[0].sampled == [not seen for seen in episode.observed]
+    assert episode.log_probs == [0.0 if seen else -0.5 for seen in episode.observed]
+    assert '"name": "add"' in tokenizer.decode(episode.prompt.tokens)
+    assert [message["role"] for message in episode.messages] == ["assistant", "tool", "assistant"]
+    of_step = means(made)
+    assert of_step["completions/mean_length"] == (len(first) - 9 + 2 + 2) / 2  # <|im_end|> is one token
+    assert (of_step["tools/call_frequency"], of_step["tools/failure_frequency"]) == (0.5, 0)
+    assert (of_step["episodes/turns"], of_step["episodes/failed_ratio"]) == (1.5, 0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (call("divide", "{}"), "{'error': 'Tool divide not found.'}"),
+        (call("add", '{"a": 1}'), "missing 1 required positional argument: 'b'"),
+        (call("add", '{"a": 1, "b": 2, "c": 3}'), "unexpected keyword argument 'c'"),
+        (call("add", '{"a": 1, "b": "x"}'), "unsupported operand type"),
+        (call("add", "[1, 2]"), "arguments must be an object"),
+        (call("slow", '{"seconds": 20}'), "took more than 0.2 seconds"),
+    ],
+)
+def test_a_call_that_fails_is_an_observation(tokenizer, file, wrong, error):
+    options = RolloutOptions(
+        (f"{file}:last",), tools=(f"{file}:add", f"{file}:slow"), max_new_tokens=500, call_seconds=0.2
+    )
+    (episode,), _, made = play(tokenizer, options, [{"prompt": "?"}], [[wrong, "7<|im_end|>"]])
+    assert error in parts(tokenizer, episode)[1][0]
+    assert means(made)["tools/failure_frequency"] == 1 and made.rewards.tolist() == [1]
+
+
+def test_a_malformed_call_is_text(tokenizer, file):
+    options = RolloutOptions((f"{file}:last",), tools=(f"{file}:add",))
+    wrong = "<tool_call>\n{add}\n</tool_call><|im_end|>"
+    (episode,), _, _ = play(tokenizer, options, [{"prompt": "?"}], [[wrong]])
+    assert episode.messages == [{"role": "assistant", "content": "<tool_call>\n{add}\n</tool_call>"}]
+
+
+def test_limits_on_tokens_and_turns_end_an_episode(tokenizer, file):
+    """As in TRL: a result that does not fit is dropped, and the episode stays finished; a cut turn is not finished."""
+    again = call("add", '{"a": 1, "b": 1}')
+    length = len(tokenizer(again)["input_ids"])
+    options = dict(rewards=(f"{file}:last",), tools=(f"{file}:add",))
+    for most, texts, finished in ((length + 20, 1, True), (length - 5, 1, False), (length * 2 + 50, 3, False)):
+        (episode,), _, _ = play(
+            tokenizer, RolloutOptions(**options, max_new_tokens=most), [{"prompt": "?"}], [[again] * 9]
+        )
+        assert (len(parts(tokenizer, episode)), episode.finished) == (texts, finished)
+        assert len(episode.tokens) <= most
+    (episode,), complete, _ = play(
+        tokenizer, RolloutOptions(**options, max_new_tokens=900, max_turns=2), [{"prompt": "?"}], [[again] * 9]
+    )
+    assert len(complete.asked) == 2 and episode.finished and episode.calls == 1
+
+
+def test_an_environment_of_trl_s_shape(tokenizer, file):
+    options = RolloutOptions((f"{file}:right", f"{file}:Counter"), environment=f"{file}:Counter", max_new_tokens=400)
+    rows = [{"prompt": "Count.", "start": 1}, {"prompt": [{"role": "user", "content": "Count."}], "start": 5}]
+    rows.append({"prompt": "Count.", "start": -1})
+    script = [[call("increase", '{"by": 2}'), "3<|im_end|>"], ["5<|im_end|>"], []]
+    episodes, _, made = play(tokenizer, options, rows, script)
+    assert "Count. It is 1.<|im_end|>" in tokenizer.decode(episodes[0].prompt.tokens)
+    assert episodes[1].prompt.given == [{"role": "user", "content": "Count. It is 5."}]
+    assert made.each["Counter"][:2].tolist() == [3, 5] and made.each["right"][:2].tolist() == [3, 1]
+    # A reset that fails costs its episode: no reward, and no token is trained.
+    assert episodes[2].failed and np.isnan(made.rewards[2]) and made.completions[2].tokens == []
+    assert made.counts["failed"].tolist() == [0, 0, 1]
+
+
+def test_a_game_of_several_turns_that_fails_costs_its_episode(tokenizer, file, caplog):
+    options = RolloutOptions(
+        (f"{file}:Guess",), environment=f"{file}:Guess", max_new_tokens=400, call_seconds=0.3, max_turns=3
+    )
+    rows = [{"prompt": "Guess.", "secret": secret} for secret in (5, 5, 99, 5)]
+    script = [["3<|im_end|>", "5<|im_end|>"], ["no number<|im_end|>"], ["95<|im_end|>"], ["1<|im_end|>"] * 3]
+    episodes, _, made = play(tokenizer, options, rows, script)
+    assert made.each["Guess"].tolist() == pytest.approx([0.9, np.nan, np.nan, -0.3], nan_ok=True)
+    assert [episode.failed for episode in episodes] == [False, True, True, False]
+    assert not any(made.completions[1].sampled) and len(made.completions[1].tokens) == 10
+    observed = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert parts(tokenizer, episodes[0])[1] == (observed, True)
+    assert "ValueError: invalid literal" in caplog.text and "took more than 0.3 seconds" in caplog.text
+
+
+def test_a_row_selects_its_environment(tokenizer, file):
+    options = RolloutOptions((f"{file}:right",), environment=f"{file}:FACTORIES", max_new_tokens=400)
+    rows = [{"environment": "counter", "start": 2}, {"environment": "guess", "secret": 4, "prompt": "Guess."}]
+    episodes, _, made = play(tokenizer, options, rows, [["hm<|im_end|>"], ["4<|im_end|>"]])
+    assert "increase" in tokenizer.decode(episodes[0].prompt.tokens)
+    assert "increase" not in tokenizer.decode(episodes[1].prompt.tokens)
+    assert made.rewards.tolist() == [1 + 2, 1 + 1]
+    with pytest.raises(UserError, match="column 'environment' is 'chess', which rollout.environment does not have"):
+        play(tokenizer, options, [{"environment": "chess", "prompt": "?"}], [[]])
+
+
+def test_asynchronous_tools_run_side_by_side(tokenizer, file):
+    options = RolloutOptions((f"{file}:last",), tools=(f"{file}:slow",), max_new_tokens=400)
+    wait = [call("slow", '{"seconds": 0.3}'), "7<|im_end|>"]
+    begun = time.monotonic()
+    _, _, made = play(tokenizer, options, [{"prompt": "?"}] * 8, [wait] * 8)
+    assert time.monotonic() - begun < 2 and made.rewards.tolist() == [1] * 8
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ({"tools": "f"}, "def f(a): return a\n", "f cannot be described to the model"),
+        ({"tools": "nobody"}, "", "has no function nobody"),
+        ({"environment": "E"}, "class E: pass\n", "has no method reset"),
+        ({"environment": "E"}, "class E:\n    def reset(self, **row): pass\n", "neither get_reward"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(tmp_path, options, code, message):
+    file = tmp_path / "own.py"
+    file.write_text(code + "def r(**columns): return []\n")
+    named = {name: f"{file}:{member}" for name, member in options.items()}
+    rewards = (named.get("environment", f"{file}:r"),)
+    if "tools" in named:
+        named["tools"] = (named["tools"],)
+    with pytest.raises(UserError, match=message):
+        load_functions(Config(rollout=RolloutOptions(rewards, **named)))
+
+
+def test_a_template_that_cannot_write_calls_is_refused(file, tmp_path):
+    plain = byte_tokenizer(tmp_path / "plain")
+    options = RolloutOptions((f"{file}:last",), tools=(f"{file}:add",))
+    with pytest.raises(UserError, match="the chat template writes no tool calls"):
+        play(plain, options, [{"prompt": "?"}], [[]])
+
+
+def test_functions_are_tried_before_the_first_step(tokenizer, file):
+    options = RolloutOptions((f"{file}:right",), environment=f"{file}:Counter")
+    functions = load_functions(Config(rollout=options))
+    prompt = Prompt("Count.", [1], {"start": 1})
+    try_functions(Config(rollout=options), functions, prompt, tokenizer)
+    with pytest.raises(UserError, match="Counter.reset fails: ValueError: no start below 0"):
+        try_functions(Config(rollout=options), functions, prompt._replace(sample={"start": -1}), tokenizer)
