@@ -7,7 +7,8 @@
 
 Pieces: assumptions, correctness, correct_step, low_precision_correct, attention, loss, dequantize, quant_matmul,
 fp8_matmul, grouped_matmul, gated_delta_rule, mamba2_scan, optimizers, train_step, precision_step. `--only` takes names
-of pieces, or of parts as piece/contender/case. Each piece has a share of the time and begins with the most important cases.
+of pieces, or of parts as piece/contender/case. Each piece has a share of the time and begins with the most important
+cases.
 precision_step needs a run or two to itself; a part of a piece replaces the whole piece in the file, so give the second
 run another --out.
 The file is a calibration for `python -m jaxtune.plan`: rates measured by `assumptions` replace the plan's assumptions.
