@@ -79,34 +79,40 @@ def readers(
     begun_ref,
     step_ref,
     d_read_ref,
-    d_total_ref,
+    d_between_ref,
+    d_carried_ref,
     *,
     heads,
     tokens,
 ):
-    """Compute the gradients of `read`, summed over the heads, and of the decays up to a token that reads."""
+    """Compute the gradients of `read`, summed over the heads, and of the logarithms of decays up to a reading token.
+
+    d_between is for decays since other tokens of the chunk, d_carried for the decay since the chunk began.
+    """
     n, rows, own = _places(tokens)
     visible = _same_document(begun_ref, own, rows) & (_distance(tokens) >= 0)
     products = dot(plgpu.load(read_ref.at[own]), plgpu.load(write_ref.at[rows]).T)
 
-    def head(i, sums):
-        d_products, d_read = sums
+    # The gradient of a decay's logarithm is the gradient of the decay times the decay.
+    def pairs(i, d_products):
         total, step = (plgpu.load(ref.at[i, rows]) for ref in (total_ref, step_ref))
         own_total = plgpu.load(total_ref.at[i, own])
         between = jnp.exp(jnp.where(visible, own_total[:, None] - total, -jnp.inf))
-        d_out = plgpu.load(d_out_ref.at[own, i])
-        d_decayed = between * step * dot(d_out, plgpu.load(x_ref.at[rows, i]).T)
-        # The gradient of a decay's logarithm is the gradient of the decay times the decay.
-        d_total = jnp.sum(products * d_decayed, axis=1)
-        carried, *_ = ends(total_ref, begun_ref, n, (i,), own)
-        held = dot((carried[:, None] * d_out).astype(d_out.dtype), plgpu.load(states_ref.at[i, n]))
-        d_total += jnp.sum(plgpu.load(read_ref.at[own]) * held, axis=1)
-        plgpu.store(d_total_ref.at[i, own], d_total)
-        return d_products + d_decayed, d_read + held
+        d_decayed = between * step * dot(plgpu.load(d_out_ref.at[own, i]), plgpu.load(x_ref.at[rows, i]).T)
+        plgpu.store(d_between_ref.at[i, own], jnp.sum(products * d_decayed, axis=1))
+        return d_products + d_decayed
 
-    zeros = jnp.zeros((tokens, CHUNK), jnp.float32), jnp.zeros((tokens, read_ref.shape[1]), jnp.float32)
-    d_products, d_read = jax.lax.fori_loop(0, heads, head, zeros)
-    d_read += dot(d_products, plgpu.load(write_ref.at[rows]))
+    d_products = jax.lax.fori_loop(0, heads, pairs, jnp.zeros((tokens, CHUNK), jnp.float32))
+
+    # A second loop, because registers do not hold what both loops need.
+    def states(i, d_read):
+        carried, *_ = ends(total_ref, begun_ref, n, (i,), own)
+        d_out = plgpu.load(d_out_ref.at[own, i])
+        held = dot((carried[:, None] * d_out).astype(d_out.dtype), plgpu.load(states_ref.at[i, n]))
+        plgpu.store(d_carried_ref.at[i, own], jnp.sum(plgpu.load(read_ref.at[own]) * held, axis=1))
+        return d_read + held
+
+    d_read = jax.lax.fori_loop(0, heads, states, dot(d_products, plgpu.load(write_ref.at[rows])))
     plgpu.store(d_read_ref.at[own], d_read.astype(d_read_ref.dtype))
 
 

@@ -102,12 +102,12 @@ def _scan_backward(tokens, interpret, residuals, cotangents):
     d_out, d_last = cotangents
     call = _Call(x, write, tokens, interpret)
     d_states, d_state = call.carry("d_states", d_out, read, total, begun, step, d_last)
-    d_read, d_before = call.readers(x, write, read, d_out, states, total, begun, step)
+    d_read, d_between, d_carried = call.readers(x, write, read, d_out, states, total, begun, step)
     arrays = (x, write, read, d_out, states, d_states, total, begun, step, skip)
     dx, d_write, d_step, d_to_end, d_skip, d_through = call.writers(*arrays)
     d_step += d_to_end
     # What a token writes is a multiple of its step and, by its decay until it is read, of exp(-total).
-    d_total = d_before - step * d_step
+    d_total = d_between + d_carried - step * d_step
 
     def by_chunk(gradient: Array) -> Array:
         return gradient.reshape(*skip.shape, call.chunks, -1)
@@ -168,12 +168,12 @@ class _Call:
         return self._run_blocks(kernels.outputs, flops, inputs, (("tokens", self.dtype),))[0]
 
     def readers(self, x, write, read, d_out, states, total, begun, step) -> Any:
-        """Return the gradients of `read`, by program, and of the summed decays of the tokens that read."""
+        """Return the gradients of `read`, by program, and two parts of those of the summed decays."""
         inputs = (
             *((x, "tokens"), (write, "group"), (read, "group"), (d_out, "tokens"), (states, "states")),
             *((total, "row of head"), (begun, "row"), (step, "row of head")),
         )
-        outputs = ("program", self.dtype), ("row of head", jnp.float32)
+        outputs = ("program", self.dtype), ("row of head", jnp.float32), ("row of head", jnp.float32)
         return self._run_blocks(kernels.readers, self._flops(pairs=2, pairs_of_head=1, states=1), inputs, outputs)
 
     def writers(self, x, write, read, d_out, states, d_states, total, begun, step, skip) -> Any:

@@ -65,8 +65,8 @@ def test_saved_residuals_spare_the_second_forward_pass(saved, runs):
     """As in a model: in a loop over layers, with rematerialisation."""
 
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*saved))
-    def layer(x, write, *arrays):
-        return x + mamba2_scan(x, *arrays[:2], write, write, *arrays[2:])[0]
+    def layer(x, write, step, rate, skip, starts):
+        return x + mamba2_scan(x, step, rate, write, write, skip, starts)[0]
 
     def loss(x, writes, *arrays):
         x, _ = jax.lax.scan(lambda x, write: (layer(x, write, *arrays), None), x, writes)
