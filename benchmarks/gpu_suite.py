@@ -6,8 +6,9 @@
     python benchmarks/gpu_suite.py --smoke                           # every part, tiny, on a CPU; measures nothing
 
 Pieces: assumptions, correctness, correct_step, low_precision_correct, attention, loss, dequantize, quant_matmul,
-fp8_matmul, grouped_matmul, gated_delta_rule, optimizers, train_step, precision_step. `--only` takes names of pieces, or
-of parts as piece/contender/case. Each piece has a share of the time and begins with the most important cases.
+fp8_matmul, grouped_matmul, gated_delta_rule, mamba2_scan, optimizers, train_step, precision_step. `--only` takes names
+of pieces, or of parts as piece/contender/case. Each piece has a share of the time and begins with the most important
+cases.
 precision_step needs a run or two to itself; a part of a piece replaces the whole piece in the file, so give the second
 run another --out.
 The file is a calibration for `python -m jaxtune.plan`: rates measured by `assumptions` replace the plan's assumptions.
@@ -44,6 +45,7 @@ from gpu import (  # noqa: E402
     grouped_matmul,
     loss,
     low_precision_correct,
+    mamba2_scan,
     optimizers,
     precision_step,
     quant_matmul,
@@ -53,7 +55,7 @@ from gpu.workers import FAILURES, REASONS, Job, Piece, Row, run  # noqa: E402
 
 MODULES = (
     *(assumptions, correctness, correct_step, low_precision_correct, attention, loss, dequantize, quant_matmul),
-    *(fp8_matmul, grouped_matmul, gated_delta_rule, optimizers, train_step, precision_step),
+    *(fp8_matmul, grouped_matmul, gated_delta_rule, mamba2_scan, optimizers, train_step, precision_step),
 )
 RESULTS = Path(__file__).parent / "results"
 MINUTES = 8.7

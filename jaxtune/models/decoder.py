@@ -35,13 +35,13 @@ from jaxtune.parallel.layout import GATHERED, P, by_residual, by_token
 from jaxtune.parallel.offload import copy_to_device
 from jaxtune.parallel.random import dropout, neftune
 from jaxtune.precision.matmul import MAXIMA
-from pallas_kernels import flash_attention, gated_delta_rule
+from pallas_kernels import flash_attention, gated_delta_rule, mamba2_scan
 
 # Names of the activations of a layer that are saved for the backward pass, in addition to its input; the rest is
 # recomputed. 'none' recomputes only elementwise results (norms, rotation, SwiGLU, dropout), because saving them too
-# took several times the memory, and the recurrence of Mamba-2. Each amax is saved because it is a scalar, while
+# took several times the memory, and recurrences that run in XLA. Each amax is saved because it is a scalar, while
 # recomputing it needs the input again and an all-reduce.
-MIXER_RESIDUALS = (flash_attention.RESIDUALS, gated_delta_rule.RESIDUALS)
+MIXER_RESIDUALS = (flash_attention.RESIDUALS, gated_delta_rule.RESIDUALS, mamba2_scan.RESIDUALS)
 SAVED_NAMES: dict[Remat, tuple[str, ...]] = {
     "none": (PRODUCT, QKV_PRODUCT, FFN_PRODUCT, EXPERT_PRODUCT, *MIXER_RESIDUALS, MAXIMA),
     "experts": (PRODUCT, QKV_PRODUCT, FFN_PRODUCT, *MIXER_RESIDUALS, MAXIMA),

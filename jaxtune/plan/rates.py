@@ -106,7 +106,7 @@ SCENARIOS = {
 # 5.5 TB/s (pallas_kernels/README.md, "Heads of 512").
 #
 # Grouped products with quantized weights: guesses, below the rates of weights that need no decoding. The gated delta
-# rule: guesses too. Its products are small, and two of its kernels carry a state from chunk to chunk.
+# rule and Mamba-2: guesses too. Their products are small, and two kernels of each carry a state from chunk to chunk.
 KERNELS: dict[str, dict[int, float]] = {
     "flash_attention_forward": {8: 0.50, 9: 0.334, 10: 0.25, 12: 0.50},
     "flash_attention_dq": {8: 0.42, 9: 0.369, 10: 0.22, 12: 0.42},
@@ -129,6 +129,11 @@ KERNELS: dict[str, dict[int, float]] = {
     "gated_delta_within": {8: 0.25, 9: 0.15, 10: 0.10, 12: 0.25},
     "gated_delta_pairs": {8: 0.25, 9: 0.15, 10: 0.10, 12: 0.25},
     "gated_delta_heads": {8: 0.25, 9: 0.15, 10: 0.10, 12: 0.25},
+    "mamba2_states": {8: 0.10, 9: 0.05, 10: 0.03, 12: 0.10},
+    "mamba2_d_states": {8: 0.10, 9: 0.05, 10: 0.03, 12: 0.10},
+    "mamba2_outputs": {8: 0.25, 9: 0.15, 10: 0.10, 12: 0.25},
+    "mamba2_readers": {8: 0.25, 9: 0.15, 10: 0.10, 12: 0.25},
+    "mamba2_writers": {8: 0.25, 9: 0.15, 10: 0.10, 12: 0.25},
 }
 
 

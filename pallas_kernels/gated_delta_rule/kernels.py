@@ -5,7 +5,7 @@ Names in the code:
 - missing: v - held
 - written: `inverse` times beta * missing, the values that the tokens of the chunk write to the state
 - the outputs are `attention` times written, plus q times the state before the chunk
-- carried, to_end, through: decay factors, see `_ends`
+- carried, to_end, through: decay factors, see `in_chunks.ends`
 
 Products are computed in the inputs' dtype.
 """
@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.gated_delta_rule.chunks import CHUNK, decays
+from pallas_kernels.chunks import CHUNK, decays
+from pallas_kernels.in_chunks import dot, ends, pair, rows_of
 
 # Size of the blocks that are inverted by elimination. With quarters, the products that join them spill on sm_80.
 HALF = CHUNK // 2
@@ -26,19 +27,19 @@ HALF = CHUNK // 2
 
 def within(q_ref, k_ref, total_ref, begun_ref, beta_ref, inverse_ref, attention_ref, *, scale, columns):
     """Compute the inverse and the attention of a chunk, both (tokens, tokens)."""
-    rows = _rows(pl.program_id(0))
+    rows = rows_of(pl.program_id(0))
 
     # Both products contract over the features and share each load of k.
     def block(j, products):
         q, k = (plgpu.load(ref.at[rows, pl.ds(j * columns, columns)]) for ref in (q_ref, k_ref))
-        return products[0] + _dot(q, k.T), products[1] + _dot(k, k.T)
+        return products[0] + dot(q, k.T), products[1] + dot(k, k.T)
 
     zeros = jnp.zeros((CHUNK, CHUNK), jnp.float32)
     qk, kk = jax.lax.fori_loop(0, q_ref.shape[1] // columns, block, (zeros, zeros))
     between, _ = decays(plgpu.load(total_ref.at[rows]), plgpu.load(begun_ref.at[rows]))
     plgpu.store(attention_ref.at[rows], (scale * between * qk).astype(attention_ref.dtype))
     # The system that the written values solve: one plus `overlap`, which is strictly lower triangular.
-    row, column = _pair()
+    row, column = pair()
     overlap = jnp.where(row > column, plgpu.load(beta_ref.at[rows])[:, None] * between * kk, 0.0)
     plgpu.store(inverse_ref.at[rows], _inverse(overlap).astype(inverse_ref.dtype))
 
@@ -65,22 +66,22 @@ def forward(
     column = pl.ds(pl.program_id(0) * columns, columns)
 
     def chunk(n, state):
-        rows = _rows(n)
+        rows = rows_of(n)
         q, k, beta = (plgpu.load(ref.at[rows]) for ref in (q_ref, k_ref, beta_ref))
         inverse, attention = (plgpu.load(ref.at[rows]) for ref in (inverse_ref, attention_ref))
-        carried, to_end, through = _ends(total_ref, begun_ref, n)
+        carried, to_end, through = ends(total_ref, begun_ref, n)
         # The carried state stays float32. Only this 16-bit copy is multiplied and saved, so the backward pass sees the
         # same numbers.
         before = state.astype(q.dtype)
         plgpu.store(states_ref.at[n, :, column], before)
-        held = carried[:, None] * _dot(k, before)
+        held = carried[:, None] * dot(k, before)
         # A float32 difference: v and what the state holds for k become nearly equal as the state learns.
         missing = plgpu.load(v_ref.at[rows, column]).astype(jnp.float32) - held
-        written = _dot(inverse, beta[:, None] * missing)
+        written = dot(inverse, beta[:, None] * missing)
         # `attention` includes the scale and the decays already (see `within`); the state's part needs both here.
-        out = (scale * carried)[:, None] * _dot(q, before) + _dot(attention, written)
+        out = (scale * carried)[:, None] * dot(q, before) + dot(attention, written)
         plgpu.store(out_ref.at[rows, column], out.astype(out_ref.dtype))
-        return through * state + _dot(k.T, to_end[:, None] * written)
+        return through * state + dot(k.T, to_end[:, None] * written)
 
     chunks = states_ref.shape[0]
     state = jax.lax.fori_loop(0, chunks, chunk, plgpu.load(state_ref.at[:, column]))
@@ -114,20 +115,20 @@ def backward(
     def chunk(done, d_state):
         # d_state is the gradient of the state after chunk n, so chunks run from the last to the first.
         n = chunks - 1 - done
-        rows = _rows(n)
+        rows = rows_of(n)
         q, k, beta = (plgpu.load(ref.at[rows]) for ref in (q_ref, k_ref, beta_ref))
         inverse, attention = (plgpu.load(ref.at[rows]) for ref in (inverse_ref, attention_ref))
         d_out = plgpu.load(d_out_ref.at[rows, column])
-        carried, to_end, through = _ends(total_ref, begun_ref, n)
+        carried, to_end, through = ends(total_ref, begun_ref, n)
         after = d_state.astype(q.dtype)
         plgpu.store(d_states_ref.at[n, :, column], after)
         # Two uses of written: the chunk's outputs read it, and so does the state at the chunk's end.
-        d_written = _dot(attention.T, d_out) + to_end[:, None] * _dot(k, after)
-        d_missing = _dot(inverse.T, d_written)  # gradient of beta * missing, the operand of the inverse
+        d_written = dot(attention.T, d_out) + to_end[:, None] * dot(k, after)
+        d_missing = dot(inverse.T, d_written)  # gradient of beta * missing, the operand of the inverse
         plgpu.store(d_missing_ref.at[rows, column], d_missing.astype(d_missing_ref.dtype))
         d_held = (beta * carried)[:, None] * d_missing
         # Three uses of the state before the chunk: the state after it, the queries, and `held`, which is subtracted.
-        return through * d_state + _dot(q.T, (scale * carried)[:, None] * d_out) - _dot(k.T, d_held)
+        return through * d_state + dot(q.T, (scale * carried)[:, None] * d_out) - dot(k.T, d_held)
 
     d_state = jax.lax.fori_loop(0, chunks, chunk, plgpu.load(d_last_ref.at[:, column]))
     plgpu.store(d_state_ref.at[:, column], d_state)
@@ -155,22 +156,22 @@ def pairs(
 ):
     """Compute written, the gradients of q k^T, of k k^T (plus its transpose) and of beta, and a part of d_total."""
     n = pl.program_id(0)
-    rows = _rows(n)
+    rows = rows_of(n)
     k, beta = (plgpu.load(ref.at[rows]) for ref in (k_ref, beta_ref))
-    carried, *_ = _ends(total_ref, begun_ref, n)
+    carried, *_ = ends(total_ref, begun_ref, n)
 
     def block(j, sums):
         d_attention, d_overlap, d_beta, d_held = sums
         column = pl.ds(j * columns, columns)
         v, d_out, d_missing = (plgpu.load(ref.at[rows, column]) for ref in (v_ref, d_out_ref, d_missing_ref))
-        held = carried[:, None] * _dot(k, plgpu.load(states_ref.at[n, :, column]))
+        held = carried[:, None] * dot(k, plgpu.load(states_ref.at[n, :, column]))
         missing = v.astype(jnp.float32) - held
         # The same product as in `forward`, which saves only the states.
-        written = _dot(plgpu.load(inverse_ref.at[rows]), beta[:, None] * missing).astype(k.dtype)
+        written = dot(plgpu.load(inverse_ref.at[rows]), beta[:, None] * missing).astype(k.dtype)
         plgpu.store(written_ref.at[rows, column], written)
-        d_attention += _dot(d_out, written.T)
+        d_attention += dot(d_out, written.T)
         # written = (1 + overlap)^-1 x with x = beta * missing, so d_overlap = -d_x written^T.
-        d_overlap -= _dot(d_missing, written.T)
+        d_overlap -= dot(d_missing, written.T)
         d_beta += jnp.sum(d_missing * missing, axis=1)
         # held is a multiple of exp(total), so its gradient times held itself is the gradient of total.
         d_held -= jnp.sum(d_missing * held, axis=1)
@@ -180,13 +181,13 @@ def pairs(
     sums = jax.lax.fori_loop(0, v_ref.shape[1] // columns, block, (square, square, narrow, narrow))
     d_attention, d_overlap, d_beta, d_held = sums
 
-    row, column = _pair()
+    row, column = pair()
     between, _ = decays(plgpu.load(total_ref.at[rows]), plgpu.load(begun_ref.at[rows]))
     d_qk = scale * between * d_attention
     plgpu.store(d_qk_ref.at[rows], d_qk.astype(d_qk_ref.dtype))
     # d_overlap is a full matrix, but only elements below the diagonal are in the system.
     below = jnp.where(row > column, between * d_overlap, 0.0)
-    overlap = below * _dot(k, k.T)
+    overlap = below * dot(k, k.T)
     d_kk = beta[:, None] * below
     # k is on both sides of k k^T. With the transpose added, `heads` gets this part of dk by a single product.
     plgpu.store(d_kk_ref.at[rows], (d_kk + d_kk.T).astype(d_kk_ref.dtype))
@@ -220,8 +221,8 @@ def heads(
 ):
     """Compute the gradients of q and k of a chunk, and the other part of d_total."""
     n = pl.program_id(0)
-    rows = _rows(n)
-    carried, to_end, through = _ends(total_ref, begun_ref, n)
+    rows = rows_of(n)
+    carried, to_end, through = ends(total_ref, begun_ref, n)
     beta = plgpu.load(beta_ref.at[rows])
 
     def block(j, sums):
@@ -231,9 +232,9 @@ def heads(
         d_out, written, d_missing = (
             plgpu.load(ref.at[rows, column]) for ref in (d_out_ref, written_ref, d_missing_ref)
         )
-        dq += _dot(d_out, state.T)
-        dk += _dot(written, d_state.T)
-        d_held += _dot(d_missing, state.T)
+        dq += dot(d_out, state.T)
+        dk += dot(written, d_state.T)
+        d_held += dot(d_missing, state.T)
         d_through += jnp.sum(state.astype(jnp.float32) * d_state, axis=1)
         return dq, dk, d_held, d_through
 
@@ -251,33 +252,11 @@ def heads(
     at_end = jnp.sum(d_to_end) + through * jnp.sum(d_through)
     d_total = jnp.sum(q * dq, axis=1) - d_to_end + jnp.where(jnp.arange(CHUNK) == CHUNK - 1, at_end, 0.0)
     d_qk, d_kk = (plgpu.load(ref.at[rows]) for ref in (d_qk_ref, d_kk_ref))
-    dq += _dot(d_qk, k)
-    dk += _dot(d_qk.T, q) + _dot(d_kk, k) - (beta * carried)[:, None] * d_held
+    dq += dot(d_qk, k)
+    dk += dot(d_qk.T, q) + dot(d_kk, k) - (beta * carried)[:, None] * d_held
     plgpu.store(dq_ref.at[rows], dq.astype(dq_ref.dtype))
     plgpu.store(dk_ref.at[rows], dk.astype(dk_ref.dtype))
     plgpu.store(d_total_ref.at[rows], d_total)
-
-
-def _rows(chunk) -> pl.Slice:
-    return pl.Slice(chunk * CHUNK, CHUNK)
-
-
-def _pair() -> tuple[Array, Array]:
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
-    return row, column
-
-
-def _ends(total_ref, begun_ref, chunk) -> tuple[Array, Array, Array]:
-    """Return the decay factors of a chunk: carried, to_end, through.
-
-    carried: from the state before the chunk to each token. to_end: from each token to the end of the chunk. through:
-    from the state before the chunk to its end. All are 0 across documents.
-    """
-    total, begun = (plgpu.load(ref.at[_rows(chunk)]) for ref in (total_ref, begun_ref))
-    last, documents = (plgpu.load(ref.at[chunk * CHUNK + CHUNK - 1]) for ref in (total_ref, begun_ref))
-    _, carried = decays(total, begun)
-    to_end = jnp.exp(jnp.where(begun == documents, last - total, -jnp.inf))
-    return carried, to_end, jnp.exp(jnp.where(documents == 0, last, -jnp.inf))
 
 
 def _inverse(overlap: Float[Array, "c c"]) -> Float[Array, "c c"]:
@@ -285,7 +264,7 @@ def _inverse(overlap: Float[Array, "c c"]) -> Float[Array, "c c"]:
 
     The diagonal blocks are inverted by elimination. A series of powers of the matrix would overflow if keys are alike.
     """
-    row, column = _pair()
+    row, column = pair()
     same = row // HALF == column // HALF
 
     # Both diagonal blocks are eliminated in the same step. The sum over rows picks one pivot row of each block: the two
@@ -301,9 +280,3 @@ def _inverse(overlap: Float[Array, "c c"]) -> Float[Array, "c c"]:
     product = partial(plgpu.dot, precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3)
     # The inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']], with A' and B' the inverses of A and B.
     return inverse - product(product(inverse, jnp.where(same, 0.0, overlap)), inverse)
-
-
-def _dot(a: Array, b: Array) -> Array:
-    """Compute a b in the 16-bit dtype of a or b, accumulated in float32."""
-    dtype = a.dtype if b.dtype == jnp.float32 else b.dtype
-    return plgpu.dot(a.astype(dtype), b.astype(dtype))

@@ -24,8 +24,8 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import cost
+from pallas_kernels.chunks import CHUNK, sum_decays, whole_chunks
 from pallas_kernels.gated_delta_rule import kernels
-from pallas_kernels.gated_delta_rule.chunks import CHUNK, sum_decays, whole_chunks
 from pallas_kernels.gpus import Device, current_device
 
 # The name of the outputs and states in policies of jax.checkpoint: a policy that saves them avoids a second run.

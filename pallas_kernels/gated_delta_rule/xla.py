@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.gated_delta_rule.chunks import CHUNK, decays, sum_decays, whole_chunks
+from pallas_kernels.chunks import CHUNK, decays, sum_decays, whole_chunks
 
 
 def gated_delta_rule(

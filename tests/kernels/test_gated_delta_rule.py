@@ -22,8 +22,8 @@ from kernels.delta_cases import (
     outputs_and_gradients,
 )
 
+from pallas_kernels.chunks import CHUNK
 from pallas_kernels.gated_delta_rule import gated_delta_rule, triton, xla
-from pallas_kernels.gated_delta_rule.chunks import CHUNK
 
 BACKENDS = {"xla": xla.gated_delta_rule, "triton": partial(triton.gated_delta_rule, interpret=True)}
 every_backend = pytest.mark.parametrize("backend", BACKENDS)

@@ -41,6 +41,7 @@ FIGURES = {
     "fp8_matmul": ("xla", {"largest_error", "product_microseconds", "product_tflops", "quantized_speedup"}),
     "grouped_matmul": ("triton", {"items", "weight", "forward_tflops", "dx_error", "dw_microseconds"}),
     "gated_delta_rule": ("triton", {"largest_error", "forward_milliseconds", "both_tflops"}),
+    "mamba2_scan": ("triton", {"largest_error", "forward_milliseconds", "both_tflops"}),
     "low_precision_correct": ("products", {"y", "dx", "dW", "on_cpu", "worst_on_cpu", "native"}),
     "optimizers": ("adamw_8bit", {"milliseconds", "over_optax", "state_bytes_per_parameter", "gb_per_second"}),
     "precision_step": ("whole-fp8", {"seconds", "tokens_per_second", "tokens_per_step", "peak_gb", "remat", "losses"}),

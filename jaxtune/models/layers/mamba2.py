@@ -1,8 +1,7 @@
-"""Mamba-2 (Dao & Gu 2024, arXiv:2405.21060) as in Nemotron-H: a state space model computed in chunks.
+"""Mamba-2 (Dao & Gu 2024, arXiv:2405.21060) as in Nemotron-H: a layer with a state space model.
 
 Shape letters: b rows of the batch, s positions in a row, t earlier tokens that the convolution sees (kernel - 1), d
-features of the residual stream, h heads of p features each, g groups of r heads, n features of the state, c tokens of
-a chunk.
+features of the residual stream, h heads of p features each, g groups of heads, n features of the state.
 """
 
 from functools import partial
@@ -21,10 +20,7 @@ from jaxtune.models.layers.recurrence import RecurrentCache, convolve_heads, dra
 from jaxtune.models.mixers import Mamba2
 from jaxtune.models.spec import Layer, ModelSpec
 from jaxtune.parallel.layout import P, axes_in, by_token, gathered_entry, shards
-from pallas_kernels.gated_delta_rule.chunks import CHUNK, decays, sum_decays, whole_chunks
-from pallas_kernels.manual_axes import vary_over, varying_axes
-
-_product = partial(jnp.einsum, precision="highest")  # no TF32 on a GPU: errors in the state would carry over
+from pallas_kernels.mamba2_scan import mamba2_scan
 
 
 class _Parameters(NamedTuple):
@@ -126,80 +122,8 @@ def _recur(
     step = jnp.clip(jax.nn.softplus(dt.astype(jnp.float32) + step_bias), *net.step_limit)
     # Padding must not change the state: a step of 0 neither decays it nor writes to it.
     step = jnp.where(valid[..., None], step, 0)
-    arrays = x, step, -jnp.exp(log_rate) * step, write, read, positions == 0
-    begins = before.state is None
-    state = jnp.zeros((len(x), *x.shape[2:], net.state), jnp.float32) if begins else before.state
-    run = run_chunks if begins or x.shape[1] > 1 else run_token
-    # Zeros made here vary over no mesh axis, but the state that a scan carries must vary as its inputs do.
-    out, state = run(*vary_over(varying_axes(*arrays), *arrays, state))
-    out = (out + skip[:, None] * x).astype(x.dtype)
+    out, state = mamba2_scan(x, step, -jnp.exp(log_rate), write, read, skip, positions == 0, before.state)
     return out, RecurrentCache(tails, state)
-
-
-def run_chunks(
-    x: Float[Array, "b s h p"],
-    step: Float[Array, "b s h"],
-    log_decay: Float[Array, "b s h"],
-    write: Float[Array, "b s g n"],
-    read: Float[Array, "b s g n"],
-    starts: Bool[Array, "b s"],
-    state: Float[Array, "b h p n"],
-) -> tuple[Float[Array, "b s h p"], Float[Array, "b h p n"]]:
-    """Compute the recurrence of Mamba-2 chunk by chunk (arXiv:2405.21060, section 6); return outputs and last state.
-
-    A token decays the state S (p, n) of each head, writes to it and reads it, all in the dtype of the state:
-
-        S <- exp(log_decay) S + step x write^T;   out = S read
-
-    `write` is B and `read` is C, shared by the heads of a group. The state is zero before each token that `starts` a
-    document. The residuals are the inputs and the state before each chunk; the backward pass recomputes a chunk.
-    """
-    groups, length, dtype = write.shape[2], x.shape[1], state.dtype
-
-    @jax.checkpoint
-    def chunk(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-        *arrays, starts = inputs
-        x, step, log_decay, write, read = (array.astype(dtype) for array in arrays)
-        between, carried = decays(*sum_decays(log_decay, starts))
-        x = step[..., None] * x
-        # Inside the chunk this is attention with scores that decay; what is older is in the state.
-        scores = between * _product("bgin,bgjn->bgij", read, write)[:, :, None]
-        out = _product("bgrij,bgrjp->bgrip", scores, x)
-        out += carried[..., None] * _product("bgin,bgrpn->bgrip", read, state)
-        written = _product("bgrjp,bgjn->bgrpn", between[..., -1, :, None] * x, write)
-        return carried[..., -1, None, None] * state + written, out
-
-    def by_chunk(array: Float[Array, "b s ..."], heads: tuple[int, ...]) -> Float[Array, "chunks b ..."]:
-        """Cut positions into chunks; `heads`: sizes of the head axes, which go before the positions of a chunk."""
-        cut = whole_chunks(array, 1)
-        cut = cut.reshape(len(cut), -1, CHUNK, *heads, *array.shape[3:])
-        return jnp.moveaxis(jnp.moveaxis(cut, 1, 0), 2, 2 + len(heads))
-
-    by_group = (groups, x.shape[2] // groups)
-    arrays = [by_chunk(array, by_group) for array in (x, step, log_decay)]
-    arrays += [by_chunk(array, (groups,)) for array in (write, read)]
-    # Documents are the same for all heads: `starts` has head axes of one, which broadcast.
-    arrays.append(by_chunk(starts[..., None], (1, 1)))
-    last, out = jax.lax.scan(chunk, state.reshape(len(x), *by_group, *state.shape[2:]), tuple(arrays))
-    out = jnp.moveaxis(jnp.moveaxis(out, 4, 2), 0, 1)  # (b, chunks, c, g, r, p)
-    return out.reshape(len(x), -1, *x.shape[2:])[:, :length], last.reshape(state.shape)
-
-
-def run_token(
-    x: Float[Array, "b 1 h p"],
-    step: Float[Array, "b 1 h"],
-    log_decay: Float[Array, "b 1 h"],
-    write: Float[Array, "b 1 g n"],
-    read: Float[Array, "b 1 g n"],
-    starts: Bool[Array, "b 1"],
-    state: Float[Array, "b h p n"],
-) -> tuple[Float[Array, "b 1 h p"], Float[Array, "b h p n"]]:
-    """Compute the recurrence of `run_chunks` for one token, as decoding needs it."""
-    x, step, log_decay, write, read = (array[:, 0].astype(state.dtype) for array in (x, step, log_decay, write, read))
-    write, read = (jnp.repeat(array, x.shape[1] // array.shape[1], axis=1) for array in (write, read))
-    decay = jnp.where(starts, 0, jnp.exp(log_decay))
-    state = decay[..., None, None] * state + (step[..., None] * x)[..., None] * write[:, :, None]
-    return _product("bhpn,bhn->bhp", state, read)[:, None], state
 
 
 def _log_rates(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
