@@ -84,6 +84,25 @@ GRANITE_MOE = dict(
 GRANITE_HYBRID = GRANITE_MOE | dict(
     num_hidden_layers=2, rms_norm_eps=1e-2, mamba_n_heads=4, mamba_d_state=8, mamba_d_head=32
 )
+FALCON_H1 = dict(
+    num_hidden_layers=2,
+    head_dim=8,
+    mamba_d_ssm=96,
+    mamba_n_heads=4,
+    mamba_d_head=24,
+    mamba_d_state=8,
+    mamba_n_groups=2,
+    pad_token_id=None,
+    embedding_multiplier=2.5,
+    lm_head_multiplier=0.6,
+    key_multiplier=0.7,
+    attention_in_multiplier=1.3,
+    attention_out_multiplier=0.9,
+    ssm_in_multiplier=1.2,
+    ssm_out_multiplier=0.8,
+    ssm_multipliers=[0.6, 1.4, 0.7, 1.5, 0.9],
+    mlp_multipliers=[0.8, 1.7],
+)
 SIGLIP = dict(
     model_type="siglip_vision_model",
     hidden_size=16,
@@ -485,6 +504,7 @@ FAMILIES = {
         "Ernie4_5_MoeConfig",
         dict(moe_intermediate_size=32, moe_num_experts=4, moe_k=2, moe_layer_interval=2, pad_token_id=None),
     ),
+    "falcon_h1, attention beside Mamba-2": ("FalconH1Config", FALCON_H1),
     "gemma4_text, wide global layers": ("Gemma4TextConfig", GEMMA4 | dict(final_logit_softcapping=3.0)),
     "gemma4_text, experts, keys as values": (
         "Gemma4TextConfig",
@@ -496,6 +516,23 @@ FAMILIES = {
             num_experts=4,
             top_k_experts=2,
             moe_intermediate_size=32,
+        ),
+    ),
+    "gemma4_text, layer embeddings, shared keys and values": (
+        "Gemma4TextConfig",
+        GEMMA4
+        | dict(
+            num_hidden_layers=5,
+            layer_types=["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
+            # In float32 small heads and a large epsilon keep errors small: logits of attention have a scale of 1.
+            initializer_range=0.05,
+            rms_norm_eps=0.1,
+            head_dim=8,
+            global_head_dim=16,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=VOCABULARY,
+            num_kv_shared_layers=3,
+            use_double_wide_mlp=True,
         ),
     ),
     "gemma4, inside a model that sees": (

@@ -38,7 +38,7 @@ GEMMA3_TEXT = dict(
     hidden_size=2560, intermediate_size=10240, num_hidden_layers=6, sliding_window=1024, model_type="gemma3_text",
     rope_scaling={"factor": 8.0, "rope_type": "linear"},
 )  # fmt: skip
-# From transformers' convert_gemma4_weights.py: 26B-A4B, and 31B inside the model that sees.
+# From transformers' convert_gemma4_weights.py: 26B-A4B and 31B.
 GEMMA4_TEXT = dict(
     model_type="gemma4_text", hidden_size=2816, intermediate_size=2112, num_hidden_layers=6, num_attention_heads=16,
     num_key_value_heads=8, num_global_key_value_heads=2, attention_k_eq_v=True, head_dim=256, global_head_dim=512,
@@ -59,6 +59,15 @@ GEMMA4_12B = {key: value for key, value in GEMMA4_31B.items() if key != "hidden_
     model_type="gemma4_unified_text", hidden_size=3840, intermediate_size=15_360, num_attention_heads=16,
     num_key_value_heads=8, num_global_key_value_heads=1, num_experts=None, top_k_experts=None,
     moe_intermediate_size=None, vocab_size_per_layer_input=262_144,
+)  # fmt: skip
+# The text_config of google/gemma-4-E2B, as quoted in public code.
+GEMMA4_E2B = GEMMA4_TEXT | dict(
+    hidden_size=1536, intermediate_size=6144, num_hidden_layers=10, num_attention_heads=8, num_key_value_heads=1,
+    num_global_key_value_heads=None, attention_k_eq_v=False, enable_moe_block=False, num_experts=None,
+    top_k_experts=None, moe_intermediate_size=None, expert_intermediate_size=None, sliding_window=512,
+    max_position_embeddings=131_072, use_bidirectional_attention=None, hidden_size_per_layer_input=256,
+    vocab_size_per_layer_input=262_144, num_kv_shared_layers=5, use_double_wide_mlp=True,
+    layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 2,
 )  # fmt: skip
 QWEN3_5 = _form(
     2048, 6144, 4, 8, 2, 248_320, 262_144, **DELTA | dict(tie_word_embeddings=True), mtp_num_hidden_layers=1,
@@ -189,7 +198,7 @@ FORMS: dict[str, dict[str, Any]] = {
         layer_types=["sliding_attention"] * 5 + ["full_attention"],
     ),
     "gemma4_text": GEMMA4_TEXT,
-    "gemma4": dict(text_config=GEMMA4_31B, image_token_id=258_880, audio_config=None),
+    "gemma4": dict(text_config=GEMMA4_E2B, image_token_id=258_880, audio_config=None),
     "gemma4_unified_text": GEMMA4_12B,
     "gemma4_unified": dict(text_config=GEMMA4_12B, tie_word_embeddings=True, video_token_id=258_884),
     "gemma3": dict(text_config=GEMMA3_TEXT, mm_tokens_per_image=256, boi_token_index=255_999, initializer_range=0.02),
@@ -329,6 +338,18 @@ FORMS: dict[str, dict[str, Any]] = {
         rope_parameters=dict(rope_theta=None, rope_type="default"), linear_num_key_heads=30, linear_num_value_heads=30,
         linear_key_head_dim=96, linear_value_head_dim=192, linear_conv_kernel_dim=4, linear_use_gate=True,
         linear_allow_neg_eigval=True, layer_types=["linear_attention"] * 3 + ["full_attention"],
+    ),
+    # The config of Falcon-H1-0.5B, as quoted in public code.
+    "falcon_h1": _form(
+        1024, 2048, 2, 8, 2, 32_784, 16_384, head_dim=64, rms_norm_eps=1e-5, rope_theta=1e11, rope_scaling=None,
+        attention_bias=False, mlp_bias=False, projectors_bias=False, attn_layer_indices=None, tie_word_embeddings=False,
+        mamba_d_ssm=1536, mamba_chunk_size=128, mamba_conv_bias=True, mamba_d_conv=4, mamba_d_head=64,
+        mamba_d_state=128, mamba_expand=2, mamba_n_groups=1, mamba_n_heads=24, mamba_norm_before_gate=False,
+        mamba_proj_bias=False, mamba_rms_norm=False, mamba_use_mlp=True, embedding_multiplier=5.656854249492381,
+        lm_head_multiplier=0.0390625, key_multiplier=0.390625, attention_in_multiplier=1.0,
+        attention_out_multiplier=0.9375, ssm_in_multiplier=1.25, ssm_out_multiplier=0.23570226039551587,
+        mlp_multipliers=[0.8838834764831844, 0.5859375],
+        ssm_multipliers=[0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
     ),
     "seed_oss": _form(
         5120, 27_648, 4, 80, 8, 155_136, 524_288, head_dim=128, rope_theta=1e7, rope_scaling={"rope_type": "default"},

@@ -102,15 +102,23 @@ def write_config(
     written |= dict.fromkeys(dtypes & config.keys() or {"dtype"}, dtype)
     if "text_config" in config:
         text = config["text_config"]
-        written["text_config"] = text | dict.fromkeys(dtypes & text.keys(), dtype) | {"vocab_size": vocabulary}
+        written["text_config"] = text | dict.fromkeys(dtypes & text.keys(), dtype) | _vocabularies(text, vocabulary)
     else:
-        written["vocab_size"] = vocabulary
+        written |= _vocabularies(config, vocabulary)
     written |= changes or {}
     target.mkdir(parents=True, exist_ok=True)
     if written == saved:
         shutil.copyfile(source / "config.json", target / "config.json")
     else:
         (target / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+
+
+def _vocabularies(config: Mapping[str, Any], vocabulary: int) -> dict[str, int]:
+    """Return the entries of a config that say the number of tokens, with another number."""
+    further = "vocab_size_per_layer_input"
+    return dict.fromkeys(
+        ["vocab_size", *[further] * (further in config and config[further] == config["vocab_size"])], vocabulary
+    )
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

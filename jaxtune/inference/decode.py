@@ -16,7 +16,7 @@ from jaxtune.models.decoder import Decoder, inputs_of
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers import recurrence, short_conv
 from jaxtune.models.layers.attend import attend_cached
-from jaxtune.models.mixers import DeltaNet, Mamba2, Mixer, ShortConv
+from jaxtune.models.mixers import DeltaNet, Heads, Hybrid, Mamba2, Mixer, ShortConv
 from jaxtune.models.score import logits
 from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel.layout import P, Rules, by_head, by_token
@@ -83,7 +83,9 @@ def empty_cache(spec: ModelSpec, batch: int, length: int, dtype: jnp.dtype) -> A
     rows, _, heads, _ = by_head()
 
     def zeros(repeats: int, mixer: Mixer | None) -> Any:
-        if mixer is None:
+        if isinstance(mixer, Hybrid):
+            return zeros(repeats, mixer.attention), zeros(repeats, mixer.mamba)
+        if mixer is None or (isinstance(mixer, Heads) and mixer.takes is not None):
             return None
         if isinstance(mixer, DeltaNet | Mamba2):
             shapes, spec = recurrence.memory(mixer, batch, dtype), P(None, rows)

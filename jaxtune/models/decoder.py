@@ -22,14 +22,15 @@ from jaxtune.models.layers.attention import Attend, Attention, Inputs
 from jaxtune.models.layers.delta_net import GatedDeltaNet
 from jaxtune.models.layers.experts import ExpertsLayer
 from jaxtune.models.layers.latent_attention import LatentAttention
-from jaxtune.models.layers.linear import EXPERT_PRODUCT, FFN_PRODUCT, PRODUCT, QKV_PRODUCT, Linear
+from jaxtune.models.layers.layer_embedding import EmbeddingGate, LayerEmbeddings
+from jaxtune.models.layers.linear import EXPERT_PRODUCT, FFN_PRODUCT, PRODUCT, QKV_PRODUCT, Linear, scale
 from jaxtune.models.layers.lookup import lookup
 from jaxtune.models.layers.mamba2 import Mamba2Mixer
 from jaxtune.models.layers.mlp import MLP
 from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.layers.rope import rotation
 from jaxtune.models.layers.short_conv import GatedShortConv
-from jaxtune.models.mixers import DeltaNet, Heads, Mamba2, ShortConv
+from jaxtune.models.mixers import DeltaNet, Heads, Hybrid, Mamba2, ShortConv
 from jaxtune.models.spec import Experts, FeedForward, Layer, ModelSpec, StackSpec
 from jaxtune.parallel.layout import GATHERED, P, by_residual, by_token
 from jaxtune.parallel.offload import copy_to_device
@@ -65,16 +66,24 @@ class Block(nnx.Module):
         def norm(slot: Any, *places: str) -> NormLayer | None:
             return NormLayer(spec.hidden, spec.norm) if slot is not None and layer.norms in places else None
 
-        mixer, slot = layer.mixer, layer.feed_forward
-        self.attention_norm = norm(mixer, "before", "both", "shared")
-        self.attention = _attention(spec, layer, mixer) if isinstance(mixer, Heads) else None
-        self.delta_net = GatedDeltaNet(spec, layer, mixer) if isinstance(mixer, DeltaNet) else None
-        self.mamba = Mamba2Mixer(spec, layer, mixer) if isinstance(mixer, Mamba2) else None
-        self.short_conv = GatedShortConv(spec, layer, mixer) if isinstance(mixer, ShortConv) else None
-        self.attention_out_norm = norm(mixer, "after", "both")
+        slot = layer.feed_forward
+        self.attention_norm = norm(layer.mixer, "before", "both", "shared")
+        mixers = {type(mixer): mixer for mixer in layer.mixers}
+
+        def module(kind: type, of: Callable[..., Any]) -> Any:
+            return of(spec, layer, mixers[kind]) if kind in mixers else None
+
+        self.attention = module(Heads, _attention)
+        self.delta_net = module(DeltaNet, GatedDeltaNet)
+        self.mamba = module(Mamba2, Mamba2Mixer)
+        self.short_conv = module(ShortConv, GatedShortConv)
+        self.attention_out_norm = norm(layer.mixer, "after", "both")
         self.mlp_norm = norm(slot, "before", "both")
         self.mlp = _feed_forward(spec, layer, slot)
         self.mlp_out_norm = norm(slot, "after", "both")
+        activation = slot.activation if slot is not None and spec.layer_embedding else None
+        self.embedding_gate = None if activation is None else EmbeddingGate(spec, layer, activation)
+        self.embedding_out_norm = None if activation is None else NormLayer(spec.hidden, spec.norm)
         self.scale = declare_parameter((1,), (None,), nnx.initializers.ones, "constant") if layer.scaled else None
         self.layer = layer
 
@@ -85,10 +94,9 @@ class Block(nnx.Module):
         # Between mixer and feed-forward, x may also be sharded by position over the tensor axis (Rules.residual). The
         # reshard before each is then an all-gather, and the one in _add a reduce-scatter.
         normed, sums = x, {}
-        mixer: Any = self.attention or self.delta_net or self.mamba or self.short_conv  # at most one is set
-        if mixer is not None:
+        if self.layer.mixer is not None:
             normed = jax.reshard(_apply_norm(x, self.attention_norm), by_token(None))
-            y, cache = mixer(normed, inputs, cache, call)
+            y, cache = self._mix(normed, inputs, cache, call)
             x = self._add(x, y, self.attention_out_norm, call, "mixer")
         if self.mlp is not None:
             if self.layer.norms != "shared":  # "shared": the feed-forward takes the mixer's normed input (Cohere)
@@ -98,9 +106,27 @@ class Block(nnx.Module):
             else:
                 y, sums = self.mlp(normed, call, inputs.valid, x)
             x = self._add(x, y, self.mlp_out_norm, call, "feed-forward")
+        if self.embedding_gate is not None and inputs.layer_embeddings is not None:
+            y = self.embedding_gate(jax.reshard(x, by_token(None)), inputs.layer_embeddings, call)
+            x = self._add(x, y, self.embedding_out_norm, call, "embedding")
         if self.scale is not None:
             x *= jax.reshard(self.scale.get_value().astype(x.dtype), P(None))
         return x, cache, sums
+
+    def _mix(
+        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: ForwardOptions
+    ) -> tuple[Float[Array, "b s d"], Any]:
+        """Return the output of the layer's mixer, or the sum of two; a cache of two is a pair."""
+        hybrid = self.layer.mixer
+        if not isinstance(hybrid, Hybrid):
+            mixer: Any = self.attention or self.delta_net or self.mamba or self.short_conv  # one is set
+            return mixer(x, inputs, cache, call)
+        assert self.attention is not None and self.mamba is not None
+        (into, out), (into_mamba, out_mamba) = hybrid.attention_factors, hybrid.mamba_factors
+        of_attention, of_mamba = (None, None) if cache is None else cache
+        y, of_attention = self.attention(scale(x, into), inputs, of_attention, call)
+        z, of_mamba = self.mamba(scale(x, into_mamba), inputs, of_mamba, call)
+        return scale(z, out_mamba) + scale(y, out), (of_attention, of_mamba)
 
     def _add(self, x: Array, y: Array, norm: NormLayer | None, call: ForwardOptions, name: str) -> Array:
         y = _apply_norm(jax.reshard(y, by_residual()), norm)
@@ -180,8 +206,9 @@ class Stack(nnx.Module):
     ) -> tuple[Any, Any, Sums]:
         """Return the activations after the stack, (b, s, d) or those of a `Predictor`, its cache and its sums.
 
-        The cache has a tuple entry per layer of the period, whose leaves have a leading axis of `repeats`. numbers: the
-        layer number of the first layer of each repeat; None: the whole stack's.
+        The cache has a tuple entry per layer of the period, whose leaves have a leading axis of `repeats`; without one,
+        only layers that keep keys and values for later ones return any. numbers: the layer number of the first layer of
+        each repeat; None: the whole stack's.
         """
         numbers = jnp.array(self.stack.layer_numbers(0)) if numbers is None else numbers
         # The arrays are split from the modules for the scan, so that a period is traced and compiled once, for any
@@ -191,15 +218,16 @@ class Stack(nnx.Module):
             adapters = jax.tree.map(lambda a: a.astype(call.dtype), adapters)  # once, not in each layer of each pass
 
         def repeat(x, scanned):
-            adapters, weights, cache, number = scanned
+            adapters, weights, cache, number, embeddings = scanned
             weights = copy_to_device(weights)  # from host memory, if they are offloaded
             x = checkpoint_name(x, INPUT)
             after, sums = [], []
             for position, block in enumerate(nnx.merge(graph, adapters, weights)):
-                x, layer_cache, emitted = block(x, inputs, cache and cache[position], call.layer(number + position))
+                of_layer = inputs._replace(layer_embeddings=None if embeddings is None else embeddings[position])
+                x, layer_cache, emitted = block(x, of_layer, cache and cache[position], call.layer(number + position))
                 after.append(layer_cache)
                 sums.append(emitted)
-            return x, (tuple(after) if cache else None, join_sums(sums, jnp.stack))
+            return x, (tuple(after), join_sums(sums, jnp.stack))
 
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[*SAVED_NAMES[call.remat], *[GATHERED] * call.keep_gathered],
@@ -213,8 +241,23 @@ class Stack(nnx.Module):
         prevent_cse = call.unroll and call.remat != "none"
         repeat = jax.checkpoint(repeat, policy=policy, prevent_cse=prevent_cse)
         unroll = len(numbers) if call.unroll else 1
-        x, (cache, sums) = jax.lax.scan(repeat, x, (adapters, weights, cache, numbers), unroll=unroll)
+        scanned = (adapters, weights, cache, numbers, self._by_repeat(inputs.layer_embeddings))
+        x, (cache, sums) = jax.lax.scan(repeat, x, scanned, unroll=unroll)
         return x, cache, {name: _by_layer(value) for name, value in sums.items()}
+
+    def _by_repeat(self, embeddings: Float[Array, "l b s f"] | None) -> Float[Array, "repeats period b s f"] | None:
+        if embeddings is None:
+            return None
+        first, length = self.stack.first, len(self.stack.period)
+        part = embeddings[first : first + self.stack.repeats * length]
+        out = P(None, *jax.typeof(part).sharding.spec)
+        return jnp.reshape(part, (self.stack.repeats, length, *part.shape[1:]), out_sharding=out)
+
+    def kept(self, cache: Any) -> dict[str, Any]:
+        """Return the caches that layers keep for later ones (`Heads.keeps`), by name; `cache`: of all layers."""
+        of_layers = zip([layer.mixer for layer in self.stack.period], cache, strict=True)
+        named = {mixer.keeps: one for mixer, one in of_layers if isinstance(mixer, Heads) and mixer.keeps is not None}
+        return {name: jax.tree.map(lambda leaf: leaf[-1], one) for name, one in named.items()}
 
 
 def join_sums(sums: list[Sums], join: Callable[[list[Array]], Array]) -> Sums:
@@ -257,6 +300,7 @@ class Decoder(nnx.Module):
     def __init__(self, spec: ModelSpec):
         self.spec = spec
         self.embed = Embedding(spec)
+        self.layer_embeddings = LayerEmbeddings(spec) if spec.layer_embedding else None
         self.stacks = nnx.List([Stack(spec, stack) for stack in spec.stacks])
         self.norm = NormLayer(spec.hidden, spec.norm)
         self.head = ClassifierHead(spec) if spec.labels else None if spec.tied else Embedding(spec)
@@ -288,6 +332,7 @@ class Decoder(nnx.Module):
         after, sums = [], []
         for number in range(len(self.stacks))[part]:
             x, stack_cache, emitted = self.stacks[number](x, inputs, cache and cache[number], call)
+            inputs = inputs._replace(kept={**inputs.kept, **self.stacks[number].kept(stack_cache)})
             after.append(stack_cache)
             sums.append(emitted)
         return x, (tuple(after) if cache else None), join_sums(sums, jnp.concatenate)
@@ -296,7 +341,10 @@ class Decoder(nnx.Module):
         self, tokens: Int[Array, "b s"], inputs: Inputs, call: ForwardOptions, cache: Any = None
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
         """Return the hidden states for the head, the updated cache, and the sums of all layers."""
-        x, cache, sums = self.run(self.embed_tokens(tokens, call), inputs, call, cache)
+        x = self.embed_tokens(tokens, call)
+        if self.layer_embeddings is not None:
+            inputs = inputs._replace(layer_embeddings=self.layer_embeddings(tokens, x, call))
+        x, cache, sums = self.run(x, inputs, call, cache)
         return self.apply_final_norm(x), cache, sums
 
     @jax.named_scope("mtp")
@@ -342,8 +390,9 @@ def inputs_of(
     place: Int[Array, "b s"] | None = None,
 ) -> Inputs:
     """Make the inputs that all layers of a decoder share; each rope is computed once."""
-    mixers = dict.fromkeys(layer.mixer for layer in spec.every_layer if isinstance(layer.mixer, Heads))
-    ropes = dict.fromkeys((mixer.rope, mixer.rotated) for mixer in mixers if mixer.rope is not None)
+    mixers = dict.fromkeys(mixer for layer in spec.every_layer for mixer in layer.mixers)
+    heads = [mixer for mixer in mixers if isinstance(mixer, Heads)]
+    ropes = dict.fromkeys((mixer.rope, mixer.rotated) for mixer in heads if mixer.rope is not None)
     rotations = {(rope, width): rotation(rope, width, positions) for rope, width in ropes}
     return Inputs(rotations, attend, positions, valid, place)
 

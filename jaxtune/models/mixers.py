@@ -77,6 +77,8 @@ class Heads:
         gated: whether a head's output is multiplied by a sigmoid of a projection of the layer's input, and where its
             weight is: "fused" with the weight of the queries (Qwen3-Next) or "separate" (Trinity); None: no gate.
         latent: the latents of `LatentAttention`, which then computes the layer; None: plain attention.
+        keeps: the name by which later layers find this layer's keys and values; None: no layer takes them.
+        takes: the name of the keys and values of an earlier layer, in place of own ones (Gemma 4 E2B); None: own ones.
         kv_whole: whether keys and values are replicated although queries are sharded, because there are fewer key and
             value heads than devices.
     """
@@ -95,11 +97,15 @@ class Heads:
     sinks: bool = False
     gated: Literal["fused", "separate"] | None = None
     latent: Latent | None = None
+    keeps: str | None = None
+    takes: str | None = None
     kv_whole: bool = False
 
     def __post_init__(self):
         if self.latent is not None and (self.qk_norm or self.v_norm or self.sinks or self.gated):
             raise ValueError(f"latent attention has no norms of heads, sinks or gates: {self}")
+        if (self.keeps or self.takes) and (self.latent is not None or (self.keeps and self.takes)):
+            raise ValueError(f"latent attention does not keep or take keys and values, and no layer does both: {self}")
 
     @property
     def rotated(self) -> int:
@@ -175,6 +181,8 @@ class Mamba2:
         bias: whether the projections have biases.
         step_limit: bounds of the step size dt.
         steps: random step sizes; by default as in the paper's implementation.
+        factors: factors on the projections z, x, B, C and dt (Falcon-H1).
+        normed: whether the gated output is normalised.
         groups_whole: whether B and C are replicated although heads are sharded, because devices do not divide the
             groups.
     """
@@ -188,6 +196,8 @@ class Mamba2:
     bias: bool = False
     step_limit: tuple[float, float] = (0.0, math.inf)
     steps: RandomSteps = RandomSteps(1e-3, 0.1, 1e-4)
+    factors: tuple[float, ...] = (1.0,) * 5
+    normed: bool = True
     groups_whole: bool = False
 
     def __post_init__(self):
@@ -220,4 +230,20 @@ class ShortConv:
     bias: bool = False
 
 
-Mixer = Heads | DeltaNet | Mamba2 | ShortConv
+@dataclass(frozen=True)
+class Hybrid:
+    """The mixer of a layer: attention and Mamba-2 of the same input, whose outputs are added (Falcon-H1).
+
+    Attributes:
+        attention, mamba: the two mixers.
+        attention_factors, mamba_factors: factors on the input and on the output of each.
+    """
+
+    attention: Heads
+    mamba: Mamba2
+    attention_factors: tuple[float, float] = (1.0, 1.0)
+    mamba_factors: tuple[float, float] = (1.0, 1.0)
+
+
+OneMixer = Heads | DeltaNet | Mamba2 | ShortConv
+Mixer = OneMixer | Hybrid

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jaxtune.models.declared import Init, Kind
 from jaxtune.models.decoder import Decoder, Parameters, block_of
 from jaxtune.models.families import names_of
-from jaxtune.models.mixers import DeltaNet, Heads, Mamba2, Mixer, ShortConv
+from jaxtune.models.mixers import DeltaNet, Heads, Mamba2, OneMixer, ShortConv
 from jaxtune.models.places import Place, Tensor
 from jaxtune.models.spec import Experts, Layer, ModelSpec, Treatment
 from jaxtune.parallel.layout import RULES, Axes, axes_in, axes_of, by_head, sharding
@@ -163,9 +163,11 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
     ]
     records = {}
     for prefix, layers, layer, staged in [("", (), None, False), *inside]:
-        # An empty prefix would match all names: outside the layers are only those that the family lists in full.
+        apart = ("stacks.", "mtp.") if layer is None else ()  # an empty prefix would match all names
         in_prefix = {
-            n.removeprefix(prefix): one for n, one in declared.items() if n.startswith(prefix or tuple(outside))
+            n.removeprefix(prefix): one
+            for n, one in declared.items()
+            if n.startswith(prefix) and not n.startswith(apart)
         }
         names = outside if layer is None else names_of(spec, layer)
         treatments = dict(spec.treatments if layer is None else layer.treatments)
@@ -350,11 +352,11 @@ def draw_parameter(parameter: Parameter, key: Array) -> Array:
 def find_undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: jax.sharding.Mesh) -> list[str]:
     """Return complaints about dimensions that the mesh does not divide, each with sizes that would fit."""
     rules, divided = RULES.value, set()
-    mixers = {layer.mixer for layer in spec.every_layer if layer.mixer is not None}
+    mixers = {mixer for layer in spec.every_layer for mixer in layer.mixers}
     for stack in spec.stacks:
         # Layers in a pipeline see a mesh without the axis of stages, and that decides how heads are divided.
         with RULES(rules.apart("stage") if stack.stages > 1 else rules):
-            divided |= {("heads", *_mixed_heads(layer.mixer)) for layer in stack.period if layer.mixer}
+            divided |= {("heads", *_mixed_heads(mixer)) for layer in stack.period for mixer in layer.mixers}
     for layout in {rules.parameters, rules.gradients, rules.optimizer}:
         # A head is never split, so the number of heads must be divided, not the number of their features.
         divided |= {(name, size, axes_of(name, layout)) for mixer in mixers for name, size in _heads(mixer)}
@@ -366,7 +368,7 @@ def find_undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: j
     return list(dict.fromkeys(complaint for complaint in complaints if complaint))
 
 
-def _heads(mixer: Mixer) -> list[tuple[str, int]]:
+def _heads(mixer: OneMixer) -> list[tuple[str, int]]:
     """Return the logical names of a mixer's heads, or of its channels, and their numbers."""
     if isinstance(mixer, ShortConv):
         return [("heads", mixer.channels)]
@@ -377,7 +379,7 @@ def _heads(mixer: Mixer) -> list[tuple[str, int]]:
     return [("heads", mixer.heads), *[("kv_heads", mixer.kv_heads)] * (not mixer.kv_whole)]
 
 
-def _mixed_heads(mixer: Mixer) -> tuple[int, Axes]:
+def _mixed_heads(mixer: OneMixer) -> tuple[int, Axes]:
     """Return the number of heads or channels that are mixed independently, and the mesh axes that divide them.
 
     Key and value heads need not be divided: they are repeated if there are fewer.

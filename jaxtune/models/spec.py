@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxtune.models.mixers import Mixer
+from jaxtune.models.mixers import Heads, Hybrid, Mixer, OneMixer
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,16 @@ class FeedForward:
         bias: whether its linear layers have biases.
         activation: the activation; "relu2": the square of relu (Primer, So et al. 2021).
         gated: True: down(activation(gate(x)) * up(x)); False: down(activation(up(x))).
+        gate_factor: factor on the gate before its activation (Falcon-H1).
+        out_factor: factor on the output.
     """
 
     size: int
     bias: bool = False
     activation: Activation = "silu"
     gated: bool = True
+    gate_factor: float = 1.0
+    out_factor: float = 1.0
 
 
 ROUTER_EPSILON = 1e-20  # added to a sum of scores that divides them, as in transformers
@@ -152,8 +156,8 @@ class Layer:
     Consecutive equal layers are stacked and scanned; a different layer starts a new stack.
 
     Attributes:
-        mixer: the layer's attention, delta net, Mamba-2 or short convolution; None: the layer is only a feed-forward
-            (Nemotron-H).
+        mixer: the layer's attention, delta net, Mamba-2 or short convolution, or two of them; None: the layer is only a
+            feed-forward (Nemotron-H).
         feed_forward: the layer's feed-forward layer or experts; None: the layer is only a mixer.
         treatments: treatments of its parameters.
         norms: "before" the mixer and the feed-forward layer, "after" them (OLMo 2), or "both" (Gemma 2); "shared": one
@@ -176,6 +180,13 @@ class Layer:
         if not slots or (len(slots) == 1 and self.norms == "shared"):
             raise ValueError(f"a layer has a mixer or a feed-forward, and both if they share a norm: {self}")
 
+    @property
+    def mixers(self) -> tuple[OneMixer, ...]:
+        """The mixer, or the two of a `Hybrid`; () if the layer has none."""
+        if isinstance(self.mixer, Hybrid):
+            return self.mixer.attention, self.mixer.mamba
+        return () if self.mixer is None else (self.mixer,)
+
     def treatment(self, parameter: str) -> Treatment:
         """Return the treatment of a parameter, by its name in the layer."""
         return dict(self.treatments).get(parameter, Treatment())
@@ -196,6 +207,7 @@ class ModelSpec:
         initializer_range: standard deviation of random weights.
         treatments: treatments of the parameters outside the layers.
         embedding_scale: factor on the embeddings, rounded to their dtype (Gemma).
+        layer_embedding: features of a token's further embedding for each layer (`LayerEmbeddings`); 0: none.
         logit_scale: factor on the logits, applied to the head's input.
         logit_cap: bounds the logits to cap * tanh(logits / cap) (Gemma 2).
         router_loss: weight of the load-balancing loss, if there are experts.
@@ -220,6 +232,7 @@ class ModelSpec:
     initializer_range: float = 0.02
     treatments: Treatments = ()
     embedding_scale: float = 1.0
+    layer_embedding: int = 0
     logit_scale: float = 1.0
     logit_cap: float | None = None
     router_loss: float = 0.0
@@ -253,7 +266,18 @@ class ModelSpec:
     @property
     def has_adapters(self) -> bool:
         """Whether any parameter has an adapter."""
-        return any(treatment.adapter is not None for layer in self.every_layer for _, treatment in layer.treatments)
+        every = (self.treatments, *(layer.treatments for layer in self.every_layer))
+        return any(treatment.adapter is not None for treatments in every for _, treatment in treatments)
+
+    @property
+    def crosses_layers(self) -> bool:
+        """Whether layers take more from outside than the residual stream: embeddings of their own, keys and values."""
+        mixers = (mixer for layer in self.layers for mixer in layer.mixers)
+        return self.layer_embedding > 0 or any(isinstance(one, Heads) and one.takes is not None for one in mixers)
+
+    def treatment(self, parameter: str) -> Treatment:
+        """Return the treatment of a parameter outside the layers."""
+        return dict(self.treatments).get(parameter, Treatment())
 
 
 def with_every_layer(spec: ModelSpec, layers: Iterable[Layer]) -> ModelSpec:

@@ -73,7 +73,7 @@ def select_linears(spec: ModelSpec, options: QuantOptions | PrecisionOptions, se
     excluded = frozenset()
     if options.exclude is not None:
         excluded = select(options.exclude, known, f"{section}.exclude", not_linears(spec))
-    layers = {*range(options.skip_first_layers, len(spec.layers) - options.skip_last_layers)}
+    layers = {None, *range(options.skip_first_layers, len(spec.layers) - options.skip_last_layers)}
     layers |= {*range(len(spec.layers), len(spec.every_layer))}
     chosen = {name for name, (site, *_) in known.items() if site.layer in layers and name not in excluded}
     if not chosen:

@@ -3,7 +3,8 @@
 Sources of the mixtures: the defaults of transformers 5.24 are the sizes of Mixtral-8x7B, DeepSeek-V3, gpt-oss-120b and
 GLM-4.5-Air, except the head_dim and attention_bias of the last (tests/published_configs.py has its published form).
 Qwen3-30B-A3B and Qwen3-235B-A22B were compared with MindSpeed-RL's configs/model/qwen3_*.yaml, and gpt-oss-20b (24
-layers, 32 experts) with Nebius' cookbook. Gemma 4 is in transformers' convert_gemma4_weights.py. Qwen3.5-27B was
+layers, 32 experts) with Nebius' cookbook. Gemma 4 is in transformers' convert_gemma4_weights.py, and its E2B and
+E4B were compared with their config.json as quoted in public code. Qwen3.5-27B was
 compared with slime's scripts/models/qwen3.5-27B.sh, and Nemotron-3 Nano with its config.json in jax-llm-examples.
 Weights are planned in `model.dtype`, also those that the hub has in MXFP4 or FP8, unless quant.format says otherwise.
 """
@@ -64,6 +65,10 @@ _KINDS: dict[str, dict[str, Any]] = {
         "hybrid_override_pattern": "MEMEM*E" + 4 * "MEMEM*E" + "MEMEMEM*E" + "MEMEMEME",
     },
 }  # fmt: skip
+_GEMMA4_E = {
+    "max_position_embeddings": 131_072, "sliding_window": 512, "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 256,
+}  # fmt: skip
 _DECODERS = {"gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text"}  # models that see: the decoder is in `text_config`
 _SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads",
           "vocab_size", "tie_word_embeddings")  # fmt: skip
@@ -120,6 +125,12 @@ _MODELS: dict[str, tuple[str, tuple[int, int, int, int, int, int, bool], dict[st
         {"num_global_key_value_heads": 2, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
          "moe_intermediate_size": 704},
     ),
+    "google/gemma-4-E2B": (
+        "gemma4", (1536, 35, 6144, 8, 1, 262_144, True),
+        _GEMMA4_E | {"num_kv_shared_layers": 20, "use_double_wide_mlp": True,
+                     "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7},
+    ),
+    "google/gemma-4-E4B": ("gemma4", (2560, 42, 10_240, 8, 2, 262_144, True), _GEMMA4_E | {"num_kv_shared_layers": 18}),
     "Qwen/Qwen3.5-9B": ("qwen3_5", (4096, 32, 12_288, 16, 4, 248_320, False), {"linear_num_value_heads": 32}),
     "Qwen/Qwen3.5-27B": ("qwen3_5", (5120, 64, 17_408, 24, 4, 248_320, False), {"linear_num_value_heads": 48}),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (

@@ -38,7 +38,8 @@ def spec_of(
                     f"model.overrides: {'.'.join(names)}: config.json has no {name}, and {spec.family} reads none; "
                     f"nearest: {near[0]}"
                 )
-    has_rope = any(isinstance(layer.mixer, Heads) and layer.mixer.rope is not None for layer in spec.layers)
+    mixers = [mixer for layer in spec.layers for mixer in layer.mixers]
+    has_rope = any(isinstance(mixer, Heads) and mixer.rope is not None for mixer in mixers)
     for option in ("rope_scaling", "max_positions"):
         if getattr(model, option) is not None and not has_rope:
             raise UserError(f"model.{option}: this {spec.family} has no rotary embeddings to stretch; leave it out")

@@ -4,12 +4,13 @@ import dataclasses
 import logging
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
-from jaxtune.models.mixers import DeltaNet, Heads, Mamba2
+from jaxtune.models.mixers import DeltaNet, Heads, Hybrid, Mamba2, OneMixer
 from jaxtune.models.parameters import Parameter, find_undivided, undivided_blocks
 from jaxtune.models.spec import Layer, ModelSpec, with_every_layer
 from jaxtune.parallel.layout import RULES, axes_of, shards
@@ -33,20 +34,38 @@ def fit_to_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh, config: Config) -> Mod
     """
     parts = shards(axes_of("kv_heads"), mesh)
 
+    def replicate(mixer: OneMixer) -> OneMixer:
+        match mixer:
+            case Mamba2():
+                return dataclasses.replace(mixer, groups_whole=bool(mixer.groups % parts))
+            # Numbers of heads that devices do not divide are refused later (`find_undivided`).
+            case Heads() if not (mixer.latent or mixer.kv_heads >= parts or parts % mixer.kv_heads):
+                return dataclasses.replace(mixer, kv_whole=True)
+        return mixer
+
     def replicate_kv(layer: Layer) -> Layer:
-        mixer = layer.mixer
-        if isinstance(mixer, Mamba2):
-            return dataclasses.replace(layer, mixer=dataclasses.replace(mixer, groups_whole=bool(mixer.groups % parts)))
-        # Numbers of heads that devices do not divide are refused later (`find_undivided`).
-        if not isinstance(mixer, Heads) or mixer.latent or mixer.kv_heads >= parts or parts % mixer.kv_heads:
-            return layer
-        return dataclasses.replace(layer, mixer=dataclasses.replace(mixer, kv_whole=True))
+        match layer.mixer:
+            case None:
+                return layer
+            case Hybrid(attention=attention, mamba=mamba) as both:
+                mixer: Any = dataclasses.replace(both, attention=replicate(attention), mamba=replicate(mamba))
+            case one:
+                mixer = replicate(one)
+        return dataclasses.replace(layer, mixer=mixer)
 
     stages, chunks = mesh.shape["stage"], config.parallel.virtual_stages
+    if stages > 1 and spec.crosses_layers:
+        raise UserError(
+            f"mesh.stage={stages}: layers of this {spec.family} take embeddings of their own, or keys and values of "
+            "earlier layers, which pipeline stages do not pass on; use mesh.fsdp"
+        )
     spec = with_every_layer(
         dataclasses.replace(spec, stages=stages, chunks=chunks), map(replicate_kv, spec.every_layer)
     )
-    name, recurrent = config.optim.name, any(isinstance(layer.mixer, DeltaNet | Mamba2) for layer in spec.layers)
+    name, recurrent = (
+        config.optim.name,
+        any(isinstance(mixer, DeltaNet | Mamba2) for layer in spec.layers for mixer in layer.mixers),
+    )
     if stages > 1 and config.optim.properties.for_matrices and recurrent and jax.__version_info__ < (0, 11):
         raise UserError(
             f"mesh.stage={stages}: with optim.name={name!r} and recurrent layers XLA of jax {jax.__version__} "

@@ -18,9 +18,9 @@ from jaxtune.host import plugins
 from jaxtune.lora.inject import inject
 from jaxtune.lora.lora import FROM_WEIGHT, LoRA
 from jaxtune.models import families
-from jaxtune.models.mixers import DeltaNet, Heads, Mamba2
+from jaxtune.models.mixers import DeltaNet, Heads, Mamba2, OneMixer
 from jaxtune.models.parameters import Parameter, declare
-from jaxtune.models.spec import Experts, Layer, ModelSpec, classifier
+from jaxtune.models.spec import Experts, ModelSpec, classifier
 from jaxtune.models.treatment import freeze, freeze_body, freeze_corrections, multiply, select_linears, treat_sites
 from jaxtune.models.treatment import linears as linears_by_name
 from jaxtune.monitor.throughput import Work
@@ -141,11 +141,12 @@ class Model:
     def work(self, seq_len: int) -> Work:
         """Return the work of a token: the active experts and the head's product count, embedding lookups do not."""
         matrices = {name: p for name, p in self.parameters.items() if len(p.matrix) == 2}
+        matrices.pop("layer_embeddings.weight", None)  # only looked up
         if not self.spec.tied:
             # An untied embedding is only looked up; a tied one is also the head's matrix.
             matrices.pop("embed.weight")
-        mixers = [layer.mixer for layer in self.spec.every_layer if isinstance(layer.mixer, Heads)]
-        recurrence = sum(_state_accesses(layer) for layer in self.spec.layers)
+        mixers = [one for layer in self.spec.every_layer for one in layer.mixers if isinstance(one, Heads)]
+        recurrence = sum(_state_accesses(mixer) for layer in self.spec.layers for mixer in layer.mixers)
         windows = {mixer.window for mixer in mixers}
         # Each multi-token-prediction module multiplies by the head once more.
         times = {name: 1 + len(self.spec.mtp) * (p.kind == "table") for name, p in matrices.items()}
@@ -169,13 +170,13 @@ class Model:
         return math.prod(parameter.shape) // experts.count * experts.active
 
 
-def _state_accesses(layer: Layer) -> int:
-    """Return the products of a token with a layer's recurrent state; 0 if it has none.
+def _state_accesses(mixer: OneMixer) -> int:
+    """Return the products of a token with a mixer's recurrent state; 0 if it has none.
 
     A token of a delta net reads the state twice and writes it once; one of Mamba-2 writes it and reads it. These are
     products of activations, which have two gradients as trained weights have.
     """
-    match layer.mixer:
+    match mixer:
         case DeltaNet() as net:
             return 3 * math.prod(net.state_shape)
         case Mamba2() as net:

@@ -19,10 +19,10 @@ from tiny import layer, read_model, spec, write_model_folder
 from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, TrainOptions
 from jaxtune.exports.write import export_full
 from jaxtune.lora.options import LoraOptions
-from jaxtune.models.mixers import DeltaNet, Heads, Latent, Mamba2, Rope, ShortConv
+from jaxtune.models.mixers import DeltaNet, Heads, Hybrid, Latent, Mamba2, Rope, ShortConv
 from jaxtune.models.options import ExpertsOptions as Options
 from jaxtune.models.parameters import Parameter, randomize
-from jaxtune.models.spec import ClampedSilu, Experts, FeedForward, Norm
+from jaxtune.models.spec import ClampedSilu, Experts, FeedForward, Layer, Norm
 from jaxtune.objectives.options import MtpOptions
 from jaxtune.optim.options import OptimizerName, OptimOptions
 from jaxtune.parallel.layout import AXES
@@ -109,11 +109,30 @@ GLOBAL = dataclasses.replace(
         rope=Rope(1e6, kind="proportional", fraction=0.25),
     ),
 )
+HYBRID = dataclasses.replace(
+    FUSED,
+    mixer=Hybrid(FUSED.mixer, dataclasses.replace(SPACE, factors=(0.5, 1.5, 0.8, 1.2, 0.9), normed=False)),
+    feed_forward=FeedForward(64, gate_factor=0.8, out_factor=1.5),
+)
+
+
+def sharing(layer: Layer, how: Literal["keeps", "takes"]) -> Layer:
+    """Return a layer that keeps its keys and values, or takes those that were kept."""
+    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **{how: "sliding"}))
+
+
 SCALED = {"norm": Norm(1e-5, centred=True, bias=True), "embedding_scale": 4.0, "logit_scale": 0.5, "logit_cap": 3.0}
 SPECS = {
     "afmoe": spec((GATED_APART, GATED_APART), family="afmoe", hidden=64),
     "deepseek_v3": spec((LATENT, LATENT), family="deepseek_v3", hidden=64),
-    "gemma4_text": spec((LOCAL, GLOBAL), family="gemma4_text", hidden=64, norm=Norm(1e-6, rounded=False)),
+    "falcon_h1": spec((HYBRID, HYBRID), family="falcon_h1", hidden=64, tied=False),
+    "gemma4_text": spec(
+        (sharing(LOCAL, "keeps"), GLOBAL, sharing(LOCAL, "takes")),
+        family="gemma4_text",
+        hidden=64,
+        norm=Norm(1e-6, rounded=False),
+        layer_embedding=8,
+    ),
     "gpt_oss": spec((SINKS, SINKS), family="gpt_oss", hidden=64, router_loss=0.1),
     "nemotron_h": spec(
         (MAMBA, dataclasses.replace(MAMBA, mixer=None, feed_forward=RECODED), MAMBA_WHOLE),
@@ -231,6 +250,7 @@ def one_device(
         ("deepseek_v3", False, "context=8"),
         ("gemma4_text", False, "data=2 expert=2 tensor=2"),
         ("gemma4_text", True, "fsdp=2 expert=2 sequence=2"),
+        ("falcon_h1", False, "fsdp=2 sequence=2 tensor=2"),
         ("glm4_moe with a module", False, "fsdp=2 context=2 tensor=2"),
         ("gpt_oss", False, "fsdp=2 expert=2 sequence=2"),
         ("gpt_oss", True, "expert=2 context=2 sequence=2"),

@@ -141,6 +141,8 @@ def test_an_adapter_made_by_peft_loads_here(base, one_device, tmp_path):
         ("qwen3_5_text, delta nets", "all-linear"),
         ("gemma3, inside a model that sees", "all-linear"),
         ("gemma4_text, experts, keys as values", "all-linear"),
+        ("gemma4_text, layer embeddings, shared keys and values", "all-linear"),
+        ("falcon_h1, attention beside Mamba-2", "all-linear"),
         ("starcoder2, layer norm, no gate", "all-linear"),
     ],
 )

@@ -16,6 +16,7 @@ It may have
 """
 
 import dataclasses
+import functools
 import importlib
 import pkgutil
 import re
@@ -26,6 +27,7 @@ from typing import Any
 from jaxtune.errors import UserError
 from jaxtune.models.families.entries import Entries
 from jaxtune.models.families.mtp_tensors import MtpTensors, add_modules
+from jaxtune.models.mixers import Heads
 from jaxtune.models.places import Tensor
 from jaxtune.models.spec import Experts, Layer, ModelSpec
 
@@ -116,8 +118,16 @@ def is_ignorable(spec: ModelSpec, name: str) -> bool:
     """Return whether a checkpoint's key is not read: a computed buffer, a head that is tied or replaced, untouched."""
     headless = spec.tied or bool(spec.labels)
     computed = bool(re.search(FAMILIES[spec.family].IGNORABLE, name))
-    ignored = computed or (headless and name == "lm_head.weight") or name in copies_of(spec)
+    ignored = computed or (headless and name == "lm_head.weight") or name in copies_of(spec) or name in _unread(spec)
     return ignored or is_untouched(spec, name)
+
+
+@functools.cache
+def _unread(spec: ModelSpec) -> frozenset[str]:
+    """Return the tensors of keys and values in layers that take another layer's; some files have them."""
+    takers = [n for n, one in enumerate(spec.layers) if isinstance(one.mixer, Heads) and one.mixer.takes is not None]
+    own = [str(hf) for name, hf in names_of(spec).items() if name.startswith(("attention.k", "attention.v"))]
+    return frozenset(hf.format(layer=number) for number in takers for hf in own)
 
 
 def is_untouched(spec: ModelSpec, name: str) -> bool:

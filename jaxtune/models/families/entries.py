@@ -50,7 +50,8 @@ _PATTERN = Kind(
 
 _NAMES = {
     _LAYERS: "num_hidden_layers",
-    _SIZE: "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads num_key_value_heads "
+    _SIZE: "vocab_size_per_layer_input mamba_d_ssm "
+    "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads num_key_value_heads "
     "head_dim global_head_dim num_global_key_value_heads sliding_window kv_lora_rank q_lora_rank qk_nope_head_dim "
     "v_head_dim top_k_experts "
     "mamba_num_heads mamba_head_dim n_groups ssm_state_size conv_kernel moe_latent_size "
@@ -69,11 +70,13 @@ _NAMES = {
     "rope_theta rope_local_base_freq factor query_pre_attn_scalar logits_scaling low_freq_factor high_freq_factor "
     "attn_logit_softcapping final_logit_softcapping initializer_range partial_rotary_factor swiglu_limit alpha "
     "linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor time_step_min time_step_max",
-    _NUMBER: "time_step_floor "
+    _NUMBER: "time_step_floor lm_head_multiplier key_multiplier attention_in_multiplier attention_out_multiplier "
+    "ssm_in_multiplier ssm_out_multiplier "
     "beta_fast beta_slow attention_factor mscale mscale_all_dim routed_scaling_factor router_aux_loss_coef "
     "router_jitter_noise residual_multiplier embedding_multiplier attention_multiplier logit_scale swiglu_alpha "
     "llama_4_scaling_beta clip_qkv route_scale linear_a_log_min",
-    _FLAG: "use_conv_bias mamba_conv_bias mamba_proj_bias "
+    _FLAG: "use_double_wide_mlp projectors_bias mamba_norm_before_gate mamba_rms_norm mamba_use_mlp "
+    "use_conv_bias mamba_conv_bias mamba_proj_bias "
     "attention_bias attention_out_bias mlp_bias use_bias tie_word_embeddings norm_topk_prob use_qk_norm "
     "use_sliding_window output_router_logits rope_interleave truncate attention_k_eq_v enable_moe_block qkv_bias "
     "mup_enabled linear_allow_neg_eigval use_parallel_block block_auto_adjust_ff_dim conv_bias tie_embedding "
@@ -86,6 +89,7 @@ _NAMES = {
     _list_of("texts", str): "layer_types mlp_layer_types layers_block_type",
     _list_of("whole numbers", int): "mlp_only_layers attn_type_list full_attn_idxs",
     _list_of("numbers that are 0 or 1", int, bool): "no_rope_layers",
+    _list_of("numbers", int, float): "mlp_multipliers ssm_multipliers",
     _PATTERN: "sliding_window_pattern",
     Kind('a whole number from 1, or "auto"', lambda value: value == "auto" or _SIZE.fits(value)): "mamba_d_head",
 }
@@ -98,7 +102,7 @@ _NULLABLE = (
     "num_experts attention_factor mscale mscale_all_dim beta_fast beta_slow original_max_position_embeddings "
     "sliding_window_pattern full_attention sliding_attention text_config num_global_key_value_heads per_layer_config "
     "use_bidirectional_attention linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim "
-    "prefix_dense_intermediate_size full_attn_idxs"
+    "prefix_dense_intermediate_size full_attn_idxs mamba_d_ssm mlp_multipliers ssm_multipliers"
 )
 NULLABLE = {*_NULLABLE.split(), *_NAMES[_FLAG].split()}
 

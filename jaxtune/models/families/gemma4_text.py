@@ -1,4 +1,4 @@
-"""Gemma 4's text model (26B-A4B, 31B): wide global layers, norms of values, keys as values, experts and an MLP."""
+"""Gemma 4's text model: wide global layers, norms of values, keys as values, embeddings for each layer, experts."""
 
 import dataclasses
 from typing import Any, cast
@@ -23,7 +23,16 @@ MIXTURE = {
     "mlp.experts.down.weight": Tensor(f"{LAYER}.experts.down_proj", stacked=True),
     "mlp.experts_out_norm.weight": f"{LAYER}.post_feedforward_layernorm_2.weight",
 }
-NAMES, IGNORABLE = gemma3_text.NAMES | MIXTURE | {"scale": f"{LAYER}.layer_scalar"}, llama.IGNORABLE
+EMBEDDINGS = {
+    "layer_embeddings.weight": "model.embed_tokens_per_layer.weight",
+    "layer_embeddings.projection.weight": "model.per_layer_model_projection.weight",
+    "layer_embeddings.norm.weight": "model.per_layer_projection_norm.weight",
+    "embedding_gate.down.weight": f"{LAYER}.per_layer_input_gate.weight",
+    "embedding_gate.up.weight": f"{LAYER}.per_layer_projection.weight",
+    "embedding_out_norm.weight": f"{LAYER}.post_per_layer_input_norm.weight",
+}
+NAMES = gemma3_text.NAMES | MIXTURE | EMBEDDINGS | {"scale": f"{LAYER}.layer_scalar"}
+IGNORABLE = llama.IGNORABLE
 DEFAULTS = {
     "vocab_size": 262_144,
     "hidden_size": 2304,
@@ -37,6 +46,8 @@ DEFAULTS = {
     "sliding_window": 512,
     "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
 }
 PER_LAYER = {"head_dim": "head_dim", "num_key_value_heads": "kv_heads"}
 ROPES = {
@@ -47,25 +58,21 @@ ROPES = {
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `Gemma4ForCausalLM` config.json."""
-    # transformers' class has embeddings for each layer unless an entry says otherwise.
-    if size := config.get("hidden_size_per_layer_input", 256):
+    config = DEFAULTS | config
+    size, rows = config["hidden_size_per_layer_input"], config["vocab_size_per_layer_input"]
+    if size and rows != config["vocab_size"]:
         raise UserError(
-            f"config.json: hidden_size_per_layer_input={size}: embeddings for each layer, which Gemma 4 E2B and E4B "
-            "have, are not supported"
+            f"config.json: vocab_size_per_layer_input={rows} is not supported; it must be vocab_size, "
+            f"{config['vocab_size']}"
         )
-    return common_spec("gemma4_text", DEFAULTS | config)
+    return common_spec("gemma4_text", config, layer_embedding=size)
 
 
-def common_spec(family: str, config: dict[str, Any]) -> ModelSpec:
-    """Return a ModelSpec with the fields that Gemma 4's text models share."""
+def common_spec(family: str, config: dict[str, Any], **model: Any) -> ModelSpec:
+    """Return a ModelSpec with the fields that Gemma 4's text models share; `model`: further ones."""
     config = llama.every_nth_is_full(config, 6)
     config = config | {"layer_types": [*config["layer_types"][:-1], "full_attention"]}  # as transformers does
     config = config | {"rope_parameters": config.get("rope_parameters") or ROPES}
-    if count := config.get("num_kv_shared_layers", 0):
-        raise UserError(
-            f"config.json: num_kv_shared_layers={count}: layers that take keys and values from others, which Gemma 4 "
-            "E2B and E4B have, are not supported"
-        )
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # "vision": only images
         raise UserError("config.json: use_bidirectional_attention='all' is not supported: attention here is causal")
     activation = llama.activation(config, "hidden_activation")
@@ -91,17 +98,43 @@ def common_spec(family: str, config: dict[str, Any]) -> ModelSpec:
         model={
             "embedding_scale": config["hidden_size"] ** 0.5,
             "logit_cap": config.get("final_logit_softcapping"),
+            **model,
         },
         qk_norm="head",
         v_norm=True,
         scale=1.0,
     )
-    kinds = zip(spec.layers, llama.layer_types(config), strict=True)
-    layers = (
-        dataclasses.replace(layer, mixer=dataclasses.replace(cast(Heads, layer.mixer), **sizes(config, number, kind)))
-        for number, (layer, kind) in enumerate(kinds)
-    )
+    kinds = llama.layer_types(config)
+    changes = [sizes(config, *one) | shared for one, shared in zip(enumerate(kinds), sharing(config, kinds))]
+    layers = [
+        dataclasses.replace(layer, mixer=dataclasses.replace(cast(Heads, layer.mixer), **own))
+        for layer, own in zip(spec.layers, changes, strict=True)
+    ]
+    if config.get("use_double_wide_mlp", False):
+        if not isinstance(feed_forward, FeedForward):
+            raise UserError("config.json: use_double_wide_mlp=true is not supported with experts (enable_moe_block)")
+        wide = dataclasses.replace(feed_forward, size=2 * feed_forward.size)
+        layers = [
+            dataclasses.replace(layer, feed_forward=wide) if "takes" in own else layer
+            for layer, own in zip(layers, changes)
+        ]
     return dataclasses.replace(spec, layers=tuple(layers))
+
+
+def sharing(config: dict[str, Any], kinds: list[str]) -> list[dict[str, str]]:
+    """Return the fields of `Heads` of layers that share keys and values, as `kv_sharing_modes` of transformers.
+
+    The last `num_kv_shared_layers` have none: each takes them from the last layer of its kind before all of these.
+    """
+    count = config.get("num_kv_shared_layers", 0)
+    first = max(0, len(kinds) - count)
+    own, shared = kinds[:first], kinds[first:]
+    if missing := sorted(set(shared) - set(own)):
+        raise UserError(
+            f"config.json: num_kv_shared_layers={count} leaves no {missing[0]} layer with keys and values of its own"
+        )
+    last = {kind: number for number, kind in enumerate(own) if kind in shared}
+    return [{"keeps": k} if last.get(k) == n else {} for n, k in enumerate(own)] + [{"takes": k} for k in shared]
 
 
 def sizes(config: dict[str, Any], number: int, kind: str) -> dict[str, Any]:

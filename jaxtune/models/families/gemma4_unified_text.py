@@ -6,7 +6,10 @@ from jaxtune.models.families import gemma4_text
 from jaxtune.models.spec import ModelSpec
 
 NAMES, IGNORABLE = gemma4_text.NAMES, gemma4_text.IGNORABLE
-DEFAULTS = gemma4_text.DEFAULTS | {"max_position_embeddings": 262_144, "sliding_window": 1024}
+DEFAULTS = {name: value for name, value in gemma4_text.DEFAULTS.items() if "per_layer_input" not in name} | {
+    "max_position_embeddings": 262_144,
+    "sliding_window": 1024,
+}
 
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:

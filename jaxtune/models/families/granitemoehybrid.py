@@ -47,16 +47,16 @@ def layer_types(config: dict[str, Any]) -> list[str]:
     return check_kinds(config, kinds, "full_attention", "linear_attention")
 
 
-def mamba(config: dict[str, Any]) -> Mamba2:
-    """Return the Mamba-2 of a layer."""
+def mamba(config: dict[str, Any], inner: int | None = None, **fields: Any) -> Mamba2:
+    """Return the Mamba-2 of a layer; inner: features of all heads; fields: further fields of `Mamba2`."""
     require(config, hidden_act="silu")  # also the activation of its convolution
     heads, groups = config["mamba_n_heads"], config["mamba_n_groups"]
-    inner = config["mamba_expand"] * config["hidden_size"]
+    inner = inner or config["mamba_expand"] * config["hidden_size"]
     head_dim = config.get("mamba_d_head", "auto")
     head_dim = inner // heads if head_dim == "auto" else head_dim
     if heads * head_dim != inner or heads % groups:
         raise UserError(
-            f"config.json: mamba_n_heads={heads} does not divide mamba_expand * hidden_size={inner} into heads of "
+            f"config.json: mamba_n_heads={heads} does not divide the {inner} features of Mamba-2 into heads of "
             f"mamba_d_head={head_dim}, or is not a multiple of mamba_n_groups={groups}"
         )
     return Mamba2(
@@ -68,6 +68,7 @@ def mamba(config: dict[str, Any]) -> Mamba2:
         conv_bias=config["mamba_conv_bias"],
         bias=config["mamba_proj_bias"],
         step_limit=step_limit(config),
+        **fields,
     )
 
 

@@ -31,20 +31,30 @@ def attend_packed(key_start: Int[Array, "b s"], call: ForwardOptions, place: Int
     """
     # With `place`, each device keeps its positions along the context axes and gathers keys and values; `local_place` is
     # its own part of `place`.
-    kept = () if place is None else RULES.value.context
-    by_position = P(*by_head(kept)[:2])
+    along = () if place is None else RULES.value.context
+    by_position = P(*by_head(along)[:2])
     key_start, local_place = (
         jax.reshard(key_start, by_position),
         None if place is None else jax.reshard(place, by_position),
     )
 
     def attend(
-        q: Array, k: Array, v: Array, mixer: Heads, sinks: Array | None, cache: Any, of_layer: ForwardOptions
+        q: Array,
+        k: Array | None,
+        v: Array | None,
+        mixer: Heads,
+        sinks: Array | None,
+        cache: Any,
+        of_layer: ForwardOptions,
     ) -> tuple[Array, Any]:
+        # Without keys and values of its own, a layer gets an earlier layer's as its cache.
+        keys_and_values: tuple[Array, Array] = cache if k is None or v is None else (k, v)
+        kept = None if mixer.keeps is None else keys_and_values
+
         def kernel(q, k, v, key_start, sinks, local_place, place, bits):
             offset = 0
             if place is not None:
-                k, v = gather_positions(k, place, kept), gather_positions(v, place, kept)
+                k, v = gather_positions(k, place, along), gather_positions(v, place, along)
                 offset = local_place - jnp.arange(local_place.shape[1])
             mask = MaskSpec(window=mixer.window, key_start=key_start, query_offset=offset, documents=call.documents)
             if bits is not None:
@@ -58,14 +68,14 @@ def attend_packed(key_start: Int[Array, "b s"], call: ForwardOptions, place: Int
             except CannotRun as error:
                 raise UserError(f"attention.backend={call.backend!r}: {error}; or attention.fallback='warn'") from None
 
-        q, k, v = (to_heads(x, x.shape[2], kept=kept) for x in (q, k, v))
-        sinks = None if sinks is None else to_heads(sinks, mixer.heads, axis=0, kept=kept)
+        q, k, v = (to_heads(x, x.shape[2], kept=along) for x in (q, *keys_and_values))
+        sinks = None if sinks is None else to_heads(sinks, mixer.heads, axis=0, kept=along)
         bits = None
         if of_layer.noise is not None and of_layer.attention_dropout:
             bits = bits_of(of_layer.noise, of_layer.attention_dropout, q)
         arguments = (q, k, v, key_start, sinks, local_place, place, bits)
         specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
-        return from_heads(jax.shard_map(kernel, in_specs=specs, out_specs=by_head(kept))(*arguments)), cache
+        return from_heads(jax.shard_map(kernel, in_specs=specs, out_specs=by_head(along))(*arguments)), kept
 
     return attend
 
@@ -73,25 +83,35 @@ def attend_packed(key_start: Int[Array, "b s"], call: ForwardOptions, place: Int
 def attend_cached(index: Int[Array, ""], key_start: Int[Array, "b s"]) -> Attend:
     """Make attention that writes keys and values at `index` of a cache; queries see keys from `key_start` to their own.
 
+    A layer without keys and values of its own reads a cache that an earlier layer has written, and returns none.
+
     Each device has whole rows of some heads, and caches their keys and values (`decode.empty_cache`).
     """
 
     def attend(
-        q: Array, k: Array, v: Array, mixer: Heads, sinks: Array | None, cache: Any, call: ForwardOptions
+        q: Array,
+        k: Array | None,
+        v: Array | None,
+        mixer: Heads,
+        sinks: Array | None,
+        cache: Any,
+        call: ForwardOptions,
     ) -> tuple[Array, Any]:
         def kernel(q, k, v, keys, values, key_start, sinks, index):
-            keys = jax.lax.dynamic_update_slice_in_dim(keys, k.astype(keys.dtype), index, axis=1)
-            values = jax.lax.dynamic_update_slice_in_dim(values, v.astype(values.dtype), index, axis=1)
+            if k is not None:
+                keys = jax.lax.dynamic_update_slice_in_dim(keys, k.astype(keys.dtype), index, axis=1)
+                values = jax.lax.dynamic_update_slice_in_dim(values, v.astype(values.dtype), index, axis=1)
             mask = MaskSpec(window=mixer.window, key_start=key_start, query_offset=index)
             seen = keys.astype(q.dtype), values.astype(q.dtype)
             return flash_attention(q, *seen, mask, mixer.scale, soft_cap=mixer.soft_cap, sinks=sinks), (keys, values)
 
-        q, k, v = (to_heads(x, x.shape[2]) for x in (q, k, v))
+        q = to_heads(q, q.shape[2])
+        k, v = (None if x is None else to_heads(x, x.shape[2]) for x in (k, v))
         sinks = None if sinks is None else to_heads(sinks, mixer.heads, axis=0)
         keys, values = cache
         arguments = (q, k, v, keys, values, jax.reshard(key_start, P(*by_head()[:2])), sinks, index)
         specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
         attended, cache = jax.shard_map(kernel, in_specs=specs, out_specs=by_head())(*arguments)
-        return from_heads(attended), cache
+        return from_heads(attended), None if k is None else cache
 
     return attend

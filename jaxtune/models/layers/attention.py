@@ -23,7 +23,9 @@ from jaxtune.parallel.layout import by_token
 
 # (queries, keys, values, the layer's heads, sinks, this layer's cache, its call) -> (attended values, updated cache).
 # Training attends within packed rows and has no cache; generation attends to its cache. Neither knows the projections.
-Attend = Callable[[Array, Array, Array, Heads, Array | None, Any, ForwardOptions], tuple[Array, Any]]
+# For later layers (`Heads.keeps`), training too returns a "cache": keys and values. A layer that takes them has none of
+# its own, and gets that cache.
+Attend = Callable[[Array, Array | None, Array | None, Heads, Array | None, Any, ForwardOptions], tuple[Array, Any]]
 
 
 class Inputs(NamedTuple):
@@ -36,6 +38,9 @@ class Inputs(NamedTuple):
         valid: False for padding tokens.
         place: for each position as devices hold it, its position in the row; whole rows, on every device. None: devices
             hold positions in row order.
+        layer_embeddings: embeddings for each layer, with a leading axis of layers; inside a layer only its own, without
+            that axis. None: the model has none.
+        kept: the caches that earlier layers keep for later ones (`Heads.keeps`).
     """
 
     rotations: Mapping[tuple[Rope, int], Rotation]
@@ -43,6 +48,8 @@ class Inputs(NamedTuple):
     positions: Int[Array, "b s"]
     valid: Bool[Array, "b s"]
     place: Int[Array, "b s"] | None = None
+    layer_embeddings: Float[Array, "..."] | None = None
+    kept: Mapping[str, Any] = {}
 
 
 class Attention(nnx.Module):
@@ -59,8 +66,9 @@ class Attention(nnx.Module):
         # With fused gates, the rows of q are, head by head, the query's features and then the gate's.
         fused = mixer.gated == "fused"
         self.q = linear("q", (queries * (1 + fused), spec.hidden), ("heads", "embed"))
-        self.k = linear("k", (keys, spec.hidden), (self.kv_axis, "embed"))
-        self.v = None if mixer.keys_as_values else linear("v", (keys, spec.hidden), (self.kv_axis, "embed"))
+        own = mixer.takes is None
+        self.k = linear("k", (keys, spec.hidden), (self.kv_axis, "embed")) if own else None
+        self.v = None if mixer.keys_as_values or not own else linear("v", (keys, spec.hidden), (self.kv_axis, "embed"))
         separate = mixer.gated == "separate"
         self.gate = linear("gate", (queries, spec.hidden), ("heads", "embed")) if separate else None
         self.o = linear("o", (spec.hidden, queries), ("embed", "heads"))
@@ -72,7 +80,7 @@ class Attention(nnx.Module):
                 NormLayer(size, spec.norm, axis) if mixer.qk_norm == "whole" else NormLayer(mixer.head_dim, spec.norm)
             )
 
-        self.q_norm, self.k_norm = norm(queries, "heads"), norm(keys, self.kv_axis)
+        self.q_norm, self.k_norm = norm(queries, "heads"), norm(keys, self.kv_axis) if own else None
         self.sinks = (
             declare_parameter((mixer.heads,), ("heads",), nnx.initializers.zeros, "vector") if mixer.sinks else None
         )
@@ -83,29 +91,37 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return the layer's output and its updated cache."""
         linears = [linear for linear in (self.q, self.k, self.v, self.gate) if linear is not None]
-        q, k, *projected = run_linears(linears, x, call)
+        q, *projected = run_linears(linears, x, call)
         gate = None if self.gate is None else projected.pop()
-        v = projected[0] if projected else k
         if self.mixer.gated == "fused":
             both = jnp.reshape(q, (*x.shape[:2], -1, 2 * self.mixer.head_dim), out_sharding=by_token("heads", None))
             q, gate = map(merge_heads, jnp.split(both, 2, axis=-1))
-        late = self.mixer.qk_norm == "rotated"
-        q = self._by_head(q, "heads", None if late else self.q_norm)
-        k, v = self._by_head(k, self.kv_axis, None if late else self.k_norm), self._by_head(v, self.kv_axis)
-        if self.mixer.v_norm:
-            v = divide_by_rms(v.astype(jnp.float32), self.epsilon).astype(v.dtype)
-        if (rope := self.mixer.rope) is not None:
+        rotation = None if self.mixer.rope is None else inputs.rotations[self.mixer.rope, self.mixer.head_dim]
+        q, k, v = self._placed(q, "heads", self.q_norm, rotation), None, None
+        if rotation is not None and rotation.query_scale is not None:
+            q *= rotation.query_scale.astype(q.dtype)
+        if self.mixer.takes is None:
             # Keys are rotated before `attend`, so a cache has rotated keys.
-            rotation = inputs.rotations[rope, self.mixer.head_dim]
-            q, k = rotate(q, rope, rotation), rotate(k, rope, rotation)
-            if rotation.query_scale is not None:
-                q *= rotation.query_scale.astype(q.dtype)
-        if late and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            k = self._placed(projected[0], self.kv_axis, self.k_norm, rotation)
+            v = self._by_head(projected[-1], self.kv_axis)  # if they have no projection: the keys' output
+            if self.mixer.v_norm:
+                v = divide_by_rms(v.astype(jnp.float32), self.epsilon).astype(v.dtype)
+        else:
+            cache = inputs.kept[self.mixer.takes]
         sinks = None if self.sinks is None else self.sinks.get_value()
         attended, cache = inputs.attend(q, k, v, self.mixer, sinks, cache, call)
         y = merge_heads(attended)
         return self.o(y if gate is None else y * jax.nn.sigmoid(gate), call), cache
+
+    def _placed(
+        self, x: Float[Array, "b s hd"], axis: str | None, norm: NormLayer | None, rotation: Rotation | None
+    ) -> Float[Array, "b s h d"]:
+        """Return queries or keys by head, normalised and rotated."""
+        late = self.mixer.qk_norm == "rotated"
+        x = self._by_head(x, axis, None if late else norm)
+        if self.mixer.rope is not None and rotation is not None:
+            x = rotate(x, self.mixer.rope, rotation)
+        return norm(x) if late and norm is not None else x
 
     def _by_head(
         self, x: Float[Array, "b s hd"], axis: str | None, norm: NormLayer | None = None

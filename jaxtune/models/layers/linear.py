@@ -120,12 +120,13 @@ class Linear(nnx.Module):
     """y = x W^T + bias, with an adapter if there is one.
 
     `name` is its path in the layer ("mlp.down"), by which the layer's treatments name it; `kind`: its weight's kind.
+    `layer`: the spec of the layer; the whole model's, for a linear layer outside the layers.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
-        layer: Layer,
+        layer: Layer | ModelSpec,
         name: str,
         shape: tuple[int, int],
         axes: tuple[str | None, ...],
@@ -177,6 +178,11 @@ def run_linears(
     with jax.default_matmul_precision("highest"):  # no TF32 on a GPU, nor in the backward pass
         ys = _outputs(linears, x.astype(jnp.float32), call)
     return [named(y.astype(x.dtype), call, linear) for y, linear in zip(ys, linears)]
+
+
+def scale(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
+    """Return x times a factor that is not rounded to the dtype of x, in that dtype."""
+    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def named(y: Float[Array, "..."], call: ForwardOptions, linear: Linear | None = None) -> Float[Array, "..."]:

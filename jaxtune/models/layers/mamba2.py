@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxtune.models.declared import declare_parameter
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.attention import Inputs, merge_heads
-from jaxtune.models.layers.linear import Linear, run_linears
+from jaxtune.models.layers.linear import Linear, run_linears, scale
 from jaxtune.models.layers.recurrence import RecurrentCache, convolve_heads, draw_step_biases, run_recurrence
 from jaxtune.models.mixers import Mamba2
 from jaxtune.models.spec import Layer, ModelSpec
@@ -64,7 +64,7 @@ class Mamba2Mixer(nnx.Module):
         self.log_rate = declare_parameter((net.heads,), ("heads",), _log_rates, "vector")
         self.step_bias = declare_parameter((net.heads,), ("heads",), partial(draw_step_biases, net.steps), "vector")
         self.skip = declare_parameter((net.heads,), ("heads",), ones, "vector")
-        self.norm = declare_parameter((inner,), ("heads",), ones, "vector")
+        self.norm = declare_parameter((inner,), ("heads",), ones, "vector") if net.normed else None
         self.o = Linear(spec, layer, "mamba.o", (spec.hidden, inner), ("embed", "heads"), bias=net.bias)
 
     @jax.named_scope("mamba2")
@@ -72,7 +72,7 @@ class Mamba2Mixer(nnx.Module):
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: RecurrentCache | None, call: ForwardOptions
     ) -> tuple[Float[Array, "b s d"], RecurrentCache | None]:
         """Return the layer's output and its updated cache."""
-        z, *xbc, dt = run_linears([self.z, self.x, self.b, self.c, self.dt], x, call)
+        z, *xbc, dt = map(scale, run_linears([self.z, self.x, self.b, self.c, self.dt], x, call), self.net.factors)
         parameters = _Parameters(
             tuple(conv.get_value() for conv in (self.x_conv, self.b_conv, self.c_conv)),
             tuple(bias and bias.get_value() for bias in (self.x_conv_bias, self.b_conv_bias, self.c_conv_bias)),
@@ -86,10 +86,12 @@ class Mamba2Mixer(nnx.Module):
         return self.o(self._gate_and_norm(y, z).astype(x.dtype), call), cache
 
     def _gate_and_norm(self, y: Float[Array, "b s h p"], z: Float[Array, "b s hp"]) -> Float[Array, "b s hp"]:
-        """Return y * silu(z), divided by the root mean square of its group of heads, times the weight; float32."""
+        """Return y * silu(z); if normed, divided by the root mean square of its group, times the weight; float32."""
         dtype, groups = y.dtype, self.net.groups
         z = jnp.reshape(z, y.shape, out_sharding=by_token("heads", None))
         y = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
+        if self.norm is None:
+            return merge_heads(y)
         squares = jnp.mean(y * y, axis=-1)
         # A group whose heads are on several devices needs the mean squares of all of them.
         parts = shards(axes_in(gathered_entry("heads")), jax.sharding.get_abstract_mesh())

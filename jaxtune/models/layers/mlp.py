@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.layers.linear import Linear, run_linears
+from jaxtune.models.layers.linear import Linear, run_linears, scale
 from jaxtune.models.spec import Activation, ClampedSilu, FeedForward, Layer, ModelSpec
 from jaxtune.parallel.layout import P, axes_in, by_token, shards
 from jaxtune.precision.matmul import LowPrecision
@@ -50,6 +50,7 @@ class MLP(nnx.Module):
         self.up = linear(f"{name}.up", *into)
         self.down = linear(f"{name}.down", *out)
         self.activation: Activation = options.activation
+        self.gate_factor, self.out_factor = options.gate_factor, options.out_factor
 
     @jax.named_scope("mlp")
     def __call__(self, x: Float[Array, "b s d"], call: ForwardOptions) -> Float[Array, "b s d"]:
@@ -70,9 +71,11 @@ class MLP(nnx.Module):
 
     def _of(self, x: Float[Array, "b s d"], call: ForwardOptions) -> Float[Array, "b s d"]:
         if self.gate is None:
-            return self.down(ACTIVATIONS[self.activation](self.up(x, call)), call)
-        gate, up = run_linears([self.gate, self.up], x, call)
-        return self.down(gate_by(self.activation, gate, up), call)
+            y = ACTIVATIONS[self.activation](self.up(x, call))
+        else:
+            gate, up = run_linears([self.gate, self.up], x, call)
+            y = gate_by(self.activation, scale(gate, self.gate_factor), up)
+        return scale(self.down(y, call), self.out_factor)
 
 
 def _scale_is_delayed(linear: Linear) -> bool:

@@ -25,6 +25,7 @@ SIZES = {
     "num_hidden_layers": 8,
     "num_attention_heads": 4,
     "vocab_size": 320,
+    "vocab_size_per_layer_input": 320,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-6,
 }
@@ -32,7 +33,7 @@ SIZES = {
 
 MTP = "mtp.fc mtp.pre_fc_norm_embedding mtp.pre_fc_norm_hidden mtp.norm mtp.layers.0.self_attn.q_norm"
 # Entries in place of defaults that are not supported, or that transformers' own model cannot be made of.
-OFF = {"gemma4_text": {"hidden_size_per_layer_input": 0}, "lfm2_moe": {"layer_types": ["conv"] * 32}}
+OFF = {"lfm2_moe": {"layer_types": ["conv"] * 32}}
 
 
 def newest_form(kind: str, **fields) -> dict:
@@ -149,8 +150,15 @@ def test_a_decoder_inside_a_larger_model(kind, decoder, text, tied):
         ("gemma2", {"hidden_activation": "tanh"}, "hidden_activation='tanh'"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
-        ("gemma4_text", {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256: .* E2B and E4B"),
-        ("gemma4_text", {"num_kv_shared_layers": 20}, "num_kv_shared_layers=20: layers that take keys and values"),
+        ("gemma4_text", {"vocab_size_per_layer_input": 512}, "vocab_size_per_layer_input=512 .* vocab_size, 320"),
+        (
+            "gemma4_text",
+            {"layer_types": None, "num_kv_shared_layers": 8},
+            "=8 leaves no full_attention layer with",
+        ),
+        ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate=True is not supported"),
+        ("falcon_h1", {"projectors_bias": True}, "projectors_bias=True is not supported"),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers has 1 numbers; it must have 5"),
         (
             "gemma4_text",
             {"layer_types": None, "per_layer_config": {"1": {"window": 3}}},
@@ -292,6 +300,15 @@ def test_the_published_form_of_every_family_is_known():
 def test_the_published_form_is_read_as_transformers_reads_it(kind):
     written = FORMS[kind] | {"model_type": kind}
     assert read_spec(written) == read_spec(newest_form(kind, **copy.deepcopy(FORMS[kind])))
+
+
+def test_keys_and_values_that_no_layer_reads_may_be_in_the_files():
+    spec = read_spec(FORMS["gemma4"] | {"model_type": "gemma4"})
+    names = [f"model.language_model.layers.{number}.self_attn.k_proj.weight" for number in (4, 5)]
+    assert [(name in sites(spec), families.is_ignorable(spec, name)) for name in names] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_letters_say_which_layers_have_a_window():

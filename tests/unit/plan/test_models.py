@@ -42,6 +42,8 @@ PUBLISHED = {
     "zai-org/GLM-4.5-Air": "106",
     "deepseek-ai/DeepSeek-V3": "671",
     "google/gemma-4-31B-it": "30.7",
+    "google/gemma-4-E2B-it": "4.6",
+    "google/gemma-4-E4B": "7.5",
     "google/gemma-4-26B-A4B-it": "25.2",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "31.6",
     "Qwen/Qwen3.5-9B": "9",
