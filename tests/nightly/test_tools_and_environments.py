@@ -1,4 +1,4 @@
-"""Tools and environments raise their rewards in whole runs: a calculator, a search over a folder, a game of turns."""
+"""An environment in a whole run: a game of several turns raises its reward, a run resumes, its export loads."""
 
 import json
 import shutil
@@ -14,38 +14,6 @@ COVERS = (
     "jaxtune/data/formats/prompts.py",
 )
 OWN = '''
-from pathlib import Path
-
-FOLDER = Path(__file__).parent / "notes"
-
-
-def add(a: int, b: int) -> int:
-    """Add.
-
-    Args:
-        a: one
-        b: two
-    """
-    return a + b
-
-
-async def search(text: str) -> str:
-    """Search.
-
-    Args:
-        text: words
-    """
-    return ", ".join(sorted(file.name for file in FOLDER.glob("*.txt") if text in file.read_text())) or "nothing"
-
-
-def told(completions, answer, **columns):
-    """1 if a tool gave the answer."""
-    return [
-        float(any(one["role"] == "tool" and one["content"] == right for one in episode))
-        for episode, right in zip(completions, answer)
-    ]
-
-
 class Letters:
     """A game of two turns: each is rewarded for its share of small letters."""
 
@@ -58,8 +26,6 @@ class Letters:
         share = sum("a" <= letter <= "z" for letter in text) / max(1, len(text))
         return "more" if share > 0.3 else "letters", share / 2, self.turn == 2
 '''
-SUMS = {f"{a}+{b}": (a, b) for a, b in ((1, 2), (2, 2), (3, 4), (4, 5))}
-WORDS = {"red": "a.txt", "green": "b.txt", "blue": "c.txt", "pink": "d.txt"}
 OPTIONS = {
     "model.dtype": "float32",
     "precision.recipe": "fp32",
@@ -76,18 +42,9 @@ OPTIONS = {
 ROLLOUT = {"rollout.group_size": 8, "rollout.max_new_tokens": 96, "rollout.max_turns": 2, "train.max_steps": 12}
 
 
-def schema(name: str, **arguments: str) -> dict:
-    properties = {one: {"type": kind, "description": text} for one, (kind, text) in arguments.items()}
-    parameters = {"type": "object", "properties": properties, "required": list(properties)}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": f"{name.capitalize()}.", "parameters": parameters},
-    }
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Return a folder with a random model, tools, an environment, and their prompts."""
+    """Return a folder with a random model, an environment, and its prompts."""
     home = tmp_path_factory.mktemp("home")
     sizes = dict(
         hidden_size=64,
@@ -99,37 +56,8 @@ def home(tmp_path_factory):
     )
     write_model_folder(home / "model", **sizes)
     (home / "own.py").write_text(OWN)
-    (home / "notes").mkdir()
-    rows, sums, words = [], [], []
-    for question, (a, b) in SUMS.items():
-        rows.append((question, schema("add", a=("integer", "one"), b=("integer", "two")), {"a": a, "b": b}, str(a + b)))
-        sums.append({"prompt": [{"role": "user", "content": question}], "answer": str(a + b)})
-    for word, name in WORDS.items():
-        (home / "notes" / name).write_text(f"a note about {word}")
-        rows.append((word, schema("search", text=("string", "words")), {"text": word}, name))
-        words.append({"prompt": [{"role": "user", "content": word}], "answer": name})
-    lines = []
-    for question, tool, arguments, result in rows:
-        asked, name = {"role": "user", "content": question}, tool["function"]["name"]
-        made = {"type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
-        called = [{"role": "assistant", "content": "", "tool_calls": [made]}]
-        called += [{"role": "tool", "name": name, "content": result}, {"role": "assistant", "content": "ok"}]
-        for answer in (called, [{"role": "assistant", "content": "no"}]):
-            lines.append({"messages": [asked, *answer], "tools": json.dumps([tool])})
-    for name, those in (("taught", lines * 40), ("sums", sums), ("words", words)):
-        (home / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in those))
     (home / "letters.jsonl").write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(20)))
     return home
-
-
-@pytest.fixture(scope="module")
-def taught(home):
-    """Return a model that calls a tool for half of the questions, and says "no" to the other half."""
-    options = OPTIONS | {"data.datasets[0].path": home / "taught.jsonl", "data.datasets[0].type": "conversation"}
-    options |= {"data.datasets[0].tools_field": "tools", "data.packing": False, "eval.steps": 0}
-    options |= {"train.max_steps": 80, "optim.learning_rate": 3e-3, "ckpt.save_steps": 80}
-    call(*recipe_command(home, "qwen_lora.py", "taught", **options))
-    return home / "runs" / "taught" / "export"
 
 
 def play(home, model, name, **options):
@@ -143,18 +71,6 @@ def play(home, model, name, **options):
 
 def mean(rows, key="reward"):
     return sum(row[key] for row in rows) / len(rows)
-
-
-@pytest.mark.parametrize(("name", "tool"), [("sums", "add"), ("words", "search")])
-def test_a_tool_raises_its_reward(home, taught, name, tool):
-    """A calculator, and an asynchronous search over a folder."""
-    own = home / "own.py"
-    options = {"data.datasets[0].path": home / f"{name}.jsonl", "rollout.rewards": f"('{own}:told',)"}
-    rows, _ = play(home, taught, name, **options, **{"rollout.tools": f"('{own}:{tool}',)"})
-    assert mean(rows[-3:]) > mean(rows[:3]) + 0.2
-    assert mean(rows[-3:], "tools/call_frequency") > mean(rows[:3], "tools/call_frequency")
-    lines = [json.loads(line) for line in (home / "runs" / name / "completions.jsonl").read_text().splitlines()]
-    assert {message["role"] for line in lines for message in line["completion"]} == {"assistant", "tool"}
 
 
 def test_a_game_raises_its_reward_resumes_in_equal_bits_and_loads(home):
