@@ -68,9 +68,8 @@ def refuses(device: Device, request: tuple[Any, Any]) -> str | None:
     if device.capability is None or device.capability < (8, 0):
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"
     x, write = request
-    if x.shape[-1] != 64 or write.shape[-1] not in (64, 128):
-        sizes = f"these have {x.shape[-1]} and {write.shape[-1]}"
-        return f"heads must have 64 features and states 64 or 128, and {sizes}"
+    if (x.shape[-1], write.shape[-1]) != (64, 128):
+        return f"heads must have 64 features and states 128, and these have {x.shape[-1]} and {write.shape[-1]}"
     if x.dtype.itemsize != 2:
         return f"it multiplies 16-bit numbers, not {x.dtype}"
     # In the kernels, offsets within an array are signed 32-bit integers. The largest array is x or the states.

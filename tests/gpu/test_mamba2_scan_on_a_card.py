@@ -20,7 +20,7 @@ PACKED = ((200, 1, 55, 1, 43), (64, 64, 1, 170, 1))
 CASES = {
     "one document": Case(((300,), (300,)), sizes=(64, 128)),
     "packed, two programs a group": Case(PACKED, heads=16, groups=1, sizes=(64, 128), step=0.02),
-    "packed, forgotten at once": Case(PACKED, sizes=(64, 64), step=10.0),
+    "packed, forgotten at once": Case(PACKED, sizes=(64, 128), step=10.0),
 }
 
 
