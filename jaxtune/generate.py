@@ -86,6 +86,8 @@ def run_command(values: flags.FlagValues, _: None) -> None:
     """Print or write the model's answers to the prompts."""
     if (values.prompt is None) == (values.input is None):
         raise UserError("give either --prompt=... or --input=FILE")
+    if values.decide and (given := [name for name in (*BOUNDS, "stop", "chat") if values[name].present]):
+        raise UserError(f"--{given[0]} has no effect with --decide, which reads probabilities and samples nothing")
     if values.output is not None and values.input is None:
         raise UserError("--output needs --input; a --prompt is continued in the terminal")
     if values.output is not None:

@@ -20,7 +20,7 @@ from jaxtune.rollout import own_answers, rollouts
 from jaxtune.rollout.completers import completer
 from jaxtune.rollout.toolbox import load_functions, try_functions
 from jaxtune.scoring.reference_scores import add_reference_scores
-from jaxtune.scoring.teacher_scores import declare_teacher
+from jaxtune.scoring.teacher_scores import BASE, declare_teacher
 from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.training.assembly import objective_of, task_of
 from jaxtune.training.memory import explain_out_of_memory
@@ -149,6 +149,11 @@ def _make_evaluate_prompts(
         raise UserError(NO_DATA)
     folder = Path(run or config.train.output_dir) / "evaluation"  # for adapters that are sent to a server
     if config.distill.own_answers:
+        if config.distill.teacher == BASE and not config.lora.enabled:
+            raise UserError(
+                "distill.teacher=base: this model has no adapters, so it would be compared with itself; evaluate the "
+                "run or its adapter"
+            )
         objective, complete = objective_of(config, model), completer(config, model, tokenizer, folder)
         teacher = declare_teacher(config, tokenizer, model.spec.vocabulary, mesh)
         score = own_answers.make_score_answers(config, model, objective, teacher)

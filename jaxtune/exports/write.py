@@ -372,9 +372,15 @@ def _write_decision(config: Config, run: RunFolder, output: Path, kind: str, ste
     write_decision(output, temperatures)
     if not temperatures:
         log.warning(
-            "%s has no temperatures, so that probabilities are not calibrated: no evaluation before step %d has fitted "
-            "them; set data.validation_split and eval.at_end",
-            *(output / DECISION_FILE, steps),
+            "%s has no temperatures, so that probabilities are not calibrated: %s has no evaluation up to step %d, "
+            "which fits them; set data.validation_split, eval.at_end and log.jsonl",
+            *(output / DECISION_FILE, run.metrics, steps),
+        )
+    if config.decision.label_tokens:
+        log.warning(
+            "%s: transformers and `jaxtune generate --decide` read the tokens of the labels, and not those of "
+            "decision.label_tokens: ask the run instead of its export",
+            output,
         )
     if kind == "peft" and config.model.head == "classification":
         log.warning("%s: an adapter with a linear head is a sequence classifier; JevForDecision needs --merge", output)

@@ -290,6 +290,12 @@ def check_decision(config: Config) -> Iterator[Problem]:
     if options.label_tokens and len(options.label_tokens) != HEAD_ROWS:
         reason = f"names {len(options.label_tokens)} tokens; the options of all types have {HEAD_ROWS}"
         yield problem(config, "decision.label_tokens", reason)
+    elif options.label_tokens and (min(options.label_tokens) < 0 or len({*options.label_tokens}) < HEAD_ROWS):
+        reason = "each label has a token of its own, a number from 0 on"
+        yield problem(config, "decision.label_tokens", reason)
+    for name in (*_unread(config.chat), *(("response_prefix",) if config.chat.response_prefix else ())):
+        reason = "has no effect: a question ends where the answer would begin, and none of its tokens is trained"
+        yield problem(config, f"chat.{name}", reason, "decision.loss", moot=True)
     if config.data.truncation not in ("auto", "delete"):
         reason = "the answer is read after the last token of a question, which cannot be cut: choose 'delete'"
         yield problem(config, "data.truncation", reason, "decision.loss")
@@ -379,6 +385,9 @@ def check_rollout(config: Config) -> Iterator[Problem]:
         reason = f"has no effect: with {by} the data is prompts, which are not packed or cut"
         yield problem(config, f"data.{name}", reason, by, moot=True)
     for key, entry in config.entries():
+        if mixed and entry.prompt_field is not None:
+            reason = "in steps on the answers in the data, the prompt is that of the answer's sample: leave it out"
+            yield problem(config, f"{key}.prompt_field", reason, "distill.own_answers")
         if entry.type != "auto":
             reason = f"with {by} samples are prompts: set 'auto'"
             yield problem(config, f"{key}.type", reason, by)

@@ -62,8 +62,11 @@ def keep_teacher(config: Config, model: Model, teacher: Teacher | None) -> AddCo
         columns = zip(teacher_columns(options.top_k), found)
         return {column.name: jax.reshard(values, P(None, *by_token(None))) for column, values in columns}
 
-    step = jax.jit(score_all, compiler_options=compiler_options(config))
-    as_seen = jax.jit(lambda trained, frozen, batch: score_all(trained, frozen, batch, batch))
+    options_of_xla = compiler_options(config)
+    step = jax.jit(score_all, compiler_options=options_of_xla)
+    as_seen = jax.jit(
+        lambda trained, frozen, batch: score_all(trained, frozen, batch, batch), compiler_options=options_of_xla
+    )
 
     def add_columns(trained: Parameters, frozen: Parameters, batch: Batch, seen: Batch) -> Batch:
         trained, frozen = (trained, frozen) if weights is None else ({}, weights)

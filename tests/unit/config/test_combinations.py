@@ -91,6 +91,7 @@ LABELS = {
         ({**ASKED, "data.truncation": "left"}, "data.truncation", "which cannot be cut: choose 'delete'"),
         ({**ASKED, "model.head": "classification", "model.num_labels": "2"}, "model.num_labels", "has 32 rows"),
         ({**ASKED, "decision.label_tokens": "1,2"}, "decision.label_tokens", "names 2 tokens"),
+        ({**ASKED, "decision.label_tokens": ",".join(["7"] * 32)}, "decision.label_tokens", "a token of its own"),
         ({**ASKED, "data.datasets[0].type": "text"}, r"data.datasets\[0\].type", "decision.loss needs type 'decision'"),
         ({**ASKED, "train.z_loss": "0.1"}, "train.z_loss", "decision.loss is None"),
         ({**ASKED, **REWARDED}, "rollout.rewards", "trains only on tokens that the model generates"),
