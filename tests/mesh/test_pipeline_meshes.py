@@ -88,6 +88,12 @@ def test_more_stages_than_layers_are_refused():
         assemble(read_base(config), config, make_mesh(config.mesh, jax.devices()[:4]))
 
 
+def test_stages_of_layers_with_embeddings_of_their_own_are_refused():
+    mesh = make_mesh(MeshOptions(fsdp=1, stage=2), jax.devices()[:2])
+    with pytest.raises(UserError, match="mesh.stage=2: layers of this qwen3 take embeddings of their own"):
+        declare_model(Base(spec(4, layer_embedding=8)), Config(data=DataOptions(seq_len=8)), mesh)
+
+
 @pytest.mark.parametrize(("stages", "count"), [(1, 4), (2, 3)])
 def test_virtual_stages_that_cannot_take_turns_are_refused(stages, count):
     config = Config(
