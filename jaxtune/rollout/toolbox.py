@@ -48,7 +48,7 @@ class RolloutFunctions(NamedTuple):
     """The user's functions of a rollout.
 
     Attributes:
-        rewards: reward functions by name; those of environments last.
+        rewards: reward functions by name, environments last.
         toolbox: tools and environments; None without both.
     """
 

@@ -137,7 +137,7 @@ def writers(
     heads,
     tokens,
 ):
-    """Compute the gradients of x, of `write`, summed over the heads, and parts of those of the rest.
+    """Compute the gradients of x, of `write`, summed over the heads, and parts of the other gradients.
 
     d_step is the gradient of the step without d_to_end, its part by the state after the chunk.
     """

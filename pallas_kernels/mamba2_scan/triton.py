@@ -4,7 +4,7 @@ There are four kernels (chunks as in Dao & Gu 2024, arXiv:2405.21060, section 6)
 
     carry      chunks in order: the state before each chunk; in reverse order: the gradient of the state after it
     outputs    all chunks in parallel: the outputs
-    readers    all chunks in parallel: the gradients of `read`, and a part of those of the decays
+    readers    all chunks in parallel: the gradients of `read`, and parts of the decays' gradients
     writers    all chunks in parallel: the other gradients
 
 The residuals of the backward pass are the inputs and the state before each chunk.
@@ -167,7 +167,7 @@ class _Call:
         return self._run_blocks(kernels.outputs, flops, inputs, (("tokens", self.dtype),))[0]
 
     def readers(self, x, write, read, d_out, states, total, begun, step) -> Any:
-        """Return the gradients of `read`, by program, and two parts of those of the summed decays."""
+        """Return the gradients of `read`, by program, and two parts of the summed decays' gradients."""
         inputs = (
             *((x, "tokens"), (write, "group"), (read, "group"), (d_out, "tokens"), (states, "states")),
             *((total, "row of head"), (begun, "row"), (step, "row of head")),
@@ -176,7 +176,7 @@ class _Call:
         return self._run_blocks(kernels.readers, self._flops(pairs=2, pairs_of_head=1, states=1), inputs, outputs)
 
     def writers(self, x, write, read, d_out, states, d_states, total, begun, step, skip) -> Any:
-        """Return gradients of x, of `write`, by program, and parts of those of the steps, the skips and the decays."""
+        """Return gradients of x, of `write` (by program), and parts for the steps, the skips and the decays."""
         inputs = (
             *((x, "tokens"), (write, "group"), (read, "group"), (d_out, "tokens")),
             *((states, "states"), (d_states, "states")),

@@ -1,4 +1,4 @@
-"""Episodes with tools equal those of TRL's GRPOTrainer: tokens, masks, messages, and calls that are parsed."""
+"""Episodes with tools equal TRL's, of its GRPOTrainer: tokens, masks, messages, and calls that are parsed."""
 
 import json
 from types import SimpleNamespace

@@ -51,7 +51,7 @@ class Prompt(NamedTuple):
 
 
 class RowTools(NamedTuple):
-    """Tools of a run, which are described in its prompts in place of those of the data.
+    """Tools of a run, which its prompts describe instead of the data's tools.
 
     Attributes:
         schemas: a sample -> the descriptions of its tools. Raises UserError.
@@ -78,7 +78,7 @@ class Prompts:
             tokenizer: the model's tokenizer.
             chat: the section chat.
             texts_are_chat: whether a text is a message of the user; None: if the tokenizer has a chat template.
-            row_tools: the tools of the run; None: those of the data.
+            row_tools: the tools of the run; None: the data's tools.
         """
         has_template = bool(tokenizer.chat_template)
         self._texts_are_chat = has_template if texts_are_chat is None else texts_are_chat
@@ -160,7 +160,7 @@ def read_prompts(
         most_tokens: the most tokens of a prompt, also of the teacher's; longer ones are left out and counted.
         skip: whether to leave out bad samples and samples without a prompt (data.on_bad_row='skip').
         add_answer: adds the answer in the data (`formats.answer_reader`); None: it is not read.
-        row_tools: the tools of the run; None: those of the data.
+        row_tools: the tools of the run; None: the data's tools.
 
     Raises:
         UserError: a sample is bad and `skip` is False; no prompt is left.
