@@ -45,6 +45,7 @@ def test_a_student_nears_its_teacher_and_resumes_exactly(home, teacher):
     assert "most likely tokens of a teacher" in call("jaxtune.cache", f"--folder={home / 'runs' / 'cache'}")
 
 
+@pytest.mark.nightly
 def test_adapters_of_a_student_learn_from_a_teacher_with_adapters(home):
     """The teacher is an adapter's folder, which names its base."""
     lora = {"lora.enabled": True, "lora.rank": 4, "model.dtype": "float32", "precision.recipe": "fp32"}

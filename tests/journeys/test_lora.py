@@ -33,6 +33,7 @@ def test_qwen_lora_trains_is_killed_resumes_exports_and_loads(home):
     )
 
 
+@pytest.mark.nightly
 def test_an_adapter_that_begins_as_a_part_of_the_weight_resumes_exactly_and_loads(home):
     options = {
         "lora.init": "pissa",

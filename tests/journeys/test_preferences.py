@@ -42,6 +42,7 @@ def test_recipes_train_and_resume_exactly(home, data, recipe, form):
     assert gains[1] > gains[0] + 0.01
 
 
+@pytest.mark.nightly
 def test_all_weights_keep_what_they_started_from(home, data):
     """Checkpoints hold the reference, and reference_update_steps replaces it by the current model."""
     folder, _ = check_resumed_run(home, "qwen_dpo.py", "dpo-whole", **WHOLE, **data["pairs"])

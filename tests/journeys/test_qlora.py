@@ -75,6 +75,7 @@ def leads_to_an_adapter_and_a_merged_model(home: Path, folder: Path, format: str
         assert torch.isclose(weight, theirs[name], rtol=2**-7, atol=1e-6).all(), name
 
 
+@pytest.mark.nightly
 def test_merged_into_its_base_on_the_way_it_resumes_exactly_and_the_whole_model_is_exported(home):
     options = {"lora.merge_interval": 3, "lora.reset_on_merge": True}
     folder, _ = check_resumed_run(home, "qwen_qlora_int8.py", "relora", **options)

@@ -60,6 +60,7 @@ def test_trains_resumes_exactly_exports_and_loads(home, recipe):
     load_in_transformers(exported, home / "model", folder / "export" if adapter else None, within=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_decoder_inside_a_model_that_sees_trains_resumes_exactly_exports_and_loads(tmp_path):
     model = tmp_path / "model"
     save_torch_model("gemma3, inside a model that sees", model)

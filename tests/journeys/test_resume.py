@@ -107,6 +107,7 @@ def test_ctrl_c_while_a_run_starts_is_one_line(uninterrupted, seconds):
     ]
 
 
+@pytest.mark.nightly
 def test_one_device_goes_on_as_four(uninterrupted):
     """The mesh may change as long as a step keeps its rows: fsdp 1 -> 4, micro-batches 4 -> 1."""
     folder, path, _ = uninterrupted

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from completion_server import CompletionServer
+from nightly_rows import nightly_except
 from runs import call, metrics, recipe_command
 
 REWARDS = '''
@@ -66,7 +67,7 @@ def test_a_rewarded_pattern_is_learned(home, data):
     assert 0 < rows[0]["completions/mean_length"] <= 12 and 0 <= rows[0]["completions/clipped_ratio"] <= 1
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", nightly_except([True], [False, True]))
 def test_a_run_goes_on_in_equal_bits(home, data, whole):
     """With PiSSA adapters, or with all weights and a copy of the initial weights as reference.
 
@@ -104,6 +105,7 @@ def test_a_run_goes_on_in_equal_bits(home, data, whole):
     ]
 
 
+@pytest.mark.nightly
 def test_devices_share_the_completions_of_a_step(home, data):
     """One device samples the same, because random numbers depend on the completion, not on the device."""
     options = OPTIONS | data | {"train.max_steps": 1, "export.at_end": False}

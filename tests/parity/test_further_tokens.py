@@ -307,6 +307,7 @@ PROMPT, ANSWER, STEPS = 4, 28, 40
 
 
 @pytest.mark.parametrize("case", in_groups(DEEPSEEK), indirect=True)
+@pytest.mark.nightly
 def test_trained_modules_draft_what_the_model_says(case, one_device, tmp_path):
     """On the model's own greedy answers mtp_accuracy is the share of accepted drafts; transformers accepts the same."""
     import optax

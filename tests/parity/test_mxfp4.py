@@ -107,6 +107,7 @@ def test_kept_codes_stand_for_what_transformers_makes_of_them(folder, one_device
     np.testing.assert_array_equal(np.asarray(down[1], np.float32), expected.float().numpy().swapaxes(1, 2))
 
 
+@pytest.mark.nightly
 def test_adapters_learn_the_same_as_over_dequantized_experts(folder, one_device):
     batch, found = jax.tree.map(lambda x: x[None], make_batch(tokens(2, 32), one_device)), []
     for quant in (QuantOptions(), KEPT):

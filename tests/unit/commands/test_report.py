@@ -120,9 +120,9 @@ def test_a_damaged_sample_step_time_and_config_are_named(tmp_path, capsys):
     assert report.main([str(path)]) == 2
     assert "samples.jsonl, line 1: prompt is 3" in capsys.readouterr().err
     (path / "samples.jsonl").unlink()
-    (path / "completions.jsonl").write_text('{"step": 1, "prompt": "x", "completion": "y"}\n')
+    (path / "completions.jsonl").write_text('{"step": 1, "prompt": "x", "reward": 1.0}\n')
     assert report.main([str(path)]) == 2
-    assert "completions.jsonl, line 1: reward is None" in capsys.readouterr().err
+    assert "completions.jsonl, line 1: completion is None" in capsys.readouterr().err
     (path / "completions.jsonl").unlink()
     (path / "profile" / "step_time.json").write_text('{"device": "/host:CPU"}')
     assert report.main([str(path)]) == 2
