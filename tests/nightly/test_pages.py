@@ -11,10 +11,11 @@ from runs import write_conversations, write_model_folder
 TAKES_LONG = True
 COVERS = ("docs", "jaxtune", "pallas_kernels")
 # Models of the pages, each a tiny one of the same kind here. Those that pages quantize have whole blocks.
+LABELS = {"words": ("Yes", "No")}  # tokens of decision models
 MODELS = {
-    "Qwen/Qwen3-0.6B": {"words": ("Yes", "No")},
+    "Qwen/Qwen3-0.6B": LABELS,
     "Qwen/Qwen3-0.6B-Base": {},
-    "Qwen/Qwen3-1.7B": {"hidden_size": 64},
+    "Qwen/Qwen3-1.7B": {"hidden_size": 64, **LABELS},
     "Qwen/Qwen3-8B": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
     "Qwen/Qwen3-30B-A3B": {
         "kind": "Qwen3Moe",
