@@ -143,7 +143,7 @@ def _calibration(logits: Float[Array, "b s r"], questions: _Questions) -> Metric
         excess = ((confidence - share)[..., None] * jax.nn.one_hot(bins, BINS))[..., None, :] * of_kind[..., None]
         return jnp.sum(_cross_entropy(log_prob, questions)[..., None] * of_kind, (0, 1)), jnp.sum(excess, (0, 1))
 
-    # One temperature after the other: arrays of all of them would be large.
+    # One temperature after the other: one array for all would be large.
     nll, excess = jax.lax.map(at, jnp.asarray(TEMPERATURES, jnp.float32))
     counts = jnp.sum(of_kind, (0, 1))
     return {"nll": (nll, counts), "excess": (excess, counts)}

@@ -84,7 +84,7 @@ def _where(tokens: np.ndarray, x: Any, y: Any) -> jax.Array:
 
 
 def test_tokens_one_by_one_continue_from_chunks():
-    """As in decoding; a document starts at one of these tokens."""
+    """As in decoding; a document starts among these tokens."""
     whole = arguments(replace(Case(PACKED), documents=((147, 3), (150,))))
     op = jax.jit(mamba2_scan)
     out, last = op(*whole[:8])

@@ -28,7 +28,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtune.config import keys, yaml_file
-from jaxtune.config.foreign import axolotl, axolotl_data, erniekit, qefficient, surogate, trl, trl_data, xorl
+from jaxtune.config.foreign import (
+    axolotl,
+    axolotl_data,
+    erniekit,
+    qefficient,
+    surogate,
+    trl,
+    trl_data,
+    trl_objectives,
+    xorl,
+)
 from jaxtune.config.foreign.conversions import FILE, NOTE, Options, Settings, Unsupported
 from jaxtune.errors import UserError, shorten
 from jaxtune.option_field import Problem
@@ -43,7 +53,7 @@ DIALECTS = {
 }
 CONVERSIONS: dict[str, Callable[[Options], Settings]] = {
     name: function
-    for module in (surogate, xorl, erniekit, qefficient, trl, trl_data, axolotl, axolotl_data)
+    for module in (surogate, xorl, erniekit, qefficient, trl, trl_data, trl_objectives, axolotl, axolotl_data)
     for name, function in module.CONVERSIONS.items()
 }
 DEFAULT = "jaxtune's default"  # the text of a line whose value needs no setting here

@@ -14,7 +14,6 @@ from jaxtune.config.foreign.conversions import (
     word_of,
 )
 from jaxtune.config.foreign.trl import (
-    LOSSES,
     OPTIMIZERS,
     decay_of,
     offload_of,
@@ -23,6 +22,7 @@ from jaxtune.config.foreign.trl import (
     trl_schedule,
     zero_of,
 )
+from jaxtune.config.foreign.trl_objectives import LOSSES
 
 
 def axolotl_adapter(o: Options) -> Settings:

@@ -1,7 +1,8 @@
 """Datasets of TRL, and their masks, lengths and order (see `conversions`)."""
 
 from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, conversions_of, names_of
-from jaxtune.config.foreign.trl import evaluation_of, trainer_of
+from jaxtune.config.foreign.trl import evaluation_of
+from jaxtune.config.foreign.trl_objectives import trainer_of
 
 
 def _samples(o: Options) -> Settings:

@@ -35,7 +35,7 @@ class Prompt(NamedTuple):
         continued: the tokens, if the answer continues their text; empty in a chat, whose answer is a separate text.
         teacher_tokens: the tokens before the answer that a teacher sees instead; empty: it sees the same ones.
         document: the prompt with the answer in the data; None if it is not read.
-        messages: of a chat, with its system prompt; empty for a text that is no message.
+        messages: of a chat, with its system prompt; empty for a text that is not a message.
         tools: descriptions of the tools of a chat.
     """
 
