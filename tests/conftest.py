@@ -57,6 +57,15 @@ def pytest_collection_modifyitems(config, items):
             config.hook.pytest_deselected(items=[item])
 
 
+def pytest_collection_finish():
+    """Stop the garbage collector, which walks all of jax and torch again and again while a program is traced.
+
+    It runs after each file, and wherever a process has grown (`release_programs`).
+    """
+    gc.freeze()
+    gc.disable()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def compilation_cache(tmp_path_factory):
     """Return the folder in which a worker keeps compiled programs, as many files compile the same ones.

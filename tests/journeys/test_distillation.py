@@ -26,6 +26,7 @@ def teacher(home):
     return home / "runs" / "large" / "export"
 
 
+@pytest.mark.nightly
 def test_a_student_nears_its_teacher_and_resumes_exactly(home, teacher):
     options = {**OPTIONS, "distill.teacher": teacher}
     folder, output = check_resumed_run(home, "qwen_distill.py", "distilled", **options)

@@ -95,6 +95,7 @@ def test_by_passes_over_the_data_and_only_then(home):
     assert sorted(evaluations(folder)) == ends[1::2]
 
 
+@pytest.mark.nightly
 def test_nothing_is_saved_where_nothing_is_to_be(home):
     options = {"ckpt.at_end": False, "eval.at_end": False, "train.max_steps": 2}
     folder, output = train(home, "nothing", "tiny_lora", **options)

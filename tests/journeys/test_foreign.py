@@ -101,7 +101,8 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("system", nightly_except(["axolotl"], OTHERS))
+@pytest.mark.parametrize("system", OTHERS)
+@pytest.mark.nightly
 def test_examples_of_other_systems_train(home, system):
     """So do their conversions, with bit-equal losses.
 

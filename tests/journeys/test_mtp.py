@@ -8,6 +8,7 @@ from tiny import write_model_folder
 SIZES = dict(hidden_size=64, head_dim=16, layer_types=["full_attention"] * 2, mtp_num_hidden_layers=1)
 
 
+@pytest.mark.nightly
 def test_trains_resumes_exactly_and_exports(tmp_path):
     base = write_model_folder(tmp_path / "model", "Qwen3_5Text", mtp=True, **SIZES)
     write_conversations(tmp_path / "chat.jsonl")

@@ -24,6 +24,7 @@ def same(one, other) -> None:
         np.testing.assert_array_equal(other[1][name], value, err_msg=name)
 
 
+@pytest.mark.nightly
 def test_full_training_goes_on_wherever_its_state_waits(home):
     """Each run continues from step 2 of 4 with the state in the other run's memory."""
     from_two, weights = {"ckpt.resume": 2}, "model.safetensors"

@@ -18,23 +18,26 @@ def data(home):
     return {form: {"data.datasets[0].path": file, **options} for form, file in files.items()}
 
 
-def test_adapters_learn_which_answer_is_better(home, data):
+@pytest.fixture(scope="module")
+def adapter(home, data):
+    """Return the folder of a run that trains adapters, was resumed, and was exported."""
+    return check_resumed_run(home, "qwen_dpo.py", "dpo", **ADAPTER, **data["pairs"])[0]
+
+
+def test_adapters_learn_which_answer_is_better(home, adapter):
     """At the first step DPO prefers neither answer, and its loss is ln 2; later it prefers the chosen answers."""
-    folder, _ = check_resumed_run(home, "qwen_dpo.py", "dpo", **ADAPTER, **data["pairs"])
-    first, *_, last = [row for row in metrics(folder) if "loss" in row]
+    first, *_, last = [row for row in metrics(adapter) if "loss" in row]
     assert abs(first["loss"] - math.log(2)) <= 1e-6 and first["rewards/margins"] == 0 and first["pairs"] > 0
     assert last["rewards/margins"] > 0.1 and last["rewards/accuracies"] > 0.9
-    evaluated = [row for row in metrics(folder) if "eval_loss" in row][-1]
+    evaluated = [row for row in metrics(adapter) if "eval_loss" in row][-1]
     assert evaluated["eval_rewards/accuracies"] > 0.9 and "eval_perplexity" not in evaluated
     exported = home / "dpo-exported"
-    call("jaxtune.export", f"--run={folder}", f"--output={exported}", "--merge")
-    load_in_transformers(exported, home / "model", folder / "export", within=1e-4)
+    call("jaxtune.export", f"--run={adapter}", f"--output={exported}", "--merge")
+    load_in_transformers(exported, home / "model", adapter / "export", within=1e-4)
 
 
-ORPO = pytest.param("qwen_orpo.py", "pairs", marks=pytest.mark.nightly)
-
-
-@pytest.mark.parametrize(("recipe", "form"), [ORPO, ("qwen_kto.py", "answers")])
+@pytest.mark.parametrize(("recipe", "form"), [("qwen_orpo.py", "pairs"), ("qwen_kto.py", "answers")])
+@pytest.mark.nightly
 def test_recipes_train_and_resume_exactly(home, data, recipe, form):
     folder, _ = check_resumed_run(home, recipe, recipe.removesuffix(".py"), **ADAPTER, **data[form])
     first, *_, last = [row for row in metrics(folder) if "loss" in row]
@@ -42,36 +45,40 @@ def test_recipes_train_and_resume_exactly(home, data, recipe, form):
     assert gains[1] > gains[0] + 0.01
 
 
+@pytest.fixture(scope="module")
+def whole(home, data):
+    """Return the folder of a run that trains all weights, was resumed, and was exported."""
+    return check_resumed_run(home, "qwen_dpo.py", "dpo-whole", **WHOLE, **data["pairs"])[0]
+
+
 @pytest.mark.nightly
-def test_all_weights_keep_what_they_started_from(home, data):
+def test_all_weights_keep_what_they_started_from(home, data, whole):
     """Checkpoints hold the reference, and reference_update_steps replaces it by the current model."""
-    folder, _ = check_resumed_run(home, "qwen_dpo.py", "dpo-whole", **WHOLE, **data["pairs"])
-    first, *_, last = [row for row in metrics(folder) if "loss" in row]
+    first, *_, last = [row for row in metrics(whole) if "loss" in row]
     assert abs(first["loss"] - math.log(2)) <= 1e-6 and last["rewards/margins"] > 0.1
     updated = {"preference.reference_update_steps": 4, "export.at_end": False}
     call(*recipe_command(home, "qwen_dpo.py", "dpo-updated", **WHOLE, **data["pairs"], **updated))
     rows = metrics(home / "runs" / "dpo-updated")
     margins = [row["rewards/margins"] for row in rows if "loss" in row]
-    assert margins[:4] == [row["rewards/margins"] for row in metrics(folder) if "loss" in row][:4]
+    assert margins[:4] == [row["rewards/margins"] for row in metrics(whole) if "loss" in row][:4]
     assert margins[3] > 0.01 and margins[4] == 0 < margins[5]
 
 
 @pytest.mark.nightly
-def test_the_reference_may_be_another_model(home, data):
+def test_the_reference_may_be_another_model(home, data, whole, adapter):
     """Gains that the reference has learned too do not count; the reference may be a model or an adapter."""
     short = {"train.max_steps": 2, "export.at_end": False, "data.validation_split": 0}
-    trained = home / "runs" / "dpo-whole" / "export"
-    options = {**WHOLE, **data["pairs"], **short, "preference.reference": trained}
+    options = {**WHOLE, **data["pairs"], **short, "preference.reference": whole / "export"}
     call(*recipe_command(home, "qwen_dpo.py", "other-reference", **options))
     first = metrics(home / "runs" / "other-reference")[0]
     assert first["rewards/margins"] < -0.1
-    adapter, margins = home / "runs" / "dpo" / "export", {}
+    exported, margins = adapter / "export", {}
     for name, changes in {
-        "from": {"lora.path": adapter},
-        "against": {"preference.reference": adapter},
-        "scored-against": {"preference.reference": adapter, "preference.precompute_reference": True},
+        "from": {"lora.path": exported},
+        "against": {"preference.reference": exported},
+        "scored-against": {"preference.reference": exported, "preference.precompute_reference": True},
         # A is read from the file, not drawn by the seed; evaluations use the reference too.
-        "half-from": {"lora.path": adapter, "lora.freeze_a": True, "train.seed": 3, "data.validation_split": 0.1},
+        "half-from": {"lora.path": exported, "lora.freeze_a": True, "train.seed": 3, "data.validation_split": 0.1},
         "scored-dora": {"lora.use_dora": True, "lora.init": "pissa", "preference.precompute_reference": True},
     }.items():
         options = {**ADAPTER, **data["pairs"], **short, **changes}
@@ -82,14 +89,13 @@ def test_the_reference_may_be_another_model(home, data):
     assert abs(margins["scored-against"] / margins["against"] - 1) <= 1e-4
 
 
-def test_a_reference_may_be_computed_once(home, data):
+@pytest.mark.nightly
+def test_a_reference_may_be_computed_once(home, data, whole):
     """The losses are the same as if each step computes the reference; its scores are cached, also for `evaluate`."""
     options = {**WHOLE, **data["pairs"], "preference.precompute_reference": True}
     folder, output = check_resumed_run(home, "qwen_dpo.py", "dpo-precomputed", **options)
     assert output.count("scoring") == 2  # training and validation documents
-    expected, losses = (
-        [row["loss"] for row in metrics(home / "runs" / name) if "loss" in row] for name in ("dpo-whole", folder.name)
-    )
+    expected, losses = ([row["loss"] for row in metrics(run) if "loss" in row] for run in (whole, folder))
     assert max(abs(a / b - 1) for a, b in zip(expected, losses)) <= 1e-5
     assert "scoring" not in call("jaxtune.evaluate", f"--run={folder}")
     alone = ("jaxtune.evaluate", f"--config={folder / 'config.json'}", f"--model={folder / 'export'}")

@@ -169,6 +169,7 @@ def test_steps_that_are_not_finite_are_shown_skipped_and_end_the_run(uninterrupt
     assert json.loads((folder / "runs" / "nan" / "config.json").read_text())["train"]["max_bad_steps"] == 3
 
 
+@pytest.mark.nightly
 def test_a_spike_takes_the_run_back_and_a_resumed_run_does_the_same(uninterrupted):
     """By these options many steps are spikes; the statistics of gradient norms are in checkpoints."""
     folder, path, plain = uninterrupted

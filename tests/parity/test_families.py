@@ -30,9 +30,18 @@ GROUPS = {name: pytest.mark.xdist_group(name) for name in FAMILIES}
 # Families with one of each kind of layer.
 OF_EACH_KIND = (
     *("deepseek_v3, latent attention", "gemma3_text, two ropes", "gpt_oss, stacked experts"),
-    *("granitemoehybrid, Mamba-2, experts", "lfm2, biases", "qwen3_5_text, delta nets"),
+    *("granitemoehybrid, Mamba-2, experts", "lfm2, biases", "qwen3, yarn rope, tied", "qwen3_5_text, delta nets"),
+    *("falcon_h1, attention beside Mamba-2", "gemma4_text, layer embeddings, shared keys and values"),
 )
 assert GROUPS.keys() >= {*OF_EACH_KIND}
+of_each_kind = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=group if name in OF_EACH_KIND else [group, pytest.mark.nightly])
+        for name, group in GROUPS.items()
+    ],
+    indirect=True,
+)
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=group) for name, group in GROUPS.items()])
@@ -42,6 +51,7 @@ def case(request, tmp_path_factory):
     return folder, save_torch_model(request.param, folder), tokens(BATCH, SEQUENCE)
 
 
+@of_each_kind
 def test_logits_loss_and_gradients(case, one_device, tmp_path):
     """From one pass of each program: a family compiles for longer than it computes."""
     folder, reference, rows = case
@@ -73,6 +83,17 @@ def test_logits_loss_and_gradients(case, one_device, tmp_path):
             assert np.abs(found[: len(expected)] - expected).max() <= 1e-5 * np.abs(expected).max(), place
 
 
+def test_logits(case, one_device):
+    """Of every family, as `pytest` compares the gradients of one of each kind: they take four times as long."""
+    folder, reference, rows = case
+    import torch
+
+    model, parameters, _ = read_model(folder, one_device)
+    with torch.no_grad():
+        expected = reference(torch.tensor(rows)).logits.numpy()
+    assert np.abs(logits_on_host(model, parameters, make_batch(rows, one_device)) - expected).max() <= 2e-5
+
+
 def gradients_in_files(model, folder: Path) -> dict[str, np.ndarray]:
     """Return the gradients of a torch model, by the names and in the layout of its parameters in files."""
     import torch
@@ -94,14 +115,7 @@ def open_with_torch(reference, folder: Path, **options):
     return type(reference).from_pretrained(folder, config=config, **options)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(name, marks=group if name in OF_EACH_KIND else [group, pytest.mark.nightly])
-        for name, group in GROUPS.items()
-    ],
-    indirect=True,
-)
+@of_each_kind
 def test_bfloat16_is_within_its_noise(case, one_device):
     """Our bfloat16 logits are as far from the float32 ones as transformers' bfloat16 logits.
 

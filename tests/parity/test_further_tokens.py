@@ -62,8 +62,8 @@ CASES |= {
 COPIES = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}  # in DeepSeek-V3's modules
 
 
-def in_groups(*names):
-    return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
+def in_groups(*names, marks=()):
+    return [pytest.param(name, marks=[pytest.mark.xdist_group(name), *marks]) for name in names]
 
 
 @pytest.fixture(scope="module", params=in_groups(QWEN, DEEPSEEK))
@@ -168,7 +168,10 @@ def read(config, mesh):
     return model, read_parameters(model, model.whole)
 
 
-@pytest.mark.parametrize("case", in_groups(*CASES), indirect=True)
+ALL = [*in_groups(QWEN, DEEPSEEK), *in_groups(EXAONE, NEMOTRON, marks=[pytest.mark.nightly])]
+
+
+@pytest.mark.parametrize("case", ALL, indirect=True)
 def test_losses_and_gradients_on_packed_rows_and_the_export(case, one_device, tmp_path):
     """torch computes one document at a time; here all documents are packed in one row."""
     family, folder, reference, modules, tensors = case

@@ -3,6 +3,7 @@
 import jax
 import pytest
 from benchmark_tasks import TASK_OPTIONS, write_tasks
+from nightly_rows import nightly
 from tiny import byte_tokenizer, save_torch_model
 
 from jaxtune.config.schema import Config, DataOptions, ModelOptions, TrainOptions
@@ -57,7 +58,13 @@ def asked(folder, lm, chat: bool) -> dict[str, list]:
 
 
 @pytest.mark.parametrize(
-    "mesh", [MeshOptions(), MeshOptions(data=2, fsdp=2, tensor=2), MeshOptions(fsdp=2, context=2, sequence=2)], ids=str
+    "mesh",
+    [
+        nightly(MeshOptions()),
+        nightly(MeshOptions(data=2, fsdp=2, tensor=2)),
+        MeshOptions(fsdp=2, context=2, sequence=2),
+    ],
+    ids=str,
 )
 def test_tasks_are_answered_as_by_hflm(folder, theirs, mesh):
     """With a chat template on several devices. The longest texts exceed the 128 positions and are cut."""

@@ -16,7 +16,6 @@ from jaxtune.objectives.cross_entropy import cross_entropy
 OF_EACH_KIND = (
     "deepseek_v3, latent attention",
     "falcon_h1, attention beside Mamba-2",
-    "gemma4_text, layer embeddings, shared keys and values",
     "gpt_oss, stacked experts",
     "lfm2, biases",
     "llama, llama3 rope, untied, biases",

@@ -432,7 +432,7 @@ def typo(key, edit, rng):
 def test_nearest_key_finds_the_meant_one_after_a_typo():
     rng = random.Random(0)
     misses, tried = [], 0
-    for number, key in enumerate(keys.options()):
+    for number, key in enumerate(list(keys.options())[::3]):
         for edit in (("delete", "insert"), ("replace", "transpose"))[number % 2]:
             wrong = typo(key, edit, rng)
             if wrong in keys.options():
@@ -441,7 +441,7 @@ def test_nearest_key_finds_the_meant_one_after_a_typo():
             nearest = keys.nearest_option(wrong)
             if nearest is None or nearest.key != key:
                 misses.append((key, wrong))
-    assert tried > 400 and len(misses) <= 0.05 * tried, misses
+    assert tried > 150 and len(misses) <= 0.05 * tried, misses
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from batches import make_batch, tokens
 from flax import nnx
+from nightly_rows import nightly
 from tiny import layer, random_values, spec
 
 from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions
@@ -120,7 +121,12 @@ def test_all_parameters_get_the_gradients_of_every_token_through_every_expert(ex
 
 @pytest.mark.parametrize(
     "quant",
-    [QuantOptions(), QuantOptions("nf4"), QuantOptions("nvfp4"), QuantOptions("mxfp4"), QuantOptions("fp8", 64)],
+    [
+        QuantOptions(),
+        QuantOptions("nf4"),
+        *map(nightly, (QuantOptions("nvfp4"), QuantOptions("mxfp4"))),
+        QuantOptions("fp8", 64),
+    ],
     ids=lambda q: q.format,
 )
 def test_adapters_drop_the_same_elements_on_any_mesh(quant):

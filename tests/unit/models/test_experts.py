@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import make_batch, tokens
+from nightly_rows import nightly
 from tiny import layer, random_values, spec
 
 from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, TrainOptions
@@ -41,7 +42,7 @@ def trained(mesh, model=SPEC, dtype="float32", **sections):
     return program, start, state.trained, rows
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "adamw_8bit", "muon"])
+@pytest.mark.parametrize("name", ["adamw", nightly("adafactor"), nightly("adamw_8bit"), "muon"])
 def test_every_expert_of_every_layer_is_trained(one_device, name):
     program, start, after, rows = trained(
         one_device, optim=OptimOptions(name, learning_rate=1e-2), precision=PrecisionOptions("fp32")
@@ -66,7 +67,7 @@ def test_experts_have_adapters_of_their_own(one_device):
     assert not any("router" in name for name in start)
 
 
-@pytest.mark.parametrize(("dtype", "optimizer"), [("bfloat16", "adamw_8bit"), ("float32", "adamw")])
+@pytest.mark.parametrize(("dtype", "optimizer"), [("bfloat16", "adamw_8bit"), nightly("float32", "adamw")])
 def test_a_router_is_in_float32_and_what_corrects_it_is_never_trained(one_device, dtype, optimizer):
     experts = dataclasses.replace(SPARSE.feed_forward, scores="sigmoid", corrected=True, shared=16, float32=True)
     corrected = spec((dataclasses.replace(SPARSE, feed_forward=experts),) * 2, family="glm4_moe")

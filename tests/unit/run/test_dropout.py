@@ -75,6 +75,7 @@ def test_dropout_by_depth_begins_at_0_in_the_first_layer():
     assert float(call.layer(jnp.int32(3)).noise.rate(0.4)) == pytest.approx(0.2)
 
 
+@pytest.mark.nightly
 def test_dropout_by_depth_is_the_same_on_a_mesh():
     by_depth = {**DROPPING, "dropout_warmup_steps": 0, "dropout_by_depth": True}
     dropped = losses(MeshOptions(fsdp=1), 1, **by_depth)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import make_batch, tokens
+from nightly_rows import nightly
 from tiny import random_values, spec
 
 from jaxtune.config.schema import Config, DataOptions, ModelOptions
@@ -47,8 +48,9 @@ def plain(weight) -> np.ndarray:
     return np.asarray(weight.dequantize() if isinstance(weight, QuantizedArray) else weight, np.float32)
 
 
-@pytest.mark.parametrize("quant", [None, "int8"])
-@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize(
+    ("reset", "quant"), [(False, None), nightly(False, "int8"), nightly(True, None), (True, "int8")]
+)
 def test_the_adapters_of_a_step_are_in_the_base_after_it(one_device, quant, reset):
     program, state, frozen, batch = assemble_run(one_device, quant, merge_interval=2, reset_on_merge=reset)
     unmerged = assemble_run(one_device, quant)

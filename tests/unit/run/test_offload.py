@@ -71,6 +71,7 @@ def test_an_optimizer_whose_state_waits_on_the_host_does_the_same(one_device, na
     jax.tree.map(np.testing.assert_array_equal, offloaded, expected)
 
 
+@pytest.mark.nightly
 def test_matrices_are_orthogonalised_one_after_another(one_device):
     """Products of single matrices have other shapes and round differently."""
     sections = {"optim": OptimOptions(name="muon"), "precision": PrecisionOptions("fp32")}
