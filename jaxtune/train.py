@@ -32,6 +32,7 @@ from jaxtune.run.inputs import add_scores, open_inputs
 from jaxtune.run.start import check_model, first_state, step_functions
 from jaxtune.run.tasks import make_sample, make_save, tasks_of
 from jaxtune.run.watch import watching
+from jaxtune.scoring.kept_teacher import kept_bytes
 from jaxtune.terminal import STOPPED
 from jaxtune.training import memory
 from jaxtune.training.assembly import assemble
@@ -77,7 +78,8 @@ def _train(config: Config, folder: RunFolder, mirror: mirror_sync.Mirror | None,
     # ---- model: only declared, so that what does not fit is refused before any weight is read ----
     with goodput.measure("model"):
         program = assemble(read_base(config), config, mesh)
-        check_model(config, program, mesh)
+        held = kept_bytes(config, mesh)  # of a teacher that stays on the devices
+        check_model(config, program, mesh, held)
 
     # ---- data: rows of documents, or prompts; their number gives the number of steps ----
     inputs = open_inputs(config, program, mesh, goodput)
@@ -90,9 +92,7 @@ def _train(config: Config, folder: RunFolder, mirror: mirror_sync.Mirror | None,
     # ---- step: compiled before a weight is read, so that its memory is known ----
     with goodput.measure("compile"):
         saved_remat = None if saved is None else saved.record.get("remat")
-        program, compiled, record["remat"] = memory.compile_fitting_step(
-            config, program, mesh, saved_remat, inputs.kept_bytes
-        )
+        program, compiled, record["remat"] = memory.compile_fitting_step(config, program, mesh, saved_remat, held)
     model = program.model
     inputs = add_scores(inputs, config, model, mesh, goodput)  # of a reference or a teacher: no step runs these
     feed = inputs.feed

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtune import hf
 from jaxtune.errors import UserError
 from jaxtune.host.process import compiler_options
-from jaxtune.inference.decode import NextTokens, Sampling, advance, begin, rules_of_decoding
+from jaxtune.inference.decode import Decoding, NextTokens, Sampling, advance, begin, rules_of_decoding
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel.layout import RULES, shards
@@ -56,7 +56,20 @@ class Completion(NamedTuple):
         return [not observed for observed in self.observed] if self.observed else [True] * len(self.tokens)
 
 
-def make_generate(
+class DecodePrograms(NamedTuple):
+    """The jitted functions of decoding, traced with the layout rules of `rules_of_decoding`.
+
+    Attributes:
+        first: (tokens, start, numbers, indices, parameters) -> (NextTokens, Decoding), of prompts (rows, length).
+        following: (tokens, decoding, numbers, indices, parameters) -> (NextTokens, Decoding), of one token a row; the
+            decoding is donated.
+    """
+
+    first: Callable[..., tuple[NextTokens, Decoding]]
+    following: Callable[..., tuple[NextTokens, Decoding]]
+
+
+def decode_programs(
     graph: nnx.GraphDef,
     spec: ModelSpec,
     *,
@@ -64,16 +77,8 @@ def make_generate(
     dtype: jnp.dtype,
     sampling: Sampling = Sampling(),
     seed: int = 0,
-) -> Generate:
-    """Make a function (parameters, prompts, numbers, written) -> an iterator over the next tokens of each prompt.
-
-    The iterator continues all prompts together. It does not stop at the end of an answer: the caller drops later
-    tokens (`take_until`, `collect_completions`) and may stop iterating. `written`: the number of tokens at the end of
-    each prompt that its completion already has, at most max_new_tokens; it lacks the rest. Random numbers depend only
-    on the seed, the prompt's number (its index, unless `numbers` is given) and the token's index in the completion, not
-    on the other prompts. Rows are sharded over the axes of the current mesh, except for axes that shard features. The
-    iterator raises UserError for a prompt without tokens and if the model has too few positions.
-    """
+) -> DecodePrograms:
+    """Return the functions that `make_generate` calls, with the same arguments."""
 
     def keys(numbers: jax.Array, indices: jax.Array) -> jax.Array:
         def row_key(number: jax.Array, index: jax.Array) -> jax.Array:
@@ -90,6 +95,22 @@ def make_generate(
     @partial(jax.jit, donate_argnums=1, compiler_options=compiler_options())
     def following(tokens, decoding, numbers, indices, parameters):
         return advance(bind(graph, parameters), tokens[:, None], decoding, keys(numbers, indices), sampling, dtype)
+
+    return DecodePrograms(first, following)
+
+
+def make_generate(graph: nnx.GraphDef, spec: ModelSpec, *, max_new_tokens: int, **options: Any) -> Generate:
+    """Make a function (parameters, prompts, numbers, written) -> an iterator over the next tokens of each prompt.
+
+    The iterator continues all prompts together. It does not stop at the end of an answer: the caller drops later
+    tokens (`take_until`, `collect_completions`) and may stop iterating. `written`: the number of tokens at the end
+    of each prompt that its completion already has, at most max_new_tokens; it lacks the rest. Random numbers depend
+    only on the seed, the prompt's number (its index, unless `numbers` is given) and the token's index in the
+    completion, not on the other prompts; `options` are those of `decode_programs`. Rows are sharded over the axes
+    of the current mesh, except for axes that shard features. The iterator raises UserError for a prompt without
+    tokens and if the model has too few positions.
+    """
+    first, following = decode_programs(graph, spec, max_new_tokens=max_new_tokens, **options)
 
     def generate(
         parameters: Parameters,
@@ -137,6 +158,13 @@ def _cast(parameters: Parameters, dtype: jnp.dtype) -> Parameters:
     return {name: value.astype(dtype) for name, value in parameters.items()}
 
 
+def padded_shape(prompts: int, longest: int) -> tuple[int, int]:
+    """Return the rows and their length for a number of prompts, the longest of them of so many tokens."""
+    parts = shards(rules_of_decoding(RULES.value).batch, jax.sharding.get_abstract_mesh())
+    bucket = max(PROMPT_BUCKET, 2 ** longest.bit_length() // 8)
+    return -(-prompts // parts) * parts, -(-longest // bucket) * bucket
+
+
 def _pad(prompts: Sequence[Sequence[int]], lacking: Sequence[int], spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
     """Pad prompts on the left to rows of one length, a number of rows that the mesh divides.
 
@@ -151,9 +179,7 @@ def _pad(prompts: Sequence[Sequence[int]], lacking: Sequence[int], spec: ModelSp
             f"{most - new} tokens of prompt and {new} new ones are more than the model's "
             f"{spec.max_positions} positions; lower --max_new_tokens"
         )
-    parts = shards(rules_of_decoding(RULES.value).batch, jax.sharding.get_abstract_mesh())
-    bucket = max(PROMPT_BUCKET, 2 ** longest.bit_length() // 8)
-    rows, length = -(-len(prompts) // parts) * parts, -(-longest // bucket) * bucket
+    rows, length = padded_shape(len(prompts), longest)
     # Unused rows start at their last position, so that they hold one token.
     tokens, start = np.zeros((rows, length), np.int32), np.full(rows, length - 1, np.int32)
     for row, prompt in enumerate(prompts):

@@ -8,6 +8,7 @@ padded vocabulary, or labels), n repeats of a stack's period.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -217,8 +218,11 @@ class Stack(nnx.Module):
         if not self.float32:
             adapters = jax.tree.map(lambda a: a.astype(call.dtype), adapters)  # once, not in each layer of each pass
 
-        def repeat(x, scanned):
-            adapters, weights, cache, number, embeddings = scanned
+        # A loop updates what it carries in place. Scanned over, the cache would be copied for every token.
+        def repeat(carried, scanned):
+            x, caches = carried
+            adapters, weights, number, place, embeddings = scanned
+            cache = caches and jax.tree.map(partial(jax.lax.dynamic_index_in_dim, index=place, keepdims=False), caches)
             weights = copy_to_device(weights)  # from host memory, if they are offloaded
             x = checkpoint_name(x, INPUT)
             after, sums = [], []
@@ -227,7 +231,11 @@ class Stack(nnx.Module):
                 x, layer_cache, emitted = block(x, of_layer, cache and cache[position], call.layer(number + position))
                 after.append(layer_cache)
                 sums.append(emitted)
-            return x, (tuple(after), join_sums(sums, jnp.stack))
+            after, sums = tuple(after), join_sums(sums, jnp.stack)
+            if caches is None:
+                return (x, None), (after, sums)
+            update = partial(jax.lax.dynamic_update_index_in_dim, index=place, axis=0)
+            return (x, jax.tree.map(update, caches, after)), (None, sums)
 
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[*SAVED_NAMES[call.remat], *[GATHERED] * call.keep_gathered],
@@ -241,9 +249,10 @@ class Stack(nnx.Module):
         prevent_cse = call.unroll and call.remat != "none"
         repeat = jax.checkpoint(repeat, policy=policy, prevent_cse=prevent_cse)
         unroll = len(numbers) if call.unroll else 1
-        scanned = (adapters, weights, cache, numbers, self._by_repeat(inputs.layer_embeddings))
-        x, (cache, sums) = jax.lax.scan(repeat, x, scanned, unroll=unroll)
-        return x, cache, {name: _by_layer(value) for name, value in sums.items()}
+        places = jnp.arange(len(numbers))
+        scanned = (adapters, weights, numbers, places, self._by_repeat(inputs.layer_embeddings))
+        (x, caches), (kept, sums) = jax.lax.scan(repeat, (x, cache), scanned, unroll=unroll)
+        return x, kept if cache is None else caches, {name: _by_layer(value) for name, value in sums.items()}
 
     def _by_repeat(self, embeddings: Float[Array, "l b s f"] | None) -> Float[Array, "repeats period b s f"] | None:
         if embeddings is None:

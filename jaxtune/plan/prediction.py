@@ -18,6 +18,8 @@ from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.plan import calibration, rates
 from jaxtune.plan.launches import Launch, LaunchedProgram, count_executed, read_program
 from jaxtune.plan.models import config_of
+from jaxtune.plan.sampling_memory import sampling_bytes
+from jaxtune.scoring.kept_teacher import kept_bytes
 from jaxtune.training import memory
 from jaxtune.training.assembly import Program as Run
 from jaxtune.training.assembly import assemble
@@ -175,7 +177,9 @@ def _predict(config: Config, where: TargetGpus, measured: calibration.Calibratio
     program = read_program(compiled.hlo)
     # XLA's list of thunks has loops without trip counts, in the order of the program's text.
     starts = count_executed(compiled.thunks, program.trips)
-    need = memory.need_of(run, where.gpus, compiled.memory)
+    teacher = kept_bytes(config, mesh, base_of)
+    need = memory.need_of(run, where.gpus, compiled.memory, teacher)
+    sampling = max(0, sampling_bytes(run, config, where.gpu, mesh) - need.temporaries)
     tokens = config.data.seq_len * config.train.micro_batch_size * config.train.grad_accum_steps * data_shards(mesh)
     scenarios = calibration.scenarios(measured.values if measured else {})
     timed = rates.time_launches(program, where.gpu, where.gpus, scenarios["central"])
@@ -184,8 +188,8 @@ def _predict(config: Config, where: TargetGpus, measured: calibration.Calibratio
         config=config,
         where=where,
         tokens=tokens,
-        memory=_memory(run, need, program, config),
-        needed=need.device,
+        memory=_memory(run, need, program, config, teacher, sampling),
+        needed=need.device + sampling,
         limit=int(float(process.MEMORY_FRACTION) * GPUS[where.gpu].memory),
         speeds={
             name: _speed(rates.step_ms(program, starts, where.gpu, where.gpus, assumed), tokens, run, config, where)
@@ -214,7 +218,9 @@ def base_of(config: Config) -> Base:
     )
 
 
-def _memory(run: Run, need: memory.Need, program: LaunchedProgram, config: Config) -> dict[str, int]:
+def _memory(
+    run: Run, need: memory.Need, program: LaunchedProgram, config: Config, teacher: int, sampling: int
+) -> dict[str, int]:
     model = run.model
 
     def stored_bytes(names: Any) -> int:
@@ -230,6 +236,7 @@ def _memory(run: Run, need: memory.Need, program: LaunchedProgram, config: Confi
         "optimizer": sum(map(memory.device_bytes, jax.tree.leaves(run.state.optimizer))),
         "reference": sum(map(memory.device_bytes, jax.tree.leaves(run.state.reference))),
         "average of weights": sum(map(memory.device_bytes, jax.tree.leaves(run.state.average))),
+        "teacher": teacher,
     }
     sizes["batch and scales"] = max(0, need.state - sum(sizes.values()))
     # The compiler reports temporaries as one number; gradients and residuals are its parts that shapes tell.
@@ -239,6 +246,7 @@ def _memory(run: Run, need: memory.Need, program: LaunchedProgram, config: Confi
     sizes["gradients"] = min(gradients, need.temporaries)
     sizes["residuals"] = min(int(program.residuals), need.temporaries - sizes["gradients"])
     sizes["temporaries"] = need.temporaries - sizes["gradients"] - sizes["residuals"]
+    sizes["sampling, besides"] = sampling
     sizes |= {"host, checkpoint": need.saved, "host, offloaded": need.offloaded}
     return {name: size for name, size in sizes.items() if size}
 
@@ -317,6 +325,11 @@ def _notes(program: LaunchedProgram, config: Config, gpu: str, central: rates.Ra
     rated = {launch.kind for launch in program.launches if launch.kind in rates.KERNELS and launch.flops}
     for kind in sorted(kinds - timed_kinds - rated):
         notes.append(f"kernel {kind}: its rate is unknown, so its time is from the bytes that it moves")
+    if config.samples:
+        notes.append(
+            f"{config.samples}: the time to sample and score answers is not counted; sampling's memory is that of the "
+            "longest prompts"
+        )
     if config.data.special_tokens:
         notes.append("data.special_tokens: rows that they add to the embedding are not counted")
     return notes

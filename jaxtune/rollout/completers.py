@@ -3,9 +3,10 @@
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -61,13 +62,10 @@ def completer(config: Config, model: Model, tokenizer, run: Path) -> Complete:
 
 def complete_on_devices(config: Config, model: Model, tokenizer) -> Complete:
     """Sample completions on the devices of the run; each completion of a group has its own random numbers."""
-    options, recipe = config.rollout, recipe_of(config.precision, model.linears)
-    sampling = Sampling(**{name: getattr(options, name) for name in Sampling._fields})
-    how = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "seed": config.train.seed}
-    generate = make_generate(model.graph, model.spec, dtype=recipe.dtype, **how)
+    options, dtype = config.rollout, recipe_of(config.precision, model.linears).dtype
+    generate = make_generate(model.graph, model.spec, **decode_options(config, dtype))
     ended = make_stop_test(stops_of(config, model, tokenizer), options.stop, tokenizer)
-    of_step = config.train.micro_batch_size * config.train.grad_accum_steps * data_shards(jax.sharding.get_mesh())
-    size = options.completions_at_once or of_step
+    size = completions_at_once(config, jax.sharding.get_mesh())
 
     def complete(
         trained: Parameters,
@@ -77,7 +75,7 @@ def complete_on_devices(config: Config, model: Model, tokenizer) -> Complete:
         written: Sequence[int] | None = None,
     ) -> list[Completion]:
         written = written or [0] * len(prompts)
-        completions, parameters = [], cast_weights(model, {**frozen, **trained}, recipe.dtype)
+        completions, parameters = [], cast_weights(model, {**frozen, **trained}, dtype)
         for first in range(0, len(prompts), size):
             # Pad the last batch to the compiled size, by repeating the last prompt; its completions are dropped.
             rows = [min(row, len(prompts) - 1) for row in range(first, first + size)]
@@ -88,6 +86,20 @@ def complete_on_devices(config: Config, model: Model, tokenizer) -> Complete:
         return completions
 
     return complete
+
+
+def decode_options(config: Config, dtype: jnp.dtype) -> dict[str, Any]:
+    """The arguments of `make_generate` by which a run samples completions."""
+    options = config.rollout
+    sampling = Sampling(**{name: getattr(options, name) for name in Sampling._fields})
+    how = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "seed": config.train.seed}
+    return {**how, "dtype": dtype}
+
+
+def completions_at_once(config: Config, mesh: jax.sharding.Mesh) -> int:
+    """The number of completions that the devices of a mesh sample together."""
+    of_step = config.train.micro_batch_size * config.train.grad_accum_steps * data_shards(mesh)
+    return config.rollout.completions_at_once or of_step
 
 
 def complete_by_server(config: Config, model: Model, tokenizer, folder: Path) -> Complete:

@@ -12,7 +12,6 @@ from jaxtune.host import process
 from jaxtune.monitor.goodput import Goodput
 from jaxtune.rollout.rewards import Reward
 from jaxtune.rollout.toolbox import Toolbox, load_functions, try_functions
-from jaxtune.scoring.kept_teacher import bytes_of
 from jaxtune.scoring.reference_scores import add_reference_scores
 from jaxtune.scoring.teacher_scores import Teacher, add_teacher_columns, declare_teacher
 from jaxtune.tokenizer_type import Tokenizer
@@ -36,13 +35,6 @@ class RunInputs(NamedTuple):
     rewards: Mapping[str, Reward]
     toolbox: Toolbox | None
     teacher: Teacher | None
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes on a device of a teacher that stays there, to score the student's own answers; 0 without one."""
-        if self.teacher is None or not isinstance(self.feed, data.PromptFeed):
-            return 0
-        return bytes_of(self.teacher)
 
 
 def open_inputs(config: Config, program: Program, mesh: jax.sharding.Mesh, goodput: Goodput) -> RunInputs:

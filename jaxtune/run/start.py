@@ -25,8 +25,11 @@ from jaxtune.weights.values import check_files, frozen_parameters, read_referenc
 log = logging.getLogger("jaxtune")
 
 
-def check_model(config: Config, program: Program, mesh: jax.sharding.Mesh) -> None:
-    """Log the model and its sharding. Raises UserError if tensors are missing, or the state does not fit in memory."""
+def check_model(config: Config, program: Program, mesh: jax.sharding.Mesh, held: int) -> None:
+    """Log the model and its sharding.
+
+    Raises UserError if tensors are missing, or the state and `held` other bytes do not fit in a device's memory.
+    """
     model = program.model
     log.info(describe_layout(model, mesh))
     if mesh.shape["stage"] > 1:
@@ -34,7 +37,7 @@ def check_model(config: Config, program: Program, mesh: jax.sharding.Mesh) -> No
     check_files(model, config)
     if not config.lora.enabled or config.export.merge or config.lora.merge_interval:
         warn_lost_layers(model, config)
-    memory.check_state(config, program, mesh)
+    memory.check_state(config, program, mesh, held)
 
 
 def step_functions(

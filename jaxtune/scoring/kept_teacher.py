@@ -14,18 +14,22 @@ from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.parameters import abstract
 from jaxtune.models.score import Batch, hidden_states
 from jaxtune.parallel.layout import P, by_token
-from jaxtune.scoring.teacher_scores import Teacher, check_top_k, read_weights
+from jaxtune.scoring.teacher_scores import Teacher, check_top_k, declare_teacher_model, read_weights
 from jaxtune.training.assembly import forward_of
 from jaxtune.training.memory import device_bytes
-from jaxtune.weights.model import Model
+from jaxtune.weights.model import Base, Model, read_base
 
 # (trained, frozen, batch, the batch as the teacher sees it) -> the batch with the teacher's columns.
 AddColumns = Callable[[Parameters, Parameters, Batch, Batch], Batch]
 
 
-def bytes_of(teacher: Teacher) -> int:
-    """Return the bytes that a teacher's weights take on a device."""
-    return sum(map(device_bytes, jax.tree.leaves(abstract(teacher.model.parameters))))
+def kept_bytes(config: Config, mesh: jax.sharding.Mesh, read: Callable[[Config], Base] = read_base) -> int:
+    """Return the bytes on a device of a teacher that stays there to score the student's own answers; 0 without one.
+
+    `read` reads what the files of a base say. Raises UserError as `declare_teacher_model`.
+    """
+    declared = declare_teacher_model(config, mesh, read) if config.distill.own_answers else None
+    return 0 if declared is None else sum(map(device_bytes, jax.tree.leaves(abstract(declared[1].parameters))))
 
 
 def keep_teacher(config: Config, model: Model, teacher: Teacher | None) -> AddColumns:

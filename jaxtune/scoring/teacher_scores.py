@@ -31,7 +31,7 @@ from jaxtune.quant.options import QuantOptions
 from jaxtune.scoring.memmap_cache import load_or_compute
 from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.training.assembly import forward_of
-from jaxtune.weights.model import Model, declare_model, read_base
+from jaxtune.weights.model import Base, Model, declare_model, read_base
 from jaxtune.weights.values import check_files, config_for_model, initial_parameters, read_parameters, tokenizer_folder
 
 log = logging.getLogger("jaxtune")
@@ -53,18 +53,37 @@ class Teacher(NamedTuple):
     vocabulary: int
 
 
-def declare_teacher(config: Config, tokenizer: Tokenizer, vocabulary: int, mesh: jax.sharding.Mesh) -> Teacher | None:
-    """Declare the model distill.teacher, on the mesh of its student; None without one, or if it is the student's base.
+def declare_teacher_model(
+    config: Config, mesh: jax.sharding.Mesh, read: Callable[[Config], Base] = read_base
+) -> tuple[Config, Model] | None:
+    """Declare the model distill.teacher on the mesh of its student; None without one, or if it is the student's base.
 
-    tokenizer, vocabulary: the student's. Raises UserError if the teacher is not a language model with the same tokens,
-    or does not fit the mesh.
+    Returns the teacher's config, as if it was a run, and its model. `read` reads what the files of a base say. Raises
+    UserError if the teacher is not a language model, or does not fit the mesh.
     """
     name = config.distill.teacher
     if name in (None, BASE):
         return None
     try:
         teacher_config = _config_of(name, config)
-        model = declare_model(read_base(teacher_config), teacher_config, mesh, train=False, low_precision=False)
+        return teacher_config, declare_model(
+            read(teacher_config), teacher_config, mesh, train=False, low_precision=False
+        )
+    except UserError as error:
+        raise UserError(f"distill.teacher={name!r}: {error}") from error
+
+
+def declare_teacher(config: Config, tokenizer: Tokenizer, vocabulary: int, mesh: jax.sharding.Mesh) -> Teacher | None:
+    """Declare the teacher as `declare_teacher_model`, and check its files.
+
+    tokenizer, vocabulary: the student's. Raises UserError as `declare_teacher_model`, and if the teacher has other
+    tokens.
+    """
+    declared = declare_teacher_model(config, mesh)
+    if declared is None:
+        return None
+    name, (teacher_config, model) = config.distill.teacher, declared
+    try:
         check_files(model, teacher_config)
         teacher_tokenizer = hf.load_tokenizer(tokenizer_folder(model, teacher_config))
     except UserError as error:

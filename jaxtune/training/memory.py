@@ -77,13 +77,16 @@ class Limit:
     name: str
 
 
-def check_state(config: Config, program: Program, mesh: jax.sharding.Mesh) -> None:
-    """Check the memory of parameters, optimizer state and a batch. Raises UserError if it does not fit."""
+def check_state(config: Config, program: Program, mesh: jax.sharding.Mesh, held: int) -> None:
+    """Check the memory of parameters, optimizer state, a batch, and `held` bytes of other weights on each device.
+
+    Raises UserError if it does not fit.
+    """
 
     def need(other: Config) -> Need:
-        return need_of(assemble(program.model.base, other, mesh), len(mesh.local_devices))
+        return need_of(assemble(program.model.base, other, mesh), len(mesh.local_devices), held=held)
 
-    _judge(config, need_of(program, len(mesh.local_devices)), need)
+    _judge(config, need_of(program, len(mesh.local_devices), held=held), need)
 
 
 def policies(config: Config, platform: str) -> tuple[Remat, ...]:
