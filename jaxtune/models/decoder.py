@@ -8,7 +8,6 @@ padded vocabulary, or labels), n repeats of a stack's period.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxtune.models.cache_slot import CacheSlot
 from jaxtune.models.declared import declare_parameter
 from jaxtune.models.forward_options import ForwardOptions, Remat
 from jaxtune.models.layers.attention import Attend, Attention, Inputs
@@ -89,9 +89,12 @@ class Block(nnx.Module):
         self.layer = layer
 
     def __call__(
-        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: ForwardOptions
+        self, x: Float[Array, "b s d"], inputs: Inputs, cache: CacheSlot | None, call: ForwardOptions
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
-        """Return the activations after the layer, its cache, and the sums of its experts (without a layer axis)."""
+        """Return the activations after the layer, its cache, and the sums of its experts (without a layer axis).
+
+        In decoding the cache that is returned is that of all repeats of the layer.
+        """
         # Between mixer and feed-forward, x may also be sharded by position over the tensor axis (Rules.residual). The
         # reshard before each is then an all-gather, and the one in _add a reduce-scatter.
         normed, sums = x, {}
@@ -115,19 +118,23 @@ class Block(nnx.Module):
         return x, cache, sums
 
     def _mix(
-        self, x: Float[Array, "b s d"], inputs: Inputs, cache: Any, call: ForwardOptions
+        self, x: Float[Array, "b s d"], inputs: Inputs, cache: CacheSlot | None, call: ForwardOptions
     ) -> tuple[Float[Array, "b s d"], Any]:
-        """Return the output of the layer's mixer, or the sum of two; a cache of two is a pair."""
+        """Return the output of the layer's mixer, or the sum of two, and the cache; a cache of two is a pair."""
         hybrid = self.layer.mixer
         if not isinstance(hybrid, Hybrid):
             mixer: Any = self.attention or self.delta_net or self.mamba or self.short_conv  # one is set
-            return mixer(x, inputs, cache, call)
+            if self.attention is not None or cache is None:
+                return mixer(x, inputs, cache, call)
+            y, own = mixer(x, inputs, cache.read(), call)
+            return y, cache.write(own)
         assert self.attention is not None and self.mamba is not None
         (into, out), (into_mamba, out_mamba) = hybrid.attention_factors, hybrid.mamba_factors
-        of_attention, of_mamba = (None, None) if cache is None else cache
-        y, of_attention = self.attention(scale(x, into), inputs, of_attention, call)
-        z, of_mamba = self.mamba(scale(x, into_mamba), inputs, of_mamba, call)
-        return scale(z, out_mamba) + scale(y, out), (of_attention, of_mamba)
+        of_attention, of_mamba = (None, None) if cache is None else (cache.part(0), cache.part(1))
+        y, keys_and_values = self.attention(scale(x, into), inputs, of_attention, call)
+        z, memory = self.mamba(scale(x, into_mamba), inputs, of_mamba and of_mamba.read(), call)
+        memory = of_mamba and of_mamba.write(memory)
+        return scale(z, out_mamba) + scale(y, out), (keys_and_values, memory)
 
     def _add(self, x: Array, y: Array, norm: NormLayer | None, call: ForwardOptions, name: str) -> Array:
         y = _apply_norm(jax.reshard(y, by_residual()), norm)
@@ -222,20 +229,18 @@ class Stack(nnx.Module):
         def repeat(carried, scanned):
             x, caches = carried
             adapters, weights, number, place, embeddings = scanned
-            cache = caches and jax.tree.map(partial(jax.lax.dynamic_index_in_dim, index=place, keepdims=False), caches)
             weights = copy_to_device(weights)  # from host memory, if they are offloaded
             x = checkpoint_name(x, INPUT)
             after, sums = [], []
             for position, block in enumerate(nnx.merge(graph, adapters, weights)):
                 of_layer = inputs._replace(layer_embeddings=None if embeddings is None else embeddings[position])
-                x, layer_cache, emitted = block(x, of_layer, cache and cache[position], call.layer(number + position))
+                stacked = caches and caches[position]
+                slot = None if stacked is None else CacheSlot(stacked, place)
+                x, layer_cache, emitted = block(x, of_layer, slot, call.layer(number + position))
                 after.append(layer_cache)
                 sums.append(emitted)
             after, sums = tuple(after), join_sums(sums, jnp.stack)
-            if caches is None:
-                return (x, None), (after, sums)
-            update = partial(jax.lax.dynamic_update_index_in_dim, index=place, axis=0)
-            return (x, jax.tree.map(update, caches, after)), (None, sums)
+            return ((x, None), (after, sums)) if caches is None else ((x, after), (None, sums))
 
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[*SAVED_NAMES[call.remat], *[GATHERED] * call.keep_gathered],

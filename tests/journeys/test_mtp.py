@@ -1,5 +1,6 @@
 """A model with a multi-token-prediction module: trained with it, resumed to equal bits, evaluated, exported."""
 
+import pytest
 from journey import check_resumed_run
 from runs import metrics, write_conversations
 from safetensors.numpy import load_file

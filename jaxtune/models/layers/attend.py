@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxtune.errors import UserError
 from jaxtune.models.forward_options import ForwardOptions
@@ -17,7 +17,10 @@ from jaxtune.models.mixers import Heads
 from jaxtune.parallel.layout import RULES, P, by_head
 from jaxtune.parallel.sequence import from_heads, gather_positions, to_heads
 from pallas_kernels.flash_attention import MaskSpec, flash_attention
+from pallas_kernels.flash_attention.mask import intervals
 from pallas_kernels.registry import CannotRun
+
+LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 @jax.named_scope("attention")
@@ -83,7 +86,8 @@ def attend_packed(key_start: Int[Array, "b s"], call: ForwardOptions, place: Int
 def attend_cached(index: Int[Array, ""], key_start: Int[Array, "b s"]) -> Attend:
     """Make attention that writes keys and values at `index` of a cache; queries see keys from `key_start` to their own.
 
-    A layer without keys and values of its own reads a cache that an earlier layer has written, and returns none.
+    A layer with keys and values gets a slot (`CacheSlot`), and returns the updated arrays of all repeats. Another one
+    reads the keys and values that an earlier layer has written, and returns none.
 
     Each device has whole rows of some heads, and caches their keys and values (`decode.empty_cache`).
     """
@@ -97,21 +101,64 @@ def attend_cached(index: Int[Array, ""], key_start: Int[Array, "b s"]) -> Attend
         cache: Any,
         call: ForwardOptions,
     ) -> tuple[Array, Any]:
-        def kernel(q, k, v, keys, values, key_start, sinks, index):
+        def kernel(q, k, v, keys, values, key_start, sinks, index, place):
+            stacked = None
             if k is not None:
-                keys = jax.lax.dynamic_update_slice_in_dim(keys, k.astype(keys.dtype), index, axis=1)
-                values = jax.lax.dynamic_update_slice_in_dim(values, v.astype(values.dtype), index, axis=1)
+                stacked = tuple(
+                    jax.lax.dynamic_update_slice(old, new[None].astype(old.dtype), (place, 0, index, 0, 0))
+                    for old, new in ((keys, k), (values, v))
+                )
+                keys, values = (jax.lax.dynamic_index_in_dim(one, place, keepdims=False) for one in stacked)
             mask = MaskSpec(window=mixer.window, key_start=key_start, query_offset=index)
-            seen = keys.astype(q.dtype), values.astype(q.dtype)
-            return flash_attention(q, *seen, mask, mixer.scale, soft_cap=mixer.soft_cap, sinks=sinks), (keys, values)
+            how = mask, mixer.scale, mixer.soft_cap, sinks
+            if q.shape[1] == 1:
+                return attend_one(q, keys, values, *how), stacked
+            keys, values = keys.astype(q.dtype), values.astype(q.dtype)
+            return flash_attention(q, keys, values, *how[:2], soft_cap=mixer.soft_cap, sinks=sinks), stacked
 
         q = to_heads(q, q.shape[2])
         k, v = (None if x is None else to_heads(x, x.shape[2]) for x in (k, v))
         sinks = None if sinks is None else to_heads(sinks, mixer.heads, axis=0)
-        keys, values = cache
-        arguments = (q, k, v, keys, values, jax.reshard(key_start, P(*by_head()[:2])), sinks, index)
+        (keys, values), place = (cache, None) if k is None else cache
+        arguments = (q, k, v, keys, values, jax.reshard(key_start, P(*by_head()[:2])), sinks, index, place)
         specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
-        attended, cache = jax.shard_map(kernel, in_specs=specs, out_specs=by_head())(*arguments)
-        return from_heads(attended), None if k is None else cache
+        outs = by_head(), None if k is None else P(None, *by_head())
+        attended, stacked = jax.shard_map(kernel, in_specs=specs, out_specs=outs)(*arguments)
+        return from_heads(attended), stacked
 
     return attend
+
+
+def attend_one(
+    q: Float[Array, "b 1 h d"],
+    keys: Float[Array, "b t n d"],
+    values: Float[Array, "b t n d"],
+    mask: MaskSpec,
+    scale: float | None,
+    soft_cap: float | None,
+    sinks: Float[Array, " h"] | None,
+) -> Float[Array, "b 1 h d"]:
+    """Attend with one query a row, in float32; the arguments are those of `flash_attention`.
+
+    Sums of elementwise products read each key and value once, from where it is in the cache. A matrix product would
+    first copy the cache to another layout, which takes longer than to read it.
+    """
+    batch, length, heads, _ = keys.shape
+    first, end = intervals(mask, batch, 1, length)
+    key = jnp.arange(length)
+    seen = ((key >= first) & (key < end))[..., None, None]  # b t 1 1
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    queries = q.reshape(batch, 1, heads, -1, q.shape[-1]).astype(jnp.float32)  # b 1 n g d
+    logits = jnp.sum(queries * keys[..., None, :], axis=-1) * factor  # b t n g
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    logits = jnp.where(seen, logits, -jnp.inf)
+    top = jnp.max(logits, axis=1, keepdims=True, initial=LOWEST)  # finite even if a query sees no key
+    sink = None if sinks is None else sinks.astype(jnp.float32).reshape(heads, -1)
+    top = top if sink is None else jnp.maximum(top, sink)
+    weights = jnp.exp(logits - top)
+    total = jnp.sum(weights, axis=1, keepdims=True)
+    total = total if sink is None else total + jnp.exp(sink - top)
+    weights /= jnp.where(total > 0, total, 1)
+    attended = jnp.sum(weights[..., None] * values[..., None, :], axis=1)  # b n g d
+    return attended.reshape(batch, 1, -1, values.shape[-1]).astype(q.dtype)
