@@ -1,6 +1,7 @@
 """The memory of sampling the answers of a step: weights in the dtype of products, and the cache of keys and values."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,28 +21,41 @@ from pallas_kernels import aot
 def sampling_bytes(run: Program, config: Config, gpu: str, mesh: jax.sharding.Mesh) -> int:
     """Return the bytes on a device that sampling takes besides the run's state; 0 if it samples nothing there.
 
-    Prompts are taken to be as long as their longest (data.seq_len less rollout.max_new_tokens). Both programs are
-    compiled for the GPU: the one that reads the prompts, and the one that adds a token.
+    Prompts are taken to be as long as their longest (data.seq_len less rollout.max_new_tokens). `mesh` is one of
+    compile-only devices of the GPU.
     """
     if not config.samples or config.rollout.server is not None:
         return 0
-    model, dtype = run.model, recipe_of(config.precision, run.model.linears).dtype
-    kept = abstract(model.parameters)
+    stored, weights = abstract(run.model.parameters), _cast(run, config, mesh)
+    arrays = (name for name, leaf in stored.items() if isinstance(leaf, jax.ShapeDtypeStruct))
+    copies = sum(device_bytes(weights[name]) for name in arrays if weights[name].dtype != stored[name].dtype)
+    held = sum(map(device_bytes, jax.tree.leaves(weights)))
+    return copies + max(one.memory.peak - held for one in compile_sampling(run, config, gpu, mesh))
+
+
+def compile_sampling(
+    run: Program, config: Config, gpu: str, mesh: jax.sharding.Mesh
+) -> tuple[aot.Compiled, aot.Compiled]:
+    """Compile for the GPU what reads the prompts, and what adds a token to each completion."""
+    model, weights = run.model, _cast(run, config, mesh)
+    how = decode_options(config, recipe_of(config.precision, model.linears).dtype)
     with jax.set_mesh(mesh):
-        weights = jax.eval_shape(partial(cast_weights, model, dtype=dtype), kept)
-        new = config.rollout.max_new_tokens
-        rows, length = padded_shape(completions_at_once(config, mesh), config.data.seq_len - new)
-        programs = decode_programs(model.graph, model.spec, **decode_options(config, dtype))
-    of_rows = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    prompts = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+        longest = config.data.seq_len - config.rollout.max_new_tokens
+        rows, length = padded_shape(completions_at_once(config, mesh), longest)
+        programs = decode_programs(model.graph, model.spec, **how)
+    prompts, of_rows = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, length), (rows,)))
+    rest = (of_rows, of_rows, weights)  # the numbers of completions, the indices of tokens, the parameters
     with RULES(rules_of_decoding(RULES.value)):
         with jax.set_mesh(mesh):
-            _, decoding = jax.eval_shape(programs.first, prompts, of_rows, of_rows, of_rows, weights)
-        compiled = (
-            aot.compile_for(gpu, programs.first, prompts, of_rows, of_rows, of_rows, weights, mesh=mesh),
-            aot.compile_for(gpu, programs.following, of_rows, decoding, of_rows, of_rows, weights, mesh=mesh),
+            _, decoding = jax.eval_shape(programs.first, prompts, of_rows, *rest)
+        return (
+            aot.compile_for(gpu, programs.first, prompts, of_rows, *rest, mesh=mesh),
+            aot.compile_for(gpu, programs.following, of_rows, decoding, *rest, mesh=mesh),
         )
-    cast = (name for name, leaf in kept.items() if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct))
-    copies = sum(device_bytes(weights[name]) for name in cast if weights[name].dtype != kept[name].dtype)
-    held = sum(map(device_bytes, jax.tree.leaves(weights)))
-    return copies + max(one.memory.peak - held for one in compiled)
+
+
+def _cast(run: Program, config: Config, mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """The abstract parameters that products take while sampling."""
+    dtype = recipe_of(config.precision, run.model.linears).dtype
+    with jax.set_mesh(mesh):
+        return jax.eval_shape(partial(cast_weights, run.model, dtype=dtype), abstract(run.model.parameters))

@@ -8,11 +8,17 @@ pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not
 
 from compiled_steps import compile_recipe_step, model_config
 
+from jaxtune.config import load_recipe, resolve
 from jaxtune.hlo import Module, root
+from jaxtune.parallel.mesh import make_mesh
 from jaxtune.plan import __main__ as plan
+from jaxtune.plan import prediction
 from jaxtune.plan.calibration import scenarios
 from jaxtune.plan.launches import count_executed, read_program
 from jaxtune.plan.rates import SCENARIOS, step_ms
+from jaxtune.plan.sampling_memory import compile_sampling, sampling_bytes
+from jaxtune.training.assembly import assemble
+from pallas_kernels import aot
 
 MICRO_BATCHES = 4
 # For a micro-batch of 2 x 2048 tokens, without rematerialisation: launches, GB read and written, milliseconds.
@@ -72,6 +78,29 @@ def test_a_row_of_half_a_million_tokens_fits_one_gpu_with_residuals_on_the_host(
     moved = {group["phase"]: group for group in found["groups"] if group["kind"] == "host copy"}
     assert {phase: group["launches"] for phase, group in moved.items()} == {"forward": 36, "backward": 36}
     assert moved["forward"]["ms"] == 0  # the next layer's work hides it
+
+
+def test_sampling_takes_the_cache_once_and_a_token_reads_it_once():
+    config = resolve(load_recipe("qwen_grpo"), "qwen_grpo")
+    mesh = make_mesh(config.mesh, aot.devices("h100", 1, 1), config.parallel)
+    run = assemble(prediction.base_of(config), config, mesh)
+    # 64 completions of up to 1024 tokens, 28 layers of 8 key heads of 128 features, keys and values in bfloat16.
+    cache = 64 * 1024 * 28 * 8 * 128 * 2 * 2
+    assert cache < sampling_bytes(run, config, "h100", mesh) < 1.15 * cache
+    program = read_program(compile_sampling(run, config, "h100", mesh)[1].hlo)
+    moved = sum((launch.read + launch.written) * launch.count for launch in program.launches)
+    weights = 2 * 0.6e9
+    assert cache + weights < moved < 1.25 * (cache + weights)
+
+
+def test_a_plan_counts_a_teacher_that_stays(capsys):
+    small = ["data.seq_len=256", "rollout.max_new_tokens=64", "memory.remat=block", "distill.teacher=Qwen/Qwen3-4B"]
+    options = [f"--config.{option}" for option in small]
+    assert plan.main(["--config=qwen_opd:Qwen/Qwen3-0.6B", "--gpu=h100", *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"]["teacher"] == pytest.approx(4.02e9 * 2, rel=0.01)
+    on_gpu = {name: size for name, size in found["memory"].items() if not name.startswith("host")}
+    assert sum(on_gpu.values()) == found["needed"]
 
 
 @pytest.mark.every_jax

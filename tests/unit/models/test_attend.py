@@ -2,15 +2,18 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tiny import spec
 
 from jaxtune.config.schema import Config, DataOptions
 from jaxtune.errors import UserError
+from jaxtune.models.layers.attend import attend_one
 from jaxtune.models.options import AttentionOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import Base
 from pallas_kernels import registry
+from pallas_kernels.flash_attention import MaskSpec, flash_attention
 
 
 def trace(mesh, **attention):
@@ -41,3 +44,23 @@ def test_a_kernel_that_can_run_is_taken(one_device, caplog):
     caplog.set_level("INFO")
     trace(one_device, backend="xla")
     assert "by backend xla (as requested)" in caplog.text
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_query_attends_as_the_last_of_many(window, sinks, soft_cap, dtype):
+    """Some keys are of other documents or later; the last row is padding, which sees no key."""
+    length, index, heads, keys = 17, 11, 6, 2
+    draw = iter(jax.random.split(jax.random.key(0), 4))
+    q = jax.random.normal(next(draw), (3, 1, heads, 8), dtype)
+    k, v = (jax.random.normal(next(draw), (3, length, keys, 8), dtype) for _ in range(2))
+    sink = jax.random.normal(next(draw), (heads,)) if sinks else None
+    mask = MaskSpec(window=window, key_start=jnp.array([[0], [4], [length]]), query_offset=jnp.int32(index))
+    expected = flash_attention(q, k, v, mask, 0.3, soft_cap=soft_cap, sinks=sink, backend="xla")
+    found = attend_one(q, k, v, mask, 0.3, soft_cap, sink)
+    assert found.dtype == dtype
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    np.testing.assert_allclose(np.float32(found), np.float32(expected), atol=tolerance)
+    assert not np.any(np.float32(found[2]))
