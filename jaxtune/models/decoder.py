@@ -254,7 +254,7 @@ class Stack(nnx.Module):
         prevent_cse = call.unroll and call.remat != "none"
         repeat = jax.checkpoint(repeat, policy=policy, prevent_cse=prevent_cse)
         unroll = len(numbers) if call.unroll else 1
-        places = jnp.arange(len(numbers))
+        places = None if cache is None else jnp.arange(len(numbers))
         scanned = (adapters, weights, numbers, places, self._by_repeat(inputs.layer_embeddings))
         (x, caches), (kept, sums) = jax.lax.scan(repeat, (x, cache), scanned, unroll=unroll)
         return x, kept if cache is None else caches, {name: _by_layer(value) for name, value in sums.items()}
