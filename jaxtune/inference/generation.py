@@ -106,9 +106,9 @@ def make_generate(graph: nnx.GraphDef, spec: ModelSpec, *, max_new_tokens: int, 
     tokens (`take_until`, `collect_completions`) and may stop iterating. `written`: the number of tokens at the end
     of each prompt that its completion already has, at most max_new_tokens; it lacks the rest. Random numbers depend
     only on the seed, the prompt's number (its index, unless `numbers` is given) and the token's index in the
-    completion, not on the other prompts; `options` are those of `decode_programs`. Rows are sharded over the axes
-    of the current mesh, except for axes that shard features. The iterator raises UserError for a prompt without
-    tokens and if the model has too few positions.
+    completion, not on the other prompts. `options` go to `decode_programs`. Rows are sharded over the axes of the
+    current mesh, except for axes that shard features. The iterator raises UserError for a prompt without tokens and
+    if the model has too few positions.
     """
     first, following = decode_programs(graph, spec, max_new_tokens=max_new_tokens, **options)
 
@@ -159,7 +159,7 @@ def _cast(parameters: Parameters, dtype: jnp.dtype) -> Parameters:
 
 
 def padded_shape(prompts: int, longest: int) -> tuple[int, int]:
-    """Return the rows and their length for a number of prompts, the longest of them of so many tokens."""
+    """Return the number of rows and their length, for a number of prompts and the length of the longest."""
     parts = shards(rules_of_decoding(RULES.value).batch, jax.sharding.get_abstract_mesh())
     bucket = max(PROMPT_BUCKET, 2 ** longest.bit_length() // 8)
     return -(-prompts // parts) * parts, -(-longest // bucket) * bucket

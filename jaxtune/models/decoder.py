@@ -93,7 +93,7 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
         """Return the activations after the layer, its cache, and the sums of its experts (without a layer axis).
 
-        In decoding the cache that is returned is that of all repeats of the layer.
+        In decoding it returns the cache of all repeats of the layer.
         """
         # Between mixer and feed-forward, x may also be sharded by position over the tensor axis (Rules.residual). The
         # reshard before each is then an all-gather, and the one in _add a reduce-scatter.

@@ -246,7 +246,7 @@ def _memory(
     sizes["gradients"] = min(gradients, need.temporaries)
     sizes["residuals"] = min(int(program.residuals), need.temporaries - sizes["gradients"])
     sizes["temporaries"] = need.temporaries - sizes["gradients"] - sizes["residuals"]
-    sizes["sampling, besides"] = sampling
+    sizes["more for sampling"] = sampling
     sizes |= {"host, checkpoint": need.saved, "host, offloaded": need.offloaded}
     return {name: size for name, size in sizes.items() if size}
 

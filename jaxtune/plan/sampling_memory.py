@@ -19,7 +19,7 @@ from pallas_kernels import aot
 
 
 def sampling_bytes(run: Program, config: Config, gpu: str, mesh: jax.sharding.Mesh) -> int:
-    """Return the bytes on a device that sampling takes besides the run's state; 0 if it samples nothing there.
+    """Return the bytes on a device that sampling takes in addition to the run's state; 0 if it samples nothing there.
 
     Prompts are taken to be as long as their longest (data.seq_len less rollout.max_new_tokens). `mesh` is one of
     compile-only devices of the GPU.

@@ -84,7 +84,7 @@ def test_logits_loss_and_gradients(case, one_device, tmp_path):
 
 
 def test_logits(case, one_device):
-    """Of every family, as `pytest` compares the gradients of one of each kind: they take four times as long."""
+    """Every family; gradients take four times as long, so `pytest` compares them for one family of each kind."""
     folder, reference, rows = case
     import torch
 

@@ -138,10 +138,10 @@ def attend_one(
     soft_cap: float | None,
     sinks: Float[Array, " h"] | None,
 ) -> Float[Array, "b 1 h d"]:
-    """Attend with one query a row, in float32; the arguments are those of `flash_attention`.
+    """Attend with one query a row, in float32, as `flash_attention` with the same arguments.
 
-    Sums of elementwise products read each key and value once, from where it is in the cache. A matrix product would
-    first copy the cache to another layout, which takes longer than to read it.
+    Sums of elementwise products read each key and value once, directly from the cache. A matrix product would first
+    copy the cache to another layout, which takes longer than reading it.
     """
     batch, length, heads, _ = keys.shape
     first, end = intervals(mask, batch, 1, length)
