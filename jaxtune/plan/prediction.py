@@ -182,6 +182,10 @@ def _predict(config: Config, where: TargetGpus, measured: calibration.Calibratio
     sampling = max(0, sampling_bytes(run, config, where.gpu, mesh) - need.temporaries)
     tokens = config.data.seq_len * config.train.micro_batch_size * config.train.grad_accum_steps * data_shards(mesh)
     scenarios = calibration.scenarios(measured.values if measured else {})
+    limit = int(float(process.MEMORY_FRACTION) * GPUS[where.gpu].memory)
+    notes = _notes(program, config, where.gpu, scenarios["central"])
+    if need.device <= limit < need.device + sampling:
+        notes.append("the step fits, and sampling does not: lower rollout.completions_at_once")
     timed = rates.time_launches(program, where.gpu, where.gpus, scenarios["central"])
     gaps = rates.gaps_ms(starts, program.syncs, scenarios["central"])
     return Plan(
@@ -190,7 +194,7 @@ def _predict(config: Config, where: TargetGpus, measured: calibration.Calibratio
         tokens=tokens,
         memory=_memory(run, need, program, config, teacher, sampling),
         needed=need.device + sampling,
-        limit=int(float(process.MEMORY_FRACTION) * GPUS[where.gpu].memory),
+        limit=limit,
         speeds={
             name: _speed(rates.step_ms(program, starts, where.gpu, where.gpus, assumed), tokens, run, config, where)
             for name, assumed in scenarios.items()
@@ -199,7 +203,7 @@ def _predict(config: Config, where: TargetGpus, measured: calibration.Calibratio
         collectives=_collectives(timed),
         launches={**starts, "host syncs": program.syncs},
         assumptions=calibration.assumptions(where.gpu, measured),
-        said=tuple(_notes(program, config, where.gpu, scenarios["central"])),
+        said=tuple(notes),
         seconds=time.monotonic() - began,
     )
 

@@ -93,12 +93,14 @@ def test_sampling_takes_the_cache_once_and_a_token_reads_it_once():
     assert cache + weights < moved < 1.25 * (cache + weights)
 
 
-def test_a_plan_counts_a_teacher_that_stays(capsys):
+def test_a_plan_counts_a_teacher_that_stays_and_says_which_option_bounds_sampling(capsys):
     small = ["data.seq_len=256", "rollout.max_new_tokens=64", "memory.remat=block", "distill.teacher=Qwen/Qwen3-4B"]
-    options = [f"--config.{option}" for option in small]
-    assert plan.main(["--config=qwen_opd:Qwen/Qwen3-0.6B", "--gpu=h100", *options, "--json"]) == 0
+    many = ["train.micro_batch_size=8", "train.grad_accum_steps=512"]  # 4,096 answers
+    options = [f"--config.{option}" for option in (*small, *many)]
+    assert plan.main(["--config=qwen_opd:Qwen/Qwen3-0.6B", "--gpu=h100", *options, "--json"]) == 2
     found = json.loads(capsys.readouterr().out)
     assert found["memory"]["teacher"] == pytest.approx(4.02e9 * 2, rel=0.01)
+    assert "the step fits, and sampling does not: lower rollout.completions_at_once" in found["said"]
     on_gpu = {name: size for name, size in found["memory"].items() if not name.startswith("host")}
     assert sum(on_gpu.values()) == found["needed"]
 
