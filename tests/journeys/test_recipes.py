@@ -43,7 +43,7 @@ RECIPES = {
 }
 
 
-# Each other one differs from one of these by a part that has tests of its own.
+# The other recipes each change one part, which has its own tests.
 KEPT = ("qwen_full.py", "llama_pretrain.py", "pretrain_stream.py", "qwen_fp8.py")
 
 
