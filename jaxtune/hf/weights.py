@@ -36,7 +36,7 @@ from jaxtune.hf.tensor_sources import (
 from jaxtune.models.places import Place
 
 MAX_SHARD_BYTES = 5 * 10**9
-_LARGEST_CHUNK = 32 * 2**20
+_SMALLEST_CHUNK, _LARGEST_CHUNK = 2**20, 32 * 2**20
 _LISTED = 10  # names of each kind that an error message lists
 
 
@@ -169,7 +169,7 @@ def check_weights(
 def choose_chunk_bytes(targets: Iterable[Target]) -> int:
     """Return how many bytes to read at a time: a fraction of the largest tensor."""
     sizes = (math.prod(target.shape[target.lead :]) * np.dtype(target.dtype).itemsize for target in targets)
-    return min(max(sizes, default=0) // 16, _LARGEST_CHUNK)
+    return min(max(max(sizes, default=0) // 16, _SMALLEST_CHUNK), _LARGEST_CHUNK)
 
 
 def check_tensors(
@@ -210,6 +210,8 @@ def fill(target: Target, sources: Sequence[RowSource], chunk_bytes: int) -> jax.
     itemsize = max(np.dtype(target.dtype).itemsize, *(source.itemsize for source in sources))
     # A chunk has rows for every device of this process, in the file's dtype until `_write_chunk` converts them.
     row_bytes = math.prod(rest) * itemsize * len(target.sharding.addressable_devices)
+    if math.prod(target.shard_lead) * rows * row_bytes <= chunk_bytes:
+        return _fill_at_once(target, sources)
     step = min(max(chunk_bytes // row_bytes, 1), rows)
     # A chunk is sharded like the parameter, so placing it moves nothing between devices: it is not `step` consecutive
     # rows, but `step` rows of every shard. With 8 rows on 2 devices and step 2, the chunks hold rows 0 1 | 4 5 and
@@ -239,6 +241,23 @@ def fill(target: Target, sources: Sequence[RowSource], chunk_bytes: int) -> jax.
             array = _write_chunk(array, chunk(element, row), start, target.sharding)
             array.block_until_ready()  # otherwise chunks would pile up in host memory
     return array
+
+
+def _fill_at_once(target: Target, sources: Sequence[RowSource]) -> jax.Array:
+    """Read a small parameter, such as the norms of all layers, without a program for each of its shapes."""
+    lead = target.lead
+
+    def shard(index: Any) -> np.ndarray:
+        bounds = [slice(*bound.indices(size)) for bound, size in zip(index, target.shape)]
+        rows, *columns = bounds[lead:]
+        values = np.empty([bound.stop - bound.start for bound in bounds], target.dtype)
+        for element in np.ndindex(values.shape[:lead]):
+            position = [bound.start + at for bound, at in zip(bounds, element)]
+            number = int(np.ravel_multi_index(position, target.shape[:lead])) if position else 0
+            values[element] = sources[number].rows(rows.start, rows.stop - rows.start, tuple(columns))
+        return values
+
+    return jax.make_array_from_callback(target.shape, target.sharding, shard)
 
 
 def _read_converted(target: Target, sources: Sequence[RowSource], chunk_bytes: int) -> Any:

@@ -1,7 +1,7 @@
 """A user's work with a recipe: train, be interrupted, resume, evaluate, export, load elsewhere.
 
-`check_killed_run` trains in processes that are killed by SIGKILL and resumed. For other recipes `check_resumed_run`
-calls the same commands in this process and interrupts the run by removing its newest checkpoint.
+`check_killed_run` trains in a process that is killed by SIGKILL, and resumes in this one. For other recipes
+`check_resumed_run` calls the same commands in this process and interrupts the run by removing its newest checkpoint.
 """
 
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import call, losses, metrics, recipe_command, run, start, wait_for_step
+from runs import call, losses, metrics, recipe_command, start, wait_for_step
 
 STEPS, KILLED_AT, SAVED = 8, 5, 6
 
@@ -25,7 +25,7 @@ def check_killed_run(home: Path, recipe: str, **options) -> Path:
     wait_for_step(process, folder, KILLED_AT)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert "resumed from step" in run(*command)
+    assert "resumed from step" in call(*command)
     assert losses(folder) == losses(home / "runs" / f"{stem}-whole")
     trained = [row["loss"] for row in metrics(folder) if "loss" in row]
     assert len(trained) == STEPS and trained[-1] < trained[0]

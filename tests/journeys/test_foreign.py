@@ -62,6 +62,7 @@ def compiled_quickly_in_its_folder(home, monkeypatch):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.mark.nightly
 def test_surogates_example_and_the_same_recipe_have_bit_equal_losses(home):
     """One recipe is written by hand here, the other is a conversion."""
     data = home / "finetome.jsonl"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from batches import logits_on_host, make_batch
 from journey import check_killed_run, check_resumed_run, load_in_transformers
-from nightly_rows import nightly
+from nightly_rows import nightly, nightly_except
 from runs import call, write_conversations
 from tiny import read_model, write_model_folder
 
@@ -26,7 +26,7 @@ OPTIONS = {"lora.rank": 4, "lora.target_modules": "all-linear", "model.dtype": "
 TOKENS = np.arange(40)[None]  # the tokens of `load_in_transformers`
 
 
-@pytest.fixture(scope="module", params=MIXTURES)
+@pytest.fixture(scope="module", params=nightly_except(["Qwen3Moe"], MIXTURES))
 def home(request, tmp_path_factory):
     """Return a folder, by the mixture's name, with a tiny mixture and some conversations."""
     folder = tmp_path_factory.mktemp("home") / request.param

@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+from nightly_rows import nightly
 from runs import call, losses, metrics, recipe, run, start, wait_for_step
 
 from jaxtune.terminal import STOPPED
@@ -30,13 +31,15 @@ def run_interrupted(folder, path, name, steps: list[int], how: int, *more: str):
         assert process.returncode in (0, -how, STOPPED), output
         if how == signal.SIGTERM:
             assert process.returncode == STOPPED and "resume with" in output, output
-    return run("jaxtune.train", f"--config={path}", f"--config.train.run_name={name}", *more)
+    return call("jaxtune.train", f"--config={path}", f"--config.train.run_name={name}", *more)
 
 
-def test_twice_killed_equals_uninterrupted(uninterrupted):
+@pytest.mark.parametrize("steps", [[6], nightly([6, 13])], ids=["once", "twice"])
+def test_killed_equals_uninterrupted(uninterrupted, steps):
     folder, path, expected = uninterrupted
-    run_interrupted(folder, path, "killed", [6, 13], signal.SIGKILL)
-    assert losses(folder / "runs" / "killed") == expected
+    name = f"killed-{len(steps)}"
+    run_interrupted(folder, path, name, steps, signal.SIGKILL)
+    assert losses(folder / "runs" / name) == expected
 
 
 def test_sigterm_saves_and_loses_no_step(uninterrupted):
@@ -83,8 +86,8 @@ def test_a_second_start_is_refused_while_a_run_lasts(uninterrupted):
     flags = ("jaxtune.train", f"--config={path}", "--config.train.run_name=twice")
     process = start(*flags)
     wait_for_step(process, folder / "runs" / "twice", 1)
-    process.send_signal(signal.SIGSTOP)  # otherwise it would end before the second one has imported jax
-    output = run(*flags, code=2)
+    process.send_signal(signal.SIGSTOP)  # otherwise it might end before the second one starts
+    output = call(*flags, code=2)
     process.send_signal(signal.SIGCONT)
     assert f"runs/twice is in use: process {process.pid} host " in output and "Traceback" not in output
     process.communicate(timeout=300)

@@ -168,7 +168,7 @@ def read(config, mesh):
     return model, read_parameters(model, model.whole)
 
 
-ALL = [*in_groups(QWEN, DEEPSEEK), *in_groups(EXAONE, NEMOTRON, marks=[pytest.mark.nightly])]
+ALL = [*in_groups(QWEN), *in_groups(DEEPSEEK, EXAONE, NEMOTRON, marks=[pytest.mark.nightly])]
 
 
 @pytest.mark.parametrize("case", ALL, indirect=True)

@@ -60,9 +60,9 @@ def asked(folder, lm, chat: bool) -> dict[str, list]:
 @pytest.mark.parametrize(
     "mesh",
     [
-        nightly(MeshOptions()),
+        MeshOptions(),
         nightly(MeshOptions(data=2, fsdp=2, tensor=2)),
-        MeshOptions(fsdp=2, context=2, sequence=2),
+        nightly(MeshOptions(fsdp=2, context=2, sequence=2)),
     ],
     ids=str,
 )

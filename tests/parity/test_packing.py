@@ -16,7 +16,6 @@ from jaxtune.objectives.cross_entropy import cross_entropy
 OF_EACH_KIND = (
     "deepseek_v3, latent attention",
     "falcon_h1, attention beside Mamba-2",
-    "gpt_oss, stacked experts",
     "lfm2, biases",
     "llama, llama3 rope, untied, biases",
     "olmo_hybrid, delta nets and attention without rope",

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import make_batch, tokens
+from nightly_rows import nightly
 from tiny import read_model, save_torch_model
 
 from jaxtune.exports.write import export
@@ -23,7 +24,7 @@ pytest.importorskip("bitsandbytes")
 LORA = LoraOptions(enabled=True, rank=4, alpha=8.0)
 
 
-@pytest.mark.parametrize(("kind", "double_quant"), [("nf4", False), ("nf4", True), ("fp4", True)])
+@pytest.mark.parametrize(("kind", "double_quant"), [("nf4", False), nightly("nf4", True), ("fp4", True)])
 def test_loss_and_adapter_gradients_are_those_of_peft_and_bitsandbytes(one_device, tmp_path, kind, double_quant):
     """Quantized here; or read from bitsandbytes' files, because on a CPU its 8-bit scales are not the nearest."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig

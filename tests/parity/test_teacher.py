@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from nightly_rows import nightly_except
 from tiny import byte_tokenizer, save_torch_model, write_model_folder
 
 from jaxtune.columns import NEXT_TOKEN, teacher_columns
@@ -41,8 +42,9 @@ def folder(tmp_path_factory):
     return home
 
 
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("mesh", nightly_except(["one device", "data=2 context=2 sequence=2"], MESHES))
 def test_columns_are_those_of_transformers(folder, tmp_path, mesh):
+    mesh = MESHES[mesh]
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = Config(

@@ -43,9 +43,15 @@ def random(*shape, dtype=np.float32, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
+@pytest.fixture(params=[0, 2**20], ids=["in chunks", "at once"])
+def smallest_chunk(request, monkeypatch):
+    """Parameters of up to this many bytes are read at once."""
+    monkeypatch.setattr(weights, "_SMALLEST_CHUNK", request.param)
+
+
 @pytest.mark.parametrize("spec", [(), ("fsdp",), (None, "fsdp"), (("data", "fsdp"), None), ("data", "fsdp")])
 @pytest.mark.parametrize("stacked", [False, True])
-def test_every_shard_holds_its_part(tmp_path, spec, stacked):
+def test_every_shard_holds_its_part(tmp_path, spec, stacked, smallest_chunk):
     layers = [random(24, 16, seed=i) for i in range(3)]
     save_file({f"l.{i}.w": layer for i, layer in enumerate(layers)}, tmp_path / "model.safetensors")
     mesh = mesh_of(data=2, fsdp=4)
@@ -63,7 +69,7 @@ def test_every_shard_holds_its_part(tmp_path, spec, stacked):
 
 
 @pytest.mark.parametrize("spec", [(), ("fsdp",), (None, "fsdp"), ("expert", None, "fsdp")])
-def test_parts_of_fused_tensors_and_of_layers_and_experts(tmp_path, spec):
+def test_parts_of_fused_tensors_and_of_layers_and_experts(tmp_path, spec, smallest_chunk):
     """Rows of one tensor are two parameters; a parameter of 2 layers x 4 experts is read from 8 tensors."""
     fused = {
         f"l.{layer}.e.{expert}": random(24, 16, seed=4 * layer + expert) for layer in range(2) for expert in range(4)
@@ -100,7 +106,7 @@ def test_any_size_in_any_chunks_is_read_whole_and_padded_with_zeros(tmp_path_fac
 
 @pytest.mark.parametrize("source", [np.float32, np.float16, BF16], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_dtypes_convert_as_numpy_does_and_keep_every_bit_of_their_own(tmp_path, source, dtype):
+def test_dtypes_convert_as_numpy_does_and_keep_every_bit_of_their_own(tmp_path, source, dtype, smallest_chunk):
     patterns = np.arange(2**16, dtype=np.uint16)  # every 16-bit number, including subnormal ones
     tensor = patterns.view(source) if np.dtype(source).itemsize == 2 else (patterns.view(np.int16) * 1e-9).astype("f4")
     tensor = tensor.reshape(256, 256)

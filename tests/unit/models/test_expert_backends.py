@@ -124,8 +124,7 @@ def test_all_parameters_get_the_gradients_of_every_token_through_every_expert(ex
     [
         QuantOptions(),
         QuantOptions("nf4"),
-        *map(nightly, (QuantOptions("nvfp4"), QuantOptions("mxfp4"))),
-        QuantOptions("fp8", 64),
+        *map(nightly, (QuantOptions("nvfp4"), QuantOptions("mxfp4"), QuantOptions("fp8", 64))),
     ],
     ids=lambda q: q.format,
 )
@@ -135,7 +134,9 @@ def test_adapters_drop_the_same_elements_on_any_mesh(quant):
 
 
 @pytest.mark.parametrize(
-    ("lora", "quant"), [(LoraOptions(), QuantOptions()), (ADAPTERS, QuantOptions("mxfp4"))], ids=["full", "adapters"]
+    ("lora", "quant"),
+    [(LoraOptions(), QuantOptions()), nightly(ADAPTERS, QuantOptions("mxfp4"))],
+    ids=["full", "adapters"],
 )
 def test_no_token_is_dropped_whatever_the_capacity(lora, quant):
     """Experts have biases; a factor below even routing takes rounds, and devices with other rows need more rounds."""
@@ -158,6 +159,7 @@ def test_what_cannot_run_is_refused(one_device):
         declare_model(Base(spec(1)), Config(memory=MemoryOptions("experts")), one_device)
 
 
+@pytest.mark.nightly
 def test_products_of_experts_alone_can_be_computed_again(one_device):
     """The backward pass saves less, by exactly these products, and the gradients are the same."""
     rows, length = 2, 16

@@ -42,7 +42,7 @@ def trained(mesh, model=SPEC, dtype="float32", **sections):
     return program, start, state.trained, rows
 
 
-@pytest.mark.parametrize("name", ["adamw", nightly("adafactor"), nightly("adamw_8bit"), "muon"])
+@pytest.mark.parametrize("name", ["adamw", nightly("adafactor"), nightly("adamw_8bit"), nightly("muon")])
 def test_every_expert_of_every_layer_is_trained(one_device, name):
     program, start, after, rows = trained(
         one_device, optim=OptimOptions(name, learning_rate=1e-2), precision=PrecisionOptions("fp32")
@@ -152,6 +152,7 @@ def test_experts_in_one_tensor_are_adapted_by_the_names_that_transformers_gives_
         adapted("output_linear")
 
 
+@pytest.mark.nightly
 def test_low_precision_has_a_scale_of_every_expert(one_device):
     program, _, _, rows = trained(one_device, precision=PrecisionOptions("fp8_hybrid", exclude="self_attn"))
     assert program.state.scaling.amax[EXPERTS].shape[:3] == (2, 4, 2)

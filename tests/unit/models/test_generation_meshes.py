@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mesh.harness import MESHES, folder
+from nightly_rows import nightly
 
 from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.inference.decode import Sampling
@@ -42,7 +43,7 @@ def of_one_device(model: str, sampling: Sampling) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
-        ("dense", "data=2 fsdp=2 tensor=2"),
+        nightly("dense", "data=2 fsdp=2 tensor=2"),
         ("dense", "tensor=8"),
         ("dense", "data=2 context=2 sequence=2"),
         ("hybrid", "fsdp=2 sequence=2 tensor=2"),

@@ -54,7 +54,12 @@ def trained(mesh, quant=None, recipe="fp32", steps=3, **lora):
     [
         pytest.param({"use_dora": True, "dropout": 0.1}, "int8", id="dora on int8", marks=pytest.mark.nightly),
         pytest.param({"init": "pissa"}, None, id="pissa", marks=pytest.mark.nightly),
-        pytest.param({"init": "olora", "use_dora": True, "rank_pattern": ("mlp=4",)}, "int8", id="olora, dora, ranks"),
+        pytest.param(
+            {"init": "olora", "use_dora": True, "rank_pattern": ("mlp=4",)},
+            "int8",
+            id="olora, dora, ranks",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param({"freeze_a": True}, None, id="A frozen"),
     ],
 )

@@ -7,6 +7,7 @@ import resource
 
 import jax
 import pytest
+from nightly_rows import nightly
 from runs import call, recipe
 
 from jaxtune.config.schema import Config, DataOptions, Dataset, ModelOptions
@@ -66,6 +67,7 @@ def test_a_step_that_does_not_fit_is_refused_with_what_would_help_in_order(train
     assert with_options == sorted(with_options) and len(with_options) >= 3 and with_options[-1] < need
 
 
+@pytest.mark.nightly
 def test_the_first_rematerialisation_policy_that_fits_is_taken_and_kept_on_resume(train, monkeypatch):
     policies = memory.policies
     monkeypatch.setattr(memory, "policies", lambda config, platform: policies(config, "gpu"))
@@ -95,7 +97,7 @@ def test_where_every_policy_is_close_to_the_limit_the_one_with_most_room_is_take
     assert "memory.remat='auto' takes 'block'" in output  # offloading saves nothing on a CPU
 
 
-@pytest.mark.parametrize(("check", "said"), [("warn", True), ("off", False)])
+@pytest.mark.parametrize(("check", "said"), [("warn", True), nightly("off", False)])
 def test_a_user_may_try_all_the_same(train, check, said):
     output = train(1, check, f"memory.check={check}", code=0)
     assert ("it may not fit" in output) == said

@@ -49,7 +49,7 @@ def plain(weight) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("reset", "quant"), [(False, None), nightly(False, "int8"), nightly(True, None), (True, "int8")]
+    ("reset", "quant"), [nightly(False, None), nightly(False, "int8"), nightly(True, None), (True, "int8")]
 )
 def test_the_adapters_of_a_step_are_in_the_base_after_it(one_device, quant, reset):
     program, state, frozen, batch = assemble_run(one_device, quant, merge_interval=2, reset_on_merge=reset)

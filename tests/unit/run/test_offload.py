@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import make_batch, tokens
-from nightly_rows import nightly_except
+from nightly_rows import nightly, nightly_except
 from tiny import random_values, spec
 
 from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, TrainOptions
@@ -61,7 +61,7 @@ def start(program: Program):
     return {n: jax.device_put(value.astype(like[n].dtype), like[n].sharding) for n, value in values.items()}
 
 
-@pytest.mark.parametrize("name", nightly_except(["adamw_8bit"], ["adamw", "adamw_8bit", "adafactor"]))
+@pytest.mark.parametrize("name", nightly_except(["adamw"], ["adamw", "adamw_8bit", "adafactor"]))
 def test_an_optimizer_whose_state_waits_on_the_host_does_the_same(one_device, name):
     optim = OptimOptions(name=name, state_dtype="bfloat16", no_decay="norm", layerwise_lr_decay=0.9)
     expected, _ = trained_with(one_device, MemoryOptions(), optim=optim)
@@ -94,7 +94,7 @@ def on_the_device():
     return trained_with(make_mesh(MeshOptions(), jax.devices()[:1]), MemoryOptions("block"), **SECTIONS)
 
 
-@pytest.mark.parametrize("parts", [("master",), ("gradients",), ("optimizer", "master", "gradients")])
+@pytest.mark.parametrize("parts", [nightly(("master",)), nightly(("gradients",)), ("optimizer", "master", "gradients")])
 def test_full_training_from_the_hosts_memory_is_the_same(one_device, on_the_device, parts):
     memory = dataclasses.replace(MemoryOptions("block"), **{f"offload_{part}": True for part in parts})
     (offloaded, rows), (expected, metrics) = trained_with(one_device, memory, **SECTIONS), on_the_device
