@@ -1,5 +1,7 @@
 """Sums over the documents of packed rows."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -17,6 +19,19 @@ def sum_documents(values: Float[Array, "b s"], segment_ids: Int[Array, "b s"], c
 
     on_devices = jax.shard_map(jax.vmap(of_row), in_specs=(rows, rows), out_specs=rows)
     return on_devices(jax.reshard(values, rows), jax.reshard(segment_ids, rows))
+
+
+def sum_own_document(values: Float[Array, "*b s"], segment_ids: Int[Array, "*b s"]) -> Float[Array, "*b s"]:
+    """Return, at each token, the sum of values over its document; 0 at padding."""
+    here = jax.typeof(values).sharding.spec
+    rows = jax.P(*here[:-1], None)
+
+    @partial(jnp.vectorize, signature="(s),(s)->(s)")
+    def of_row(values: Array, ids: Array) -> Array:
+        return jnp.where(ids > 0, jax.ops.segment_sum(values, ids, len(values) + 1)[ids], 0)
+
+    on_devices = jax.shard_map(of_row, in_specs=(rows, rows), out_specs=rows)
+    return jax.reshard(on_devices(jax.reshard(values, rows), jax.reshard(segment_ids, rows)), jax.P(*here))
 
 
 def mean_where(there: Bool[Array, "b n"], values: Float[Array, "b n"]) -> Float[Array, ""]:

@@ -1,6 +1,6 @@
 """Learning from rewards: GRPO (Shao et al. 2024, arXiv:2402.03300) and its variants, as in TRL.
 
-A row is one prompt and its completion; only the completion's tokens have a loss weight.
+A document is one prompt and its completion; only the completion's tokens have a loss weight.
 
 Shape letters: n completions of a group or of a step, g groups, f reward functions, b rows, s positions of a row.
 """
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float64
 
 from jaxtune.columns import ADVANTAGE, NEXT_TOKEN, OLD_LOG_PROB, SAMPLED_LOG_PROB
 from jaxtune.models.score import Batch, ScoreOptions, Scores
+from jaxtune.objectives.document_sums import sum_own_document
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.objectives.options import GrpoOptions, RolloutOptions
 from jaxtune.objectives.rollout_correction import LARGEST_LOG_RATIO, correction_weights
@@ -94,13 +95,14 @@ def grpo(options: GrpoOptions, rollout: RolloutOptions) -> Objective:
 
 def _sums(options: GrpoOptions, rollout: RolloutOptions, scores: Scores, batch: Batch) -> Sums:
     mask = (batch["loss_weight"] > 0).astype(jnp.float32)
-    tokens = jnp.maximum(jnp.sum(mask, -1, keepdims=True), 1)
+    of_completion = partial(sum_own_document, segment_ids=batch["segment_ids"])
+    tokens = jnp.maximum(of_completion(mask), 1)
     # Without stored log-probabilities the current ones are the old ones: the ratio is 1 and only has a gradient.
     old = batch.get(OLD_LOG_PROB.name, jax.lax.stop_gradient(scores.log_prob))
     log_ratio, advantage = (scores.log_prob - old) * mask, batch[ADVANTAGE.name]
     counted = mask
     if options.importance != "token":  # one ratio for each completion, at all of its tokens
-        log_ratio = jnp.broadcast_to(jnp.sum(log_ratio, -1, keepdims=True), mask.shape)
+        log_ratio = of_completion(log_ratio)
         log_ratio = log_ratio / tokens if options.importance == "sequence" else log_ratio
         counted = mask / tokens
     ratio = jnp.exp(jnp.minimum(log_ratio, LARGEST_LOG_RATIO))
@@ -111,7 +113,7 @@ def _sums(options: GrpoOptions, rollout: RolloutOptions, scores: Scores, batch: 
     if options.off_policy_kl is not None:
         losses *= _on_policy(options.off_policy_kl, scores.log_prob, batch.get(SAMPLED_LOG_PROB.name, old), batch)
     if rollout.corrects != "none":
-        losses *= correction_weights(rollout, old, batch[SAMPLED_LOG_PROB.name], mask)
+        losses *= correction_weights(rollout, old, batch[SAMPLED_LOG_PROB.name], mask, batch["segment_ids"])
     if options.beta:
         assert scores.reference is not None
         kl = DIVERGENCES[options.kl]((scores.reference - scores.log_prob) * mask)
@@ -128,9 +130,10 @@ def _sums(options: GrpoOptions, rollout: RolloutOptions, scores: Scores, batch: 
 
 def _on_policy(largest: float, log_prob: Rows, sampled: Rows, batch: Batch) -> Rows:
     """Return 0 for completions to be made less likely that already are, by `largest` nats a token, else 1."""
+    of_completion = partial(sum_own_document, segment_ids=batch["segment_ids"])
     known = (batch["loss_weight"] > 0) & ~jnp.isnan(sampled)
-    fallen = jnp.sum(jnp.where(known, sampled - jax.lax.stop_gradient(log_prob), 0), -1, keepdims=True)
-    tokens = jnp.maximum(jnp.sum(batch["loss_weight"] > 0, -1, keepdims=True), 1)
+    fallen = of_completion(jnp.where(known, sampled - jax.lax.stop_gradient(log_prob), 0))
+    tokens = jnp.maximum(of_completion((batch["loss_weight"] > 0).astype(jnp.float32)), 1)
     return ((batch[ADVANTAGE.name] >= 0) | (fallen / tokens <= largest)).astype(jnp.float32)
 
 

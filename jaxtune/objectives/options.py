@@ -159,14 +159,18 @@ class RolloutOptions:
         "nothing (DAPO's dynamic sampling); a step passes over those that it does not need", "prompts [0, inf)",
         when="rollout.rewards")
     completions_at_once: int | None = option(None,
-        "completions that the devices generate together, which sets the size of the KV cache; neither `plan` nor "
-        "memory.check counts it; unset: all completions of a step", "completions [1, inf)",
+        "completions that the devices generate together, which sets the size of the KV cache; `plan` counts it, "
+        "memory.check does not; unset: all completions of a step", "completions [1, inf)",
         when="rollout.server is None")
     server: str | None = option(None,
         "URL of an OpenAI-compatible server, such as vLLM, which receives the adapters and generates completions; "
         "unset: the devices of the run generate them", basic=True)
     server_seconds: int = option(600, "time limit for a response of the server", "seconds [1, inf)",
         when="rollout.server is not None")
+    ahead: int = option(0,
+        "steps whose completions the server makes while the devices train earlier ones; so they are sampled from "
+        "weights that are this many updates old, which rollout.correction corrects", "steps [0, inf)",
+        when="rollout.server is not None and rollout.rewards")
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = option(
         None,
         "correction for completions whose probabilities differ between the engine that sampled them and the model: "

@@ -4,14 +4,15 @@ An inference server computes with other kernels, and often in another precision.
 distribution, so that the gradient is biased. The ratio of the two probabilities weights the loss: truncated importance
 sampling (TIS, https://fengyao.notion.site/off-policy-rl), masked importance sampling, or IcePop (token_mask).
 
-Shape letters: b rows, s positions of a row; a row is one prompt and its completion.
+Shape letters: b rows, s positions of a row. A document of a row is one prompt and its completion.
 """
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from jaxtune.objectives.document_sums import sum_own_document
 from jaxtune.objectives.options import RolloutOptions
 
 LARGEST_LOG_RATIO = 20.0  # nats; far larger ratios overflow, and 0 * inf is NaN, in a loss or in its gradient
@@ -35,16 +36,20 @@ class EngineDifference(NamedTuple):
 
 
 def correction_weights(
-    options: RolloutOptions, model: Float[Array, "*b s"], engine: Float[Array, "*b s"], mask: Float[Array, "*b s"]
+    options: RolloutOptions,
+    model: Float[Array, "*b s"],
+    engine: Float[Array, "*b s"],
+    mask: Float[Array, "*b s"],
+    segment_ids: Int[Array, "*b s"],
 ) -> Float[Array, "*b s"]:
     """Return the weight of each token's loss from its log-probabilities by the model and by the engine.
 
     The ratio is 1 if the engine's log-probability is NaN, and at positions outside the mask. With a mode of sequences,
-    a row has one ratio, the product over its tokens.
+    a document has one ratio, the product over its tokens.
     """
     of_sequence = options.corrects.startswith("sequence")
     log_ratio = _difference(model, engine, mask)
-    log_ratio = jnp.sum(log_ratio, -1, keepdims=True) if of_sequence else log_ratio
+    log_ratio = sum_own_document(log_ratio, segment_ids) if of_sequence else log_ratio
     ratio = jnp.exp(jnp.minimum(log_ratio, LARGEST_LOG_RATIO))
     low = 0.0 if options.correction_min is None else options.correction_min
     high = jnp.inf if options.correction_max is None else options.correction_max
@@ -52,16 +57,21 @@ def correction_weights(
         ratio = jnp.clip(ratio, low, high)
     else:
         ratio = jnp.where((ratio < low) | (ratio > high), 0, ratio)
-    return jnp.broadcast_to(ratio, mask.shape)
+    return ratio
 
 
 def engine_difference(
-    options: RolloutOptions, model: Float[Array, "*b s"], engine: Float[Array, "*b s"], mask: Float[Array, "*b s"]
+    options: RolloutOptions,
+    model: Float[Array, "*b s"],
+    engine: Float[Array, "*b s"],
+    mask: Float[Array, "*b s"],
+    segment_ids: Int[Array, "*b s"],
 ) -> EngineDifference:
     """Return how much the engine's log-probabilities differ from the model's, over the tokens that both know."""
     known = (mask > 0) & ~jnp.isnan(engine)
     count = jnp.maximum(jnp.sum(known), 1)
-    difference, weights = _difference(model, engine, mask), correction_weights(options, model, engine, mask)
+    difference = _difference(model, engine, mask)
+    weights = correction_weights(options, model, engine, mask, segment_ids)
     return EngineDifference(
         jnp.sum(jnp.abs(difference)) / count,
         jnp.max(jnp.abs(difference)),

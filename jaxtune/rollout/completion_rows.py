@@ -1,4 +1,4 @@
-"""The batch of a step that samples: one row for each prompt with its answer."""
+"""The batch of a step that samples: prompts with their answers, packed into rows."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,9 @@ def batch_of_documents(
     weights: Sequence[Sequence[float]],
     values: Mapping[Column, np.ndarray],
     like: jax.ShapeDtypeStruct,
+    packing: bool = True,
 ) -> Batch:
-    """Return a batch with one document in each row; rows without a document are padding.
+    """Return a batch of documents; the rows after the last one are padding, which the step does not compute.
 
     Args:
         config: the run's config.
@@ -30,6 +31,7 @@ def batch_of_documents(
         weights: the loss weight of each token; the ones with a weight are trained.
         values: the other columns, by token or by document, of all documents one after another.
         like: an array (micro-batches, rows, positions) with the sharding of the batch.
+        packing: whether a row may have several documents. It has one if the attention kernel bounds their number.
     """
     values = {TOKENS: np.concatenate(tokens), LOSS_WEIGHT: np.concatenate(weights), **values}
     part = TokenisedDataset(
@@ -44,8 +46,8 @@ def batch_of_documents(
         skipped=0,
         notes=(),
     )
-    # The step is compiled for one row per document: no packing.
-    plain = dataclasses.replace(config.data, packing=False, shuffle=False, num_workers=0, prefetch=0)
-    rows = data.Rows(Documents.concatenate([part]), plain, 1, columns)
-    (_, batch), *_ = data.batches(rows, like.shape, like.sharding, 0, like.shape[0] * like.shape[1], plain)
+    packing = packing and config.attention.max_documents_per_row is None
+    options = dataclasses.replace(config.data, packing=packing, shuffle=False, num_workers=0, prefetch=0)
+    rows = data.Rows(Documents.concatenate([part]), options, 1, columns)
+    (_, batch), *_ = data.batches(rows, like.shape, like.sharding, 0, like.shape[0] * like.shape[1], options)
     return batch

@@ -5,6 +5,7 @@ the environment variable OPENAI_API_KEY is sent with every request. The server i
 bytes and time, and their tokens are checked.
 """
 
+import contextlib
 import hashlib
 import http.client
 import io
@@ -13,13 +14,15 @@ import math
 import os
 import re
 import socket
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import NoneType
 from typing import Any
 
@@ -123,11 +126,35 @@ def complete(
             raise UserError(f"{url} returned token {clip(str(unknown[0]))}: {text}")
         return completion
 
-    pool = ThreadPoolExecutor(PARALLEL, thread_name_prefix="completion")
+    return _in_parallel(one, len(prompts))
+
+
+def _in_parallel(one: Callable[[int], Completion], count: int) -> list[Completion]:
+    """Return one(0), one(1), ..., called in up to PARALLEL threads; after an error, what has not begun is dropped.
+
+    The threads are daemons: a process that ends does not wait for answers, as it would for those of an executor.
+    """
+    futures, numbers = [Future[Completion]() for _ in range(count)], SimpleQueue[int]()
+    for number in range(count):
+        numbers.put(number)
+
+    def work() -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                number = numbers.get_nowait()
+                try:
+                    futures[number].set_result(one(number))
+                except BaseException as error:  # raised where the result is awaited
+                    futures[number].set_exception(error)
+
+    for _ in range(min(PARALLEL, count)):
+        threading.Thread(target=work, name="completion", daemon=True).start()
     try:
-        return list(pool.map(one, range(len(prompts))))
+        return [future.result() for future in futures]
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # after an error, drop requests that have not started
+        with contextlib.suppress(Empty):
+            while True:
+                numbers.get_nowait()
 
 
 def send_adapter(url: str, name: str, folder: Path, *, timeout: float = 300.0, wait: Wait = time.sleep) -> str:

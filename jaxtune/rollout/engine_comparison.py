@@ -6,13 +6,19 @@ from typing import Any
 
 import jax
 
-from jaxtune.columns import LOSS_WEIGHT, OLD_LOG_PROB, SAMPLED_LOG_PROB
+from jaxtune.columns import LOSS_WEIGHT, OLD_LOG_PROB, SAMPLED_LOG_PROB, SEGMENT_IDS
 from jaxtune.models.score import Batch
 from jaxtune.objectives.options import RolloutOptions
-from jaxtune.objectives.rollout_correction import engine_difference
+from jaxtune.objectives.rollout_correction import EngineDifference, engine_difference
 from jaxtune.parallel import multihost
 
 log = logging.getLogger("jaxtune")
+
+
+def _difference_of_batch(options: RolloutOptions, batch: Batch) -> EngineDifference:
+    """Return the difference over all micro-batches of a batch."""
+    columns = (OLD_LOG_PROB, SAMPLED_LOG_PROB, LOSS_WEIGHT, SEGMENT_IDS)
+    return engine_difference(options, *(batch[column.name] for column in columns))
 
 
 class EngineComparison:
@@ -22,12 +28,11 @@ class EngineComparison:
 
     def __init__(self, options: RolloutOptions):
         self._options, self._warned = options, False
-        self._difference = jax.jit(partial(engine_difference, options))
+        self._difference = jax.jit(partial(_difference_of_batch, options))
 
     def __call__(self, batch: Batch) -> dict[str, Any]:
         """Return metrics of a step, by TRL's names; warn once if the difference is large."""
-        columns = (batch[column.name] for column in (OLD_LOG_PROB, SAMPLED_LOG_PROB, LOSS_WEIGHT))
-        found = self._difference(*columns)
+        found = self._difference(batch)
         much = found.mean > self.LARGE or not 0.5 < found.mean_ratio < 2
         if much and not self._warned and multihost.is_main():
             self._warned = True

@@ -30,8 +30,8 @@ from jaxtune.training.state import State
 from jaxtune.training.step import make_eval_step
 from jaxtune.weights.model import Model
 
-# (trained, frozen, prompts, answers) -> a batch with a row for each prompt with its answer, whose tokens are trained,
-# and the teacher's columns. Without answers, the rows have the answers in the data.
+# (trained, frozen, prompts, answers) -> a batch of the prompts with their answers, whose tokens are trained, and the
+# teacher's columns. Without answers, the batch has the answers in the data.
 ScoreAnswers = Callable[[Parameters, Parameters, Sequence[Prompt], Sequence[Completion] | None], Batch]
 
 
@@ -59,10 +59,10 @@ def make_score_answers(config: Config, model: Model, objective: Objective, teach
     like = data.abstract_batch(shape, jax.NamedSharding(mesh, jax.P(None, *by_token())))[TOKENS.name]
     columns = tuple(column for column in objective.columns if column.name not in ADDED)
 
-    def rows(prompts: Sequence[Sequence[int]], answers: Sequence[Completion]) -> Batch:
+    def rows(prompts: Sequence[Sequence[int]], answers: Sequence[Completion], packing: bool) -> Batch:
         tokens = [[*prompt, *answer.tokens] for prompt, answer in zip(prompts, answers)]
         weights = [[0] * len(prompt) + [1] * len(answer.tokens) for prompt, answer in zip(prompts, answers)]
-        return batch_of_documents(config, columns, tokens, weights, {}, like)
+        return batch_of_documents(config, columns, tokens, weights, {}, like, packing)
 
     def score(
         trained: Parameters, frozen: Parameters, prompts: Sequence[Prompt], answers: Sequence[Completion] | None
@@ -72,9 +72,11 @@ def make_score_answers(config: Config, model: Model, objective: Objective, teach
             tokens, weights = zip(*((document.tokens, document.loss_weights) for document in documents))
             batch = seen = batch_of_documents(config, columns, tokens, weights, {}, like)
         else:
-            batch = seen = rows([prompt.tokens for prompt in prompts], answers)
-            if any(prompt.teacher_tokens for prompt in prompts):
-                seen = rows([prompt.teacher_tokens or prompt.tokens for prompt in prompts], answers)
+            # If the teacher sees other prompts, it finds each answer in the row that the student has it in.
+            others = any(prompt.teacher_tokens for prompt in prompts)
+            batch = seen = rows([prompt.tokens for prompt in prompts], answers, packing=not others)
+            if others:
+                seen = rows([prompt.teacher_tokens or prompt.tokens for prompt in prompts], answers, packing=False)
         return add_columns(trained, frozen, batch, seen)
 
     return score

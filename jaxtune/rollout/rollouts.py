@@ -1,12 +1,15 @@
 """A step of reinforcement learning: sample completions from the model, reward them, update the model."""
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float64
@@ -23,6 +26,7 @@ from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import Batch, ScoreOptions, score
 from jaxtune.objectives.grpo import advantages, gdpo_advantages
 from jaxtune.parallel import multihost
+from jaxtune.rollout.ahead import make_ahead
 from jaxtune.rollout.completers import completer, stops_of
 from jaxtune.rollout.completion_rows import batch_of_documents
 from jaxtune.rollout.completions_file import completions_file
@@ -34,6 +38,7 @@ from jaxtune.rollout.rewards import Reward, rewards_of, total
 from jaxtune.rollout.toolbox import Toolbox
 from jaxtune.training.assembly import Program, forward_of
 from jaxtune.training.state import State
+from jaxtune.training.step import count_filled, over_filled
 from jaxtune.weights.model import Model
 
 log = logging.getLogger("jaxtune")
@@ -54,9 +59,17 @@ def make_rollout_step(
     Completions are used for grpo.iterations of `train_step`. Metrics are from the last iteration and, named as in
     TRL: reward, reward_std, rewards/NAME/mean, frac_reward_zero_std, completions/mean_length,
     completions/clipped_ratio; without a server, entropy; and with a correction, the metrics of `EngineComparison`.
+    With rollout.ahead, completions/seconds_waited is the time for which the step waited for its completions.
 
     run: the run folder; with log.jsonl, it gets the completions of the first prompt of each step.
+
+    Raises UserError for rollout.ahead in a run of several processes.
     """
+    if config.rollout.ahead and jax.process_count() > 1:
+        raise UserError(
+            f"rollout.ahead={config.rollout.ahead}: not available in a run of several processes, whose steps would "
+            "have to agree on what has arrived; leave it out"
+        )
     group_size, corrects = config.rollout.group_size, config.rollout.corrects != "none"
     compare = EngineComparison(config.rollout) if corrects else None
     scored = jax.jit(_make_scored(config, program.model), compiler_options=compiler_options(config))
@@ -64,17 +77,22 @@ def make_rollout_step(
     useful = partial(teaches, config.grpo.advantage_scale)
     silent = 0  # steps in a row
 
-    def step(state: State, frozen: Parameters, asked: PromptBatch, rate: Any) -> tuple[State, dict[str, Any]]:
-        nonlocal silent
-
+    def groups_of(trained: Parameters, frozen: Parameters, asked: PromptBatch) -> list[Rollout]:
         def make_groups(first: int, prompts: Sequence[Prompt]) -> list[Rollout]:
             """Return a rollout of each prompt; first: number of the first one's first completion."""
             repeated = [prompt for prompt in prompts for _ in range(group_size)]
             numbers = range(first, first + len(repeated))
-            return split(make(state.trained, frozen, repeated, numbers), group_size)
+            return split(make(trained, frozen, repeated, numbers), group_size)
 
-        groups = replace_alike(make_groups(asked.first, asked.prompts), asked, make_groups, useful)
-        made = concatenate(groups)
+        return replace_alike(make_groups(asked.first, asked.prompts), asked, make_groups, useful)
+
+    groups_of_step = make_ahead(groups_of) if config.rollout.ahead else groups_of
+
+    def step(state: State, frozen: Parameters, asked: PromptBatch, rate: Any) -> tuple[State, dict[str, Any]]:
+        nonlocal silent
+        begun = time.perf_counter()
+        made = concatenate(groups_of_step(state.trained, frozen, asked))
+        waited = time.perf_counter() - begun
         silent = silent + 1 if np.isnan(made.rewards).all() else 0
         if silent and multihost.is_main():
             log.warning("rollout.rewards: None for every completion of a step, so nothing is learned from it")
@@ -93,6 +111,8 @@ def make_rollout_step(
             written.write(asked.first // taken + 1, _lines(made, above, group_size))
         batch = _batch(config, program, made, above)
         of_completions = spread(made.rewards, group_size) | means(made)
+        if config.rollout.ahead:
+            of_completions["completions/seconds_waited"] = waited
         # In a single iteration the policy is the one that sampled: the importance ratio is 1 and needs no old scores.
         if config.grpo.iterations > 1 or corrects:
             batch[OLD_LOG_PROB.name] = scored(state.trained, frozen, batch)
@@ -118,13 +138,14 @@ def make_rollouts(
 
     run: the run folder, for adapters that are sent to the server. toolbox: tools and environments, with which
     completions are episodes. The function raises UserError as `rewards_of` and, with a server, as
-    `completion_server.complete`.
+    `completion_server.complete`. With rollout.ahead several threads may call it; it serves one after the other, because
+    the server has one adapter of the run.
     """
     weights = _weights(functions, config.rollout.reward_weights)
     complete = completer(config, model, tokenizer, run)
     if toolbox is not None:
         play = EpisodePlayer(config, tokenizer, stops_of(config, model, tokenizer), toolbox, complete)
-        return lambda *asked: reward_episodes(functions, weights, play(*asked))
+        return _one_at_a_time(lambda *asked: reward_episodes(functions, weights, play(*asked)))
 
     def make(trained: Parameters, frozen: Parameters, prompts: list[Prompt], numbers: Sequence[int]) -> Rollout:
         completions = complete(trained, frozen, [prompt.tokens for prompt in prompts], numbers)
@@ -136,7 +157,17 @@ def make_rollouts(
         each = _call_rewards(functions, prompts, texts, completions)
         return Rollout(prompts, completions, texts, dict(zip(functions, each.T)), total(each, weights))
 
-    return make
+    return _one_at_a_time(make)
+
+
+def _one_at_a_time(make: MakeRollout) -> MakeRollout:
+    lock = threading.Lock()
+
+    def locked(*asked: Any) -> Rollout:
+        with lock:
+            return make(*asked)
+
+    return locked
 
 
 def make_evaluate(
@@ -195,7 +226,7 @@ def _call_rewards(
 
 
 def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -> Batch:
-    """The batch of a step: one row for each prompt with its completion."""
+    """The batch of a step: prompts with their completions."""
     pairs = list(zip(made.prompts, made.completions))
     tokens = [[*prompt.tokens, *completion.tokens] for prompt, completion in pairs]
     weights = [
@@ -219,7 +250,12 @@ def _make_scored(config: Config, model: Model) -> Callable[[Parameters, Paramete
     forward, options = forward_of(config, model), ScoreOptions(temperature=config.rollout.temperature)
 
     def score_all(decoder: Decoder, batch: Batch, call: ForwardOptions) -> Array:
-        return jax.lax.map(lambda micro: score(decoder, micro, call, options=options).log_prob, batch)
+        def add(number: Array, micro: Batch, scores: Array) -> Array:
+            of_micro = score(decoder, micro, call, options=options).log_prob
+            return jax.lax.dynamic_update_index_in_dim(scores, of_micro, number, 0)
+
+        scores = jnp.zeros_like(batch["loss_weight"])
+        return over_filled(add, batch, count_filled(batch), scores)
 
     def scored(trained: Parameters, frozen: Parameters, batch: Batch) -> Array:
         return forward.run(score_all, forward.bind(trained, frozen), batch)

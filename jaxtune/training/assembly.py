@@ -98,6 +98,7 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
         added_by_layer=dict.fromkeys(stacks, on_host),
         summed_last=deferred_sum_axes(config, recipe, mesh),
         order=config.parallel.pipeline,
+        skip_padding=bool(config.samples) and mesh.shape["stage"] == 1,
         counts=objective.counts,
         max_grad_norm=config.optim.max_grad_norm,
         guard=config.guard if config.guard.action is not None else None,

@@ -37,6 +37,7 @@ from jaxtune.precision.linears import Linears
 from jaxtune.precision.recipes import PrecisionRecipe
 from jaxtune.training.guard import bounds, level_after
 from jaxtune.training.state import Scaling, State
+from pallas_kernels.cost import iterations
 
 Metrics = dict[str, Any]
 T = TypeVar("T")
@@ -84,6 +85,8 @@ class StepOptions:
             tells whether their sums are in the host's memory. Not in a pipeline.
         summed_last: mesh axes over which gradients are all-reduced once, after the last micro-batch. Not in a pipeline.
         order: of the micro-batches in a pipeline.
+        skip_padding: whether micro-batches of padding, which follow those with tokens, are not computed. Not in a
+            pipeline.
         counts: name of the metric under which the weight of a batch is reported.
         max_grad_norm: gradients are clipped to this global norm; 0: they are not.
         guard: a step that is a spike (`training.guard`) changes nothing; None: no step is judged.
@@ -101,6 +104,7 @@ class StepOptions:
     added_by_layer: Mapping[str, bool] = field(default_factory=dict)
     summed_last: Axes = ()
     order: Order = "1f1b"
+    skip_padding: bool = False
     counts: str = "target_tokens"
     max_grad_norm: float = 0.0
     guard: GuardOptions | None = None
@@ -134,7 +138,7 @@ Gradients = Callable[..., GradientSums]
 
 
 def accumulated_gradients(forward: Forward, objective: Objective, options: StepOptions = StepOptions()) -> Gradients:
-    """Gradients of the objective, summed over micro-batches in a scan."""
+    """Gradients of the objective, summed over micro-batches in a loop."""
     recipe, added_by_layer, summed_last = forward.recipe, options.added_by_layer, options.summed_last
 
     def gradients(
@@ -145,18 +149,27 @@ def accumulated_gradients(forward: Forward, objective: Objective, options: StepO
         scaling: Scaling = Scaling(),
         reference: Mapping[str, Any] = {},
     ) -> GradientSums:
-        arguments = trained, frozen, batch, step, scaling, dict(reference)
+        arguments = trained, frozen, batch, step, scaling, dict(reference), count_filled(batch)
         if not summed_last:
             return of_local_rows(*arguments)
         # With only jit, XLA would all-reduce the gradients in every micro-batch. With these axes manual, a device sums
         # the gradients of its own rows, and they are reduced once: 1 / A of the communication.
-        specs = (P(), P(), P(None, summed_last), P(), P(), P())
+        specs = (P(), P(), P(None, summed_last), P(), P(), P(), P())
         return with_manual_axes(summed_last, of_local_rows, specs, P())(*arguments)
 
     def of_local_rows(
-        trained: Parameters, frozen: Parameters, batch: Batch, step: Array, scaling: Scaling, reference: Parameters
+        trained: Parameters,
+        frozen: Parameters,
+        batch: Batch,
+        step: Array,
+        scaling: Scaling,
+        reference: Parameters,
+        filled: Int[Array, ""],
     ) -> GradientSums:
-        """Gradients of the local rows along `summed_last`; the objective sees the scores of all rows (all-gathered)."""
+        """Gradients of the local rows along `summed_last`; the objective sees the scores of all rows (all-gathered).
+
+        filled: the number of micro-batches with tokens, of all devices.
+        """
         noise = make_step_noise(options.seed, step, options.dropout_warmup_steps)
         weights_of, scales = prepare_weights(recipe.linears, trained, frozen, scaling, step)
         reference_decoder = forward.bind(reference, frozen, scaling, step) if reference else None
@@ -198,10 +211,29 @@ def accumulated_gradients(forward: Forward, objective: Objective, options: StepO
             jax.tree.map(_zero, sums),
             jax.tree.map(jnp.zeros_like, scales),
         )
-        total, _ = jax.lax.scan(add, start, batch)
+        if options.skip_padding:
+            total = over_filled(lambda number, micro, total: add(total, micro)[0], batch, filled, start)
+        else:
+            total, _ = jax.lax.scan(add, start, batch)
         return total._replace(gradients=sum_over(total.gradients, summed_last), loss_factor=factor)
 
     return gradients
+
+
+def count_filled(batch: Batch) -> Int[Array, ""]:
+    """Return the number of micro-batches with a token, which precede those of padding."""
+    return jnp.sum(jnp.any(batch["segment_ids"] > 0, (1, 2)), dtype=jnp.int32)
+
+
+def over_filled(function: Callable[[Int[Array, ""], Batch, T], T], batch: Batch, filled: Int[Array, ""], start: T) -> T:
+    """Return the last value = function(number, micro-batch, value), over the first `filled` micro-batches."""
+
+    def one(number: Int[Array, ""], value: T) -> T:
+        micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), batch)
+        return function(number, micro, value)
+
+    with iterations(len(batch["segment_ids"])):
+        return jax.lax.fori_loop(0, filled, one, start)
 
 
 @jax.named_scope("gradient_accumulation")

@@ -163,3 +163,30 @@ def test_a_server_makes_the_completions(home, data):
     assert all(row["sampling/sampling_logp_difference/mean"] > 1 for row in rows)
     assert all(0 < row["sampling/importance_sampling_ratio/max"] < 1e-3 for row in rows)
     assert printed.count("engine that samples differ from the model's by") == 1
+
+
+def test_a_server_makes_completions_ahead_and_a_resumed_run_asks_for_them_again(home, data):
+    """Those of a step come from the weights with which the step before began; no step after the last has any."""
+
+    def models(requests):
+        sampled = [body["model"] for path, body in requests if path.endswith("/completions")]
+        return [set(sampled[first : first + 16]) for first in range(0, len(sampled), 16)]
+
+    with CompletionServer(lambda prompt, seed: [seed % 200, seed % 150, 67, 68]) as server:
+        options = OPTIONS | data | {"rollout.server": server.url, "rollout.ahead": 1, "rollout.correction": "none"}
+        options |= {"data.validation_split": 4, "eval.at_end": False, "train.max_steps": 4, "ckpt.save_steps": 1}
+        command = recipe_command(home, "qwen_grpo.py", "ahead", **options)
+        call(*command)
+        first, second, third, fourth = models(server.requests)
+        assert first == second and len(first | third | fourth) == 3
+        rows = rows_of(home, "ahead")
+        server.requests.clear()
+        shutil.rmtree(home / "runs" / "ahead" / "checkpoints" / "4")
+        shutil.rmtree(home / "runs" / "ahead" / "export")
+        # An evaluation sends its own adapter, and waits until the server is done with that of later steps.
+        assert "resumed from step 3" in call(*command, "--config.eval.steps=1")
+        assert list(map(len, models(server.requests))) == [1, 1]  # a step, and an evaluation of four prompts
+    resumed = rows_of(home, "ahead")
+    assert all(row["completions/seconds_waited"] >= 0 for row in resumed)
+    compared = ("loss", "grad_norm", "reward", "completions/mean_length")
+    assert [[row[key] for key in compared] for row in resumed] == [[row[key] for key in compared] for row in rows]

@@ -99,30 +99,43 @@ def theirs(options: GrpoOptions, values: dict[str, np.ndarray], rollout: Rollout
     return loss.item(), log_probs.grad.numpy(), trainer._metrics["train"]
 
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
 def rows(x: np.ndarray) -> jax.Array:
     """Return values of completions as rows of a prompt and its completion."""
     return jnp.pad(jnp.asarray(x, jnp.float32), ((0, 0), (PROMPT - 1, 2)))
 
 
-def ours(options: GrpoOptions, values: dict[str, np.ndarray], rollout: RolloutOptions = RolloutOptions()):
-    """Return our (loss, gradient, metrics)."""
-    there = np.arange(max(LENGTHS) + PROMPT + 1) < PROMPT + np.array(LENGTHS)[:, None]
+DOCUMENTS = np.arange(max(LENGTHS) + PROMPT + 1) < PROMPT + np.array(LENGTHS)[:, None]
+
+
+def ours(
+    options: GrpoOptions,
+    values: dict[str, np.ndarray],
+    rollout: RolloutOptions = RolloutOptions(),
+    packed: bool = False,
+):
+    """Return our (loss, gradient, metrics), of a row for each completion, or of all of them in one row."""
+    numbers = np.arange(1, len(LENGTHS) + 1)[:, None] if packed else 1
     batch = {
         "loss_weight": rows(THERE),
-        "segment_ids": jnp.array(there, jnp.int32),
+        "segment_ids": jnp.array(DOCUMENTS * numbers, jnp.int32),
         "old_log_prob": rows(values["old"]),
         "sampled_log_prob": rows(values["engine"]),
     }
-    batch |= {"advantage": jnp.array(there * ADVANTAGES[:, None])}
+    batch |= {"advantage": jnp.array(DOCUMENTS * ADVANTAGES[:, None])}
     objective = grpo(options, dataclasses.replace(rollout, max_new_tokens=LONGEST))
-    batch = {name: x for name, x in batch.items() if name in {column.name for column in objective.columns}}
+    shape = (1, -1) if packed else DOCUMENTS.shape
+    batch = {column.name: batch[column.name].reshape(shape) for column in objective.columns if column.name in batch}
 
     def loss(log_prob):
-        reference = rows(values["reference"]) if objective.reference else None
+        log_prob = log_prob.reshape(shape)
+        reference = rows(values["reference"]).reshape(shape) if objective.reference else None
         sums = objective.loss(Scores(log_prob, -log_prob * batch["loss_weight"], {}, reference), batch)
         return sums.loss / sums.weight, sums
 
-    (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(rows(values["model"]))
+    (value, sums), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(rows(values["model"]))
     metrics = {name: float(total / n) for name, (total, n) in sums.metrics.items()}
     return float(value), np.array(gradient)[:, PROMPT - 1 : -2], metrics
 
@@ -184,10 +197,21 @@ def test_rollouts_of_another_engine_are_corrected(options, rollout):
     loss, gradient, _ = ours(options, values, rollout)
     assert abs(loss - expected) <= 1e-5 * max(1e-2, abs(expected))
     assert np.abs(gradient - their_gradient).max() <= 1e-5 * np.abs(their_gradient).max()
-    found = engine_difference(rollout, rows(values["old"]), rows(values["engine"]), rows(THERE))
+    documents = jnp.array(DOCUMENTS, jnp.int32)
+    found = engine_difference(rollout, rows(values["old"]), rows(values["engine"]), rows(THERE), documents)
     assert float(found.mean) == pytest.approx(float(mean), rel=1e-5)
     assert float(found.largest) == pytest.approx(float(largest), rel=1e-5)
     assert float(found.smallest_ratio) == pytest.approx(float(ratio[torch.tensor(THERE)[:, : ratio.shape[1]]].min()))
+
+
+@pytest.mark.parametrize(
+    "options", [GrpoOptions(iterations=2), GrpoOptions("grpo", "sequence", iterations=2, off_policy_kl=0.01)], ids=str
+)
+def test_packed_completions_teach_what_each_teaches_in_a_row_of_its_own(options):
+    rollout = RolloutOptions(correction="sequence_truncate", correction_max=1.1, correction_min=0.9)
+    (loss, gradient, metrics), packed = (ours(options, drawn(), rollout, packed) for packed in (False, True))
+    assert packed[0] == pytest.approx(loss, rel=1e-5) and packed[2] == pytest.approx(metrics, rel=1e-5)
+    np.testing.assert_allclose(packed[1], gradient, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("importance", ["token", "sequence", "product"])

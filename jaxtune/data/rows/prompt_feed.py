@@ -33,11 +33,13 @@ class PromptBatch(NamedTuple):
         prompts: the prompts.
         first: number of the first completion of the first prompt, counted through the run.
         spare: rollout.spare_prompts further prompts; their completions have the numbers that follow.
+        later: the prompts of the rollout.ahead steps that follow, or of as many as are left.
     """
 
     prompts: list[Prompt]
     first: int
     spare: Sequence[Prompt] = ()
+    later: "Sequence[PromptBatch]" = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class PromptFeed:
         self.rows_per_step = completions_per_step
         self._data, self._group_size = config.data, config.answers_per_prompt
         self._per_step, self._spare = completions_per_step // self._group_size, config.rollout.spare_prompts
+        self._ahead = config.rollout.ahead
         completions = math.ceil(config.train.epochs * len(prompts.prompts)) * self._group_size
         at_most = completions_per_step + self._spare * self._group_size
         steps = config.train.max_steps or count_steps(completions, at_most, config.data.drop_last)
@@ -96,10 +99,14 @@ class PromptFeed:
     def batches(self, position: dict[str, Any], steps: int) -> Iterator[tuple[dict[str, Any], PromptBatch]]:
         """Yield (position after a step, its prompts) from a position; a step may span two epochs."""
         first, taken = position.get("prompt", 0), self._per_step + self._spare
-        for start in range(first, first + steps * taken, taken):
-            prompts = [self._prompt(number) for number in range(start, start + taken)]
-            batch = PromptBatch(prompts[: self._per_step], start * self._group_size, prompts[self._per_step :])
-            yield {"prompt": start + taken}, batch
+        starts = range(first, first + steps * taken, taken)
+        for step, start in enumerate(starts):
+            later = [self._batch(start) for start in starts[step + 1 : step + 1 + self._ahead]]
+            yield {"prompt": start + taken}, self._batch(start)._replace(later=later)
+
+    def _batch(self, start: int) -> PromptBatch:
+        prompts = [self._prompt(number) for number in range(start, start + self._per_step + self._spare)]
+        return PromptBatch(prompts[: self._per_step], start * self._group_size, prompts[self._per_step :])
 
     def _prompt(self, number: int) -> Prompt:
         epoch, place = divmod(number, len(self.documents.prompts))

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from functools import partial
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,19 +17,24 @@ from jaxtune.data.formats.prompts import Prompt
 from jaxtune.data.rows.prompt_feed import PromptBatch
 from jaxtune.errors import UserError
 from jaxtune.inference.generation import Completion
+from jaxtune.models.options import AttentionOptions
 from jaxtune.objectives.grpo import grpo
 from jaxtune.objectives.options import GrpoOptions
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.rollout import rollouts
+from jaxtune.rollout.ahead import make_ahead
 from jaxtune.rollout.groups import Rollout, concatenate, replace_alike, teaches
 
 PROMPTS = [[11, 12, 13], [21], [31, 32], [41, 42, 43, 44]]
 FOUND = [Completion([1, 2], True), Completion([3, 4, 5], True), Completion([6], False), Completion([7, 8, 9], True)]
 
 
-def batch(grpo_options: GrpoOptions, correction: Any = None) -> dict[str, np.ndarray]:
+def batch(
+    grpo_options: GrpoOptions, correction: Any = None, attention: AttentionOptions = AttentionOptions()
+) -> dict[str, np.ndarray]:
+    """Return the columns of the rows of a step, two micro-batches of two rows."""
     mesh = make_mesh(MeshOptions(), jax.devices()[:1])
     options = RolloutOptions(("r.py:r",), max_new_tokens=4, correction=correction)
     objective = grpo(grpo_options, options)
@@ -35,7 +42,7 @@ def batch(grpo_options: GrpoOptions, correction: Any = None) -> dict[str, np.nda
     prompts = [Prompt("", tokens, {}) for tokens in PROMPTS]
     found = [one._replace(log_probs=[-float(token) for token in one.tokens]) for one in FOUND]
     made = Rollout(prompts, found, [""] * 4, {}, np.zeros(4))
-    config = Config(data=DataOptions(seq_len=8), rollout=options, grpo=grpo_options)
+    config = Config(data=DataOptions(seq_len=8), rollout=options, grpo=grpo_options, attention=attention)
     program = SimpleNamespace(objective=objective, batch=like)
     columns = rollouts._batch(config, program, made, np.array([0.5, -0.5, 2.0, -2.0]))  # pyright: ignore
     assert {name: (x.shape, x.dtype) for name, x in columns.items()} == {
@@ -44,16 +51,30 @@ def batch(grpo_options: GrpoOptions, correction: Any = None) -> dict[str, np.nda
     return {name: np.asarray(x).reshape(4, -1) for name, x in columns.items()}
 
 
-def test_a_row_is_a_completion_whose_tokens_alone_are_targets():
+def documents(rows: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """Return the columns of each document, by its prompt's first token, the order of PROMPTS."""
+    ids = rows["segment_ids"]
+    places = [(row, ids[row] == segment) for row in range(len(ids)) for segment in range(1, ids[row].max() + 1)]
+    found = [{name: x[row][there] for name, x in rows.items() if x[row].shape == there.shape} for row, there in places]
+    return sorted(found, key=lambda columns: columns["tokens"][0])
+
+
+def test_completions_are_packed_and_their_tokens_alone_are_targets():
     rows = batch(GrpoOptions(iterations=2))
-    for row, (prompt, completion) in enumerate(zip(PROMPTS, FOUND)):
-        trained = rows["loss_weight"][row] > 0
-        assert rows["targets"][row][trained].tolist() == completion.tokens
+    assert (rows["segment_ids"].max(1) > 0).tolist() == [True, True, True, False], "19 tokens, rows of 8"
+    found = documents(rows)
+    for columns, prompt, completion in zip(found, PROMPTS, FOUND, strict=True):
+        trained = columns["loss_weight"] > 0
+        assert columns["targets"][trained].tolist() == completion.tokens
         assert np.flatnonzero(trained)[0] == len(prompt) - 1, "the prompt's last token predicts the first"
-        length = len(prompt) + len(completion.tokens)
-        assert rows["tokens"][row][:length].tolist() == [*prompt, *completion.tokens]
-        assert (rows["segment_ids"][row] > 0).sum() == length
-    assert rows["advantage"][:, 0].tolist() == [0.5, -0.5, 2.0, -2.0]
+        assert columns["tokens"].tolist() == [*prompt, *completion.tokens]
+        assert columns["positions"].tolist() == list(range(len(prompt) + len(completion.tokens)))
+    assert [columns["advantage"][0] for columns in found] == [0.5, -0.5, 2.0, -2.0]
+
+
+def test_a_kernel_with_a_bound_on_documents_gets_one_in_each_row():
+    rows = batch(GrpoOptions(iterations=2), attention=AttentionOptions("fa3"))
+    assert rows["segment_ids"].max(1).tolist() == [1, 1, 1, 1]
 
 
 def test_the_log_probability_of_a_token_is_where_it_is_predicted():
@@ -63,7 +84,8 @@ def test_the_log_probability_of_a_token_is_where_it_is_predicted():
 
 
 def test_completions_that_did_not_end_may_teach_nothing():
-    assert (batch(GrpoOptions(mask_truncated=True))["loss_weight"].sum(1) > 0).tolist() == [True, True, False, True]
+    found = documents(batch(GrpoOptions(mask_truncated=True)))
+    assert [columns["loss_weight"].sum() > 0 for columns in found] == [True, True, False, True]
 
 
 def rewarded(number: int, reward: float) -> Rollout:
@@ -116,3 +138,47 @@ def test_steps_without_any_reward_end_the_run(tmp_path, monkeypatch):
         step(state, {}, batch, 0.0)
     with pytest.raises(UserError, match="None for every completion of 2 steps in a row .train.max_bad_steps., so"):
         step(state, {}, batch, 0.0)
+
+
+def test_later_steps_are_made_while_the_devices_train():
+    """A step gets its completions while those of a later step are still being made, from weights of when it asked."""
+    calls, may_go_on = [], {0: Event(), 1: Event(), 2: Event(), 3: Event()}
+    may_go_on[0].set()
+
+    def make(trained, frozen, asked):
+        may_go_on[asked.first].wait(timeout=60)
+        calls.append((asked.first, float(trained["w"]), frozen))
+        return [rewarded(asked.first, 1.0)]
+
+    steps = [PromptBatch([], number) for number in range(4)]
+    with jax.set_mesh(make_mesh(MeshOptions(), jax.devices()[:1])):
+        groups = make_ahead(make)
+        for number, step in enumerate(steps):
+            weights = {"w": jnp.float32(10 * number)}
+            (group,) = groups(weights, "frozen", step._replace(later=steps[number + 1 : number + 2]))
+            weights["w"].delete()  # as a step that donates its state
+            assert group.prompts[0].given == str(number) and len(calls) == number + 1
+            may_go_on[min(number + 1, 3)].set()
+    assert calls == [(0, 0.0, "frozen"), (1, 0.0, "frozen"), (2, 10.0, "frozen"), (3, 20.0, "frozen")]
+
+
+def test_an_error_of_a_later_step_is_raised_in_it():
+    def make(trained, frozen, asked):
+        if asked.first:
+            raise UserError("the server is gone")
+        return [rewarded(0, 1.0)]
+
+    first, second = PromptBatch([], 0, later=[PromptBatch([], 1)]), PromptBatch([], 1)
+    with jax.set_mesh(make_mesh(MeshOptions(), jax.devices()[:1])):
+        groups = make_ahead(make)
+        groups({}, {}, first)
+        with pytest.raises(UserError, match="the server is gone"):
+            groups({}, {}, second)
+
+
+def test_several_processes_do_not_sample_ahead(monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    config: Any = Config(rollout=RolloutOptions(("r.py:r",), server="http://localhost:1", ahead=1))
+    nothing: Any = None
+    with pytest.raises(UserError, match="rollout.ahead=1: not available in a run of several processes"):
+        rollouts.make_rollout_step(config, nothing, nothing, nothing, tmp_path)

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,14 @@ from tiny import random_values, spec
 from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, TrainOptions
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models.layers import mlp
+from jaxtune.objectives.cross_entropy import cross_entropy
 from jaxtune.objectives.objective import Sums
+from jaxtune.objectives.options import RolloutOptions
 from jaxtune.optim.build import Trained, build
 from jaxtune.optim.options import OptimOptions
+from jaxtune.parallel.layout import P, by_token
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.training.assembly import Program, assemble
@@ -183,6 +189,35 @@ def test_tiles_leave_the_amax_of_delayed_scales_as_it_is(one_device, monkeypatch
     whole, tiled = amaxes
     assert whole and all(amax.max() > 0 for amax in whole.values())
     jax.tree.map(np.testing.assert_array_equal, tiled, whole)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_run_that_samples_computes_no_micro_batch_of_padding(devices):
+    """The padding's weights are NaN here. With four devices, two have no row in the last micro-batch with tokens."""
+    made = make_mesh(MeshOptions(data=devices, fsdp=1), jax.devices()[:devices])
+    config = Config(
+        model=ModelOptions(dtype="float32"),
+        data=DataOptions(seq_len=24),
+        precision=PrecisionOptions("fp32"),
+        train=TrainOptions(micro_batch_size=4 // devices, grad_accum_steps=3),
+        rollout=RolloutOptions(("r.py:r",), max_new_tokens=4),
+    )
+    with jax.set_mesh(made):
+        program = assemble(Base(spec(2)), config, made, objective=cross_entropy())
+        full = {name: np.asarray(x) for name, x in make_batch(tokens(4, 24), made).items()}
+        there = np.arange(4)[:, None] < 2
+        half = {name: x if name == "row" else np.where(there, x, 0) for name, x in full.items()}
+        padding = {name: np.zeros_like(x) for name, x in full.items()} | {"loss_weight": full["loss_weight"] * np.nan}
+        values = random_values(program.model.parameters)
+
+        def gradients(*micro_batches):
+            by_rows = lambda x: jax.device_put(x, jax.NamedSharding(made, P(None, *by_token()[: x.ndim - 1])))  # noqa: E731
+            batch = {name: by_rows(np.stack([micro[name] for micro in micro_batches])) for name in full}
+            return jax.device_get(jax.jit(program.gradients)(values, {}, batch, jnp.int32(0)).gradients)
+
+        expected, found = gradients(full, half), gradients(full, half, padding)
+    assert all(np.abs(gradient).max() > 0 for gradient in expected.values())
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8), found, expected)
 
 
 @pytest.mark.parametrize(
