@@ -331,8 +331,8 @@ def _notes(program: LaunchedProgram, config: Config, gpu: str, central: rates.Ra
         notes.append(f"kernel {kind}: its rate is unknown, so its time is from the bytes that it moves")
     if config.samples:
         notes.append(
-            f"{config.samples}: the time to sample and score answers is not counted; sampling's memory is that of the "
-            "longest prompts"
+            f"{config.samples}: the time is that of a step whose rows are all full, without sampling and scoring "
+            "answers; sampling's memory is that of the longest prompts"
         )
     if config.data.special_tokens:
         notes.append("data.special_tokens: rows that they add to the embedding are not counted")
