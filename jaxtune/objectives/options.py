@@ -169,7 +169,7 @@ class RolloutOptions:
         when="rollout.server is not None")
     ahead: int = option(0,
         "steps whose completions the server makes while the devices train earlier ones; so they are sampled from "
-        "weights that are this many updates old, which rollout.correction corrects", "steps [0, inf)",
+        "weights that are this many steps old, which rollout.correction corrects", "steps [0, inf)",
         when="rollout.server is not None and rollout.rewards")
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = option(
         None,
@@ -406,6 +406,9 @@ def check_rollout(config: Config) -> Iterator[Problem]:
     if options.max_new_tokens >= config.data.seq_len:
         reason = f"leaves no room for prompts in data.seq_len = {config.data.seq_len}"
         yield problem(config, "rollout.max_new_tokens", reason, "data.seq_len")
+    if options.ahead and options.corrects == "none":
+        reason = "samples from older weights, which must be corrected: leave rollout.correction out, or choose another"
+        yield problem(config, "rollout.ahead", reason, "rollout.correction")
     low, high = options.correction_min, options.correction_max
     if options.corrects != "none" and low is not None and high is not None and low >= high:
         yield problem(config, "rollout.correction_min", f"must be below rollout.correction_max = {high:g}")

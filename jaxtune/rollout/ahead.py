@@ -1,49 +1,57 @@
 """Rollouts of later steps, made while the devices train."""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from jaxtune.data.rows.prompt_feed import PromptBatch
-from jaxtune.models.decoder import Parameters
 from jaxtune.rollout.groups import Rollout
 
-# (trained, frozen, prompts of a step) -> a rollout of each prompt.
-MakeGroups = Callable[[Parameters, Parameters, PromptBatch], list[Rollout]]
+# (weights, prompts of a step) -> a rollout of each prompt.
+MakeGroups = Callable[[Any, PromptBatch], list[Rollout]]
 
 
-def make_ahead(make: MakeGroups) -> MakeGroups:
-    """Return a function that returns what `make` does, and first asks for the rollouts of `later` steps.
+class RolloutsAhead:
+    """Makes the rollouts of steps in a thread, in order, from the weights with which each was asked for.
 
-    A thread makes them in order, one step after the other, from a copy of the weights at the time they were asked for.
-    So those of a step are a few updates old, unless they were not asked for before, as in the first step of a run. The
-    thread is a daemon: a run that stops does not wait for what it asked for, and asks for it again when it resumes.
+    `make` must not run programs on the devices: programs of two threads, on several devices, may wait for each other.
+    The thread is a daemon: a run that stops does not wait for what it asked for, and asks again when it resumes.
     """
-    asked: dict[int, Future[list[Rollout]]] = {}  # by the number of a step's first completion
-    jobs: SimpleQueue[tuple[Future[list[Rollout]], tuple[Any, ...]]] = SimpleQueue()
-    mesh = jax.sharding.get_mesh()
 
-    def work() -> None:
-        jax.set_mesh(mesh)  # of this thread
-        while True:
-            future, arguments = jobs.get()
+    def __init__(self, make: MakeGroups):
+        self._make = make
+        self._asked: dict[int, Future[list[Rollout]]] = {}  # by the number of a step's first completion
+        self._jobs: SimpleQueue[tuple[Future[list[Rollout]], Any, PromptBatch]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def get(self, prepare: Callable[[], Any], prompts: PromptBatch) -> tuple[list[Rollout], float]:
+        """Return the rollouts of a step, and the seconds for which they were awaited.
+
+        First ask for the rollouts of the `later` steps that were not asked for yet.
+
+        prepare: returns the weights, if something is asked for.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="rollouts ahead", daemon=True)
+            self._thread.start()
+        if new := [batch for batch in (prompts, *prompts.later) if batch.first not in self._asked]:
+            weights = prepare()
+            for batch in new:
+                self._asked[batch.first] = Future()
+                self._jobs.put((self._asked[batch.first], weights, batch))
+        begun = time.perf_counter()
+        return self._asked.pop(prompts.first).result(), time.perf_counter() - begun
+
+    def _work(self) -> None:
+        failed = False
+        while not failed:
+            future, weights, prompts = self._jobs.get()
             try:
-                future.set_result(make(*arguments))
-            except BaseException as error:  # raised where the result is awaited
+                future.set_result(self._make(weights, prompts))
+            except BaseException as error:  # raised by `get`, which ends the run: what it asked for later is not made
                 future.set_exception(error)
-
-    def groups(trained: Parameters, frozen: Parameters, prompts: PromptBatch) -> list[Rollout]:
-        new = [batch for batch in (prompts, *prompts.later) if batch.first not in asked]
-        weights = jax.tree.map(jnp.copy, trained) if new else {}  # the step donates the weights
-        for batch in new:
-            asked[batch.first] = Future()
-            jobs.put((asked[batch.first], (weights, frozen, batch)))
-        return asked.pop(prompts.first).result()
-
-    threading.Thread(target=work, name="rollouts ahead", daemon=True).start()
-    return groups
+                failed = True
+            del future, weights, prompts  # while the thread waits

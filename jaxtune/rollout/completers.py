@@ -1,9 +1,10 @@
 """Where completions come from: the devices of the run, or a server."""
 
 import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +36,7 @@ class Complete(Protocol):
 
     def __call__(
         self,
-        trained: Parameters,
-        frozen: Parameters,
+        weights: Any,
         prompts: list[list[int]],
         numbers: Sequence[int],
         written: Sequence[int] | None = None,
@@ -44,7 +44,7 @@ class Complete(Protocol):
         """Return a completion of each prompt.
 
         Args:
-            trained, frozen: the model's parameters.
+            weights: what `Completer.prepare` returned.
             prompts: their tokens.
             numbers: the number of each completion, which selects its random numbers.
             written: the tokens at the end of each prompt that belong to its completion, which continues; it may have
@@ -53,39 +53,50 @@ class Complete(Protocol):
         ...
 
 
-def completer(config: Config, model: Model, tokenizer, run: Path) -> Complete:
-    """Return the function that samples completions, on the devices or by rollout.server; run: the run folder."""
+class Completer(NamedTuple):
+    """What samples completions.
+
+    Attributes:
+        prepare: (trained, frozen) -> the weights as `complete` needs them. Only this runs programs on the devices, if a
+            server samples.
+        complete: samples from these weights.
+    """
+
+    prepare: Callable[[Parameters, Parameters], Any]
+    complete: Complete
+
+
+def completer(config: Config, model: Model, tokenizer, run: Path) -> Completer:
+    """Return what samples completions, on the devices or by rollout.server; run: the run folder."""
     if config.rollout.server is None:
         return complete_on_devices(config, model, tokenizer)
     return complete_by_server(config, model, tokenizer, run / "rollout_adapter")
 
 
-def complete_on_devices(config: Config, model: Model, tokenizer) -> Complete:
+def complete_on_devices(config: Config, model: Model, tokenizer) -> Completer:
     """Sample completions on the devices of the run; each completion of a group has its own random numbers."""
     options, dtype = config.rollout, recipe_of(config.precision, model.linears).dtype
     generate = make_generate(model.graph, model.spec, **decode_options(config, dtype))
     ended = make_stop_test(stops_of(config, model, tokenizer), options.stop, tokenizer)
     size = completions_at_once(config, jax.sharding.get_mesh())
 
+    def prepare(trained: Parameters, frozen: Parameters) -> Parameters:
+        return cast_weights(model, {**frozen, **trained}, dtype)
+
     def complete(
-        trained: Parameters,
-        frozen: Parameters,
-        prompts: list[list[int]],
-        numbers: Sequence[int],
-        written: Sequence[int] | None = None,
+        weights: Parameters, prompts: list[list[int]], numbers: Sequence[int], written: Sequence[int] | None = None
     ) -> list[Completion]:
-        written = written or [0] * len(prompts)
-        completions, parameters = [], cast_weights(model, {**frozen, **trained}, dtype)
+        written, completions = written or [0] * len(prompts), []
         for first in range(0, len(prompts), size):
             # Pad the last batch to the compiled size, by repeating the last prompt; its completions are dropped.
             rows = [min(row, len(prompts) - 1) for row in range(first, first + size)]
             there = [written[row] for row in rows]
-            steps = generate(parameters, [prompts[row] for row in rows], [numbers[row] for row in rows], there)
+            steps = generate(weights, [prompts[row] for row in rows], [numbers[row] for row in rows], there)
             kept, limits = min(size, len(prompts) - first), [options.max_new_tokens - tokens for tokens in there]
             completions += collect_completions(steps, kept, ended, scores=True, limits=limits)
         return completions
 
-    return complete
+    return Completer(prepare, complete)
 
 
 def decode_options(config: Config, dtype: jnp.dtype) -> dict[str, Any]:
@@ -102,8 +113,11 @@ def completions_at_once(config: Config, mesh: jax.sharding.Mesh) -> int:
     return config.rollout.completions_at_once or of_step
 
 
-def complete_by_server(config: Config, model: Model, tokenizer, folder: Path) -> Complete:
-    """Get completions from an OpenAI-compatible server, after sending it the adapter; only process 0 talks to it."""
+def complete_by_server(config: Config, model: Model, tokenizer, folder: Path) -> Completer:
+    """Get completions from an OpenAI-compatible server, after sending it the adapter; only process 0 talks to it.
+
+    The weights to sample from are an adapter's folder. With rollout.ahead several are written before they are sent.
+    """
     options = config.rollout
     # The hash of the folder is part of the adapter's name on the server. So two runs of the same name, or a run and its
     # evaluation, unload only their own adapters.
@@ -114,21 +128,26 @@ def complete_by_server(config: Config, model: Model, tokenizer, folder: Path) ->
     how = {**sampling, **ends, "max_tokens": options.max_new_tokens, "seed": config.train.seed}
     how |= {"vocabulary": model.spec.vocabulary, "log_probs": options.corrects != "none"}
 
-    sent: tuple[Parameters | None, str] = None, ""
+    # The adapters of later steps, of the step that waits for completions, and of an evaluation.
+    folders = itertools.cycle([folder / str(n) for n in range(options.ahead + 3)] if options.ahead else [folder])
+    versions = itertools.count()
+    sent = -1, ""  # the version, and its name on the server
+
+    def prepare(trained: Parameters, frozen: Parameters) -> tuple[int, Path]:
+        export_adapter(model, {**frozen, **trained}, config, written_to := next(folders))
+        return next(versions), written_to
 
     def complete(
-        trained: Parameters,
-        frozen: Parameters,
+        weights: tuple[int, Path],
         prompts: list[list[int]],
         numbers: Sequence[int],
         written: Sequence[int] | None = None,
     ) -> list[Completion]:
         nonlocal sent
+        version, adapter = weights
         # The turns of a step's episodes are sampled by one adapter.
-        if sent[0] is not trained:
-            export_adapter(model, {**frozen, **trained}, config, folder)
-            served = completion_server.send_adapter(url, name, folder) if multihost.is_main() else ""
-            sent = trained, served
+        if sent[0] != version:
+            sent = version, completion_server.send_adapter(url, name, adapter) if multihost.is_main() else ""
         table = np.zeros((len(prompts), 2 + options.max_new_tokens), np.int32)  # finished, length, tokens
         scores = np.zeros((len(prompts), options.max_new_tokens), np.float32)
         if multihost.is_main():
@@ -144,7 +163,7 @@ def complete_by_server(config: Config, model: Model, tokenizer, folder: Path) ->
             for row, of_row in zip(table, scores)
         ]
 
-    return complete
+    return Completer(prepare, complete)
 
 
 def stops_of(config: Config, model: Model, tokenizer) -> frozenset[int]:

@@ -132,7 +132,7 @@ def complete(
 def _in_parallel(one: Callable[[int], Completion], count: int) -> list[Completion]:
     """Return one(0), one(1), ..., called in up to PARALLEL threads; after an error, what has not begun is dropped.
 
-    The threads are daemons: a process that ends does not wait for answers, as it would for those of an executor.
+    The threads are daemons: a process that ends does not wait for answers. With an executor it would.
     """
     futures, numbers = [Future[Completion]() for _ in range(count)], SimpleQueue[int]()
     for number in range(count):
@@ -144,7 +144,7 @@ def _in_parallel(one: Callable[[int], Completion], count: int) -> list[Completio
                 number = numbers.get_nowait()
                 try:
                     futures[number].set_result(one(number))
-                except BaseException as error:  # raised where the result is awaited
+                except BaseException as error:  # raised by `result`
                     futures[number].set_exception(error)
 
     for _ in range(min(PARALLEL, count)):

@@ -24,7 +24,6 @@ from jaxtune.data.formats.prompts import Prompt
 from jaxtune.data.reading import user_files
 from jaxtune.errors import UserError
 from jaxtune.inference.generation import Completion
-from jaxtune.models.decoder import Parameters
 from jaxtune.parallel import multihost
 from jaxtune.rollout.answer_parser import AnswerParser
 from jaxtune.rollout.calls import Caller
@@ -105,8 +104,8 @@ class Episode:
         self.log_probs += [0.0] * len(tokens) if scored else []
 
 
-# (trained, frozen, the prompt of each completion, the number of each) -> episodes.
-Play = Callable[[Parameters, Parameters, list[Prompt], Sequence[int]], list[Episode]]
+# (weights, the prompt of each completion, the number of each) -> episodes.
+Play = Callable[[Any, list[Prompt], Sequence[int]], list[Episode]]
 
 
 class EpisodePlayer:
@@ -138,10 +137,8 @@ class EpisodePlayer:
                 self._observations.check(role)
         self._caller = Caller(config.rollout.call_seconds)
 
-    def __call__(
-        self, trained: Parameters, frozen: Parameters, prompts: list[Prompt], numbers: Sequence[int]
-    ) -> list[Episode]:
-        """Play an episode of each prompt; `numbers` as in `Complete`.
+    def __call__(self, weights: Any, prompts: list[Prompt], numbers: Sequence[int]) -> list[Episode]:
+        """Play an episode of each prompt; `weights` and `numbers` as in `Complete`.
 
         An environment that fails costs its episode, whose `failed` is then true on all processes. Raises UserError as
         `complete`.
@@ -151,8 +148,7 @@ class EpisodePlayer:
         most = self._options.max_turns or math.inf
         while open_ones := [episode for episode in episodes if episode.open]:
             turns = self._complete(
-                trained,
-                frozen,
+                weights,
                 [[*episode.prompt.tokens, *episode.tokens] for episode in open_ones],
                 [episode.number for episode in open_ones],
                 [len(episode.tokens) for episode in open_ones],

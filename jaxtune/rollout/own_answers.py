@@ -19,7 +19,7 @@ from jaxtune.models.score import Batch
 from jaxtune.objectives.objective import Objective
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards
-from jaxtune.rollout.completers import Complete
+from jaxtune.rollout.completers import Completer
 from jaxtune.rollout.completion_rows import batch_of_documents
 from jaxtune.rollout.completions_file import completions_file
 from jaxtune.rollout.groups import means_of_completions
@@ -40,13 +40,20 @@ class Distillation(NamedTuple):
 
     Attributes:
         objective: the divergence from the teacher.
-        complete: samples the student's answers, on the devices of the run or on a server.
+        completer: samples the student's answers, on the devices of the run or on a server.
         score: makes the batch of a step, with what the teacher says.
     """
 
     objective: Objective
-    complete: Complete
+    completer: Completer
     score: ScoreAnswers
+
+    def answer(
+        self, trained: Parameters, frozen: Parameters, prompts: Sequence[Prompt], numbers: Sequence[int]
+    ) -> list[Completion]:
+        """Return the student's answer to each prompt. The prepared weights, perhaps a copy, are freed afterwards."""
+        weights = self.completer.prepare(trained, frozen)
+        return self.completer.complete(weights, [prompt.tokens for prompt in prompts], numbers)
 
 
 def make_score_answers(config: Config, model: Model, objective: Objective, teacher: Teacher | None) -> ScoreAnswers:
@@ -99,7 +106,7 @@ def make_distillation_step(
         prompts, answers, of_completions = asked.prompts, None, {}
         if np.random.default_rng([config.train.seed, asked.first]).random() < share:
             numbers = range(asked.first, asked.first + len(prompts))
-            answers = parts.complete(state.trained, frozen, [prompt.tokens for prompt in prompts], numbers)
+            answers = parts.answer(state.trained, frozen, prompts, numbers)
             of_completions = means_of_completions(answers)
         if answers is not None and written is not None:
             text = completion_text(answers[0], tokenizer, after=prompts[0].tokens if prompts[0].begun else ())
@@ -131,7 +138,7 @@ def make_evaluate_answers(
             asked = prompts[first : first + at_once]
             # Negative numbers select random bits that no training step uses, the same in each evaluation.
             numbers = [-1 - first - number for number in range(len(asked))]
-            written = parts.complete(trained, frozen, [prompt.tokens for prompt in asked], numbers)
+            written = parts.answer(trained, frozen, asked, numbers)
             sums = jax.device_get(step(trained, frozen, parts.score(trained, frozen, asked, written), {}))
             sums_of_batches.append(jax.tree.map(lambda value: value.item(), sums))
             answers += written

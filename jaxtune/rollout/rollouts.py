@@ -2,11 +2,10 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import Batch, ScoreOptions, score
 from jaxtune.objectives.grpo import advantages, gdpo_advantages
 from jaxtune.parallel import multihost
-from jaxtune.rollout.ahead import make_ahead
+from jaxtune.rollout.ahead import RolloutsAhead
 from jaxtune.rollout.completers import completer, stops_of
 from jaxtune.rollout.completion_rows import batch_of_documents
 from jaxtune.rollout.completions_file import completions_file
@@ -43,14 +42,26 @@ from jaxtune.weights.model import Model
 
 log = logging.getLogger("jaxtune")
 
-# (trained, frozen, the prompt of each completion, the number of each) -> rollout.
-MakeRollout = Callable[[Parameters, Parameters, list[Prompt], Sequence[int]], Rollout]
+# (weights, the prompt of each completion, the number of each) -> rollout.
+MakeRollout = Callable[[Any, list[Prompt], Sequence[int]], Rollout]
+
+
+class Rollouts(NamedTuple):
+    """What samples and rewards completions.
+
+    Attributes:
+        prepare: as in `Completer`.
+        make: samples from the prepared weights, and rewards.
+    """
+
+    prepare: Callable[[Parameters, Parameters], Any]
+    make: MakeRollout
 
 
 def make_rollout_step(
     config: Config,
     program: Program,
-    make: MakeRollout,
+    sampled: Rollouts,
     train_step: Callable[..., tuple[State, dict[str, Any]]],
     run: Path,
 ) -> Callable[..., tuple[State, dict[str, Any]]]:
@@ -77,22 +88,22 @@ def make_rollout_step(
     useful = partial(teaches, config.grpo.advantage_scale)
     silent = 0  # steps in a row
 
-    def groups_of(trained: Parameters, frozen: Parameters, asked: PromptBatch) -> list[Rollout]:
+    def groups_of(weights: Any, asked: PromptBatch) -> list[Rollout]:
         def make_groups(first: int, prompts: Sequence[Prompt]) -> list[Rollout]:
             """Return a rollout of each prompt; first: number of the first one's first completion."""
             repeated = [prompt for prompt in prompts for _ in range(group_size)]
             numbers = range(first, first + len(repeated))
-            return split(make(trained, frozen, repeated, numbers), group_size)
+            return split(sampled.make(weights, repeated, numbers), group_size)
 
         return replace_alike(make_groups(asked.first, asked.prompts), asked, make_groups, useful)
 
-    groups_of_step = make_ahead(groups_of) if config.rollout.ahead else groups_of
+    ahead = RolloutsAhead(groups_of)
 
     def step(state: State, frozen: Parameters, asked: PromptBatch, rate: Any) -> tuple[State, dict[str, Any]]:
         nonlocal silent
-        begun = time.perf_counter()
-        made = concatenate(groups_of_step(state.trained, frozen, asked))
-        waited = time.perf_counter() - begun
+        prepare = partial(sampled.prepare, state.trained, frozen)
+        groups, waited = ahead.get(prepare, asked) if config.rollout.ahead else (groups_of(prepare(), asked), 0.0)
+        made = concatenate(groups)
         silent = silent + 1 if np.isnan(made.rewards).all() else 0
         if silent and multihost.is_main():
             log.warning("rollout.rewards: None for every completion of a step, so nothing is learned from it")
@@ -113,7 +124,8 @@ def make_rollout_step(
         of_completions = spread(made.rewards, group_size) | means(made)
         if config.rollout.ahead:
             of_completions["completions/seconds_waited"] = waited
-        # In a single iteration the policy is the one that sampled: the importance ratio is 1 and needs no old scores.
+        # In a single iteration the policy is the one that sampled, unless a correction says otherwise: the importance
+        # ratio is 1 and needs no old scores.
         if config.grpo.iterations > 1 or corrects:
             batch[OLD_LOG_PROB.name] = scored(state.trained, frozen, batch)
         if compare is not None:
@@ -133,31 +145,31 @@ def make_rollouts(
     functions: Mapping[str, Reward],
     run: Path,
     toolbox: Toolbox | None = None,
-) -> MakeRollout:
-    """Return a function that samples and rewards completions, on the devices of the current mesh or by rollout.server.
+) -> Rollouts:
+    """Return what samples and rewards completions, on the devices of the current mesh or by rollout.server.
 
     run: the run folder, for adapters that are sent to the server. toolbox: tools and environments, with which
-    completions are episodes. The function raises UserError as `rewards_of` and, with a server, as
-    `completion_server.complete`. With rollout.ahead several threads may call it; it serves one after the other, because
-    the server has one adapter of the run.
+    completions are episodes. `make` raises UserError as `rewards_of` and, with a server, as
+    `completion_server.complete`. With rollout.ahead two threads call it; it serves one after the other, because the
+    server has one adapter of the run.
     """
-    weights = _weights(functions, config.rollout.reward_weights)
-    complete = completer(config, model, tokenizer, run)
+    factors = _weights(functions, config.rollout.reward_weights)
+    prepare, complete = completer(config, model, tokenizer, run)
     if toolbox is not None:
         play = EpisodePlayer(config, tokenizer, stops_of(config, model, tokenizer), toolbox, complete)
-        return _one_at_a_time(lambda *asked: reward_episodes(functions, weights, play(*asked)))
+        return Rollouts(prepare, _one_at_a_time(lambda *asked: reward_episodes(functions, factors, play(*asked))))
 
-    def make(trained: Parameters, frozen: Parameters, prompts: list[Prompt], numbers: Sequence[int]) -> Rollout:
-        completions = complete(trained, frozen, [prompt.tokens for prompt in prompts], numbers)
+    def make(weights: Any, prompts: list[Prompt], numbers: Sequence[int]) -> Rollout:
+        completions = complete(weights, [prompt.tokens for prompt in prompts], numbers)
         # As TRL's `batch_decode(completion_ids)`: decode a completion without its prompt.
         texts = [
             prompt.begun + completion_text(completion, tokenizer, after=prompt.tokens if prompt.begun else ())
             for prompt, completion in zip(prompts, completions)
         ]
         each = _call_rewards(functions, prompts, texts, completions)
-        return Rollout(prompts, completions, texts, dict(zip(functions, each.T)), total(each, weights))
+        return Rollout(prompts, completions, texts, dict(zip(functions, each.T)), total(each, factors))
 
-    return _one_at_a_time(make)
+    return Rollouts(prepare, _one_at_a_time(make))
 
 
 def _one_at_a_time(make: MakeRollout) -> MakeRollout:
@@ -171,7 +183,7 @@ def _one_at_a_time(make: MakeRollout) -> MakeRollout:
 
 
 def make_evaluate(
-    config: Config, make: MakeRollout, prompts: list[Prompt], at_once: int, beat: Callable[[], None] = lambda: None
+    config: Config, sampled: Rollouts, prompts: list[Prompt], at_once: int, beat: Callable[[], None] = lambda: None
 ) -> Callable[[Parameters, Parameters, Parameters], dict[str, float]]:
     """Return a function (trained, frozen, reference) -> eval_reward and more, from one completion of each prompt.
 
@@ -181,12 +193,12 @@ def make_evaluate(
         prompts = prompts[: config.eval.max_batches * at_once]
 
     def evaluate(trained: Parameters, frozen: Parameters, reference: Parameters) -> dict[str, float]:
-        parts = []
+        parts, weights = [], sampled.prepare(trained, frozen)
         for first in range(0, len(prompts), at_once):
             numbers = range(first, min(first + at_once, len(prompts)))
             # Negative numbers select random bits that no training step uses, the same in each evaluation.
             negative_numbers = [-1 - number for number in numbers]
-            parts.append(make(trained, frozen, [prompts[number] for number in numbers], negative_numbers))
+            parts.append(sampled.make(weights, [prompts[number] for number in numbers], negative_numbers))
             beat()
         return {f"eval_{name}": float(value) for name, value in means(concatenate(parts)).items()}
 

@@ -221,7 +221,7 @@ def accumulated_gradients(forward: Forward, objective: Objective, options: StepO
 
 
 def count_filled(batch: Batch) -> Int[Array, ""]:
-    """Return the number of micro-batches with a token, which precede those of padding."""
+    """Return the number of micro-batches with a token; micro-batches of padding follow them."""
     return jnp.sum(jnp.any(batch["segment_ids"] > 0, (1, 2)), dtype=jnp.int32)
 
 

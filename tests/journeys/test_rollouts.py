@@ -166,26 +166,35 @@ def test_a_server_makes_the_completions(home, data):
 
 
 def test_a_server_makes_completions_ahead_and_a_resumed_run_asks_for_them_again(home, data):
-    """Those of a step come from the weights with which the step before began; no step after the last has any."""
+    """Those of a step come from the weights with which the step before began; no step after the last has any.
+
+    On several devices, because only one thread may run programs there.
+    """
 
     def models(requests):
         sampled = [body["model"] for path, body in requests if path.endswith("/completions")]
         return [set(sampled[first : first + 16]) for first in range(0, len(sampled), 16)]
 
     with CompletionServer(lambda prompt, seed: [seed % 200, seed % 150, 67, 68]) as server:
-        options = OPTIONS | data | {"rollout.server": server.url, "rollout.ahead": 1, "rollout.correction": "none"}
+        options = OPTIONS | data | {"rollout.server": server.url, "rollout.ahead": 1}
+        # The model would not sample the script's tokens: without a least weight they would not count.
+        options |= {"rollout.correction": "token_truncate", "rollout.correction_min": 1.0}
         options |= {"data.validation_split": 4, "eval.at_end": False, "train.max_steps": 4, "ckpt.save_steps": 1}
+        options |= {"train.micro_batch_size": 2, "mesh.fsdp": 4}
         command = recipe_command(home, "qwen_grpo.py", "ahead", **options)
-        call(*command)
+        call(*command, devices=4)
         first, second, third, fourth = models(server.requests)
+        loaded = [body["lora_path"] for path, body in server.requests if path.endswith("/load_lora_adapter")]
         assert first == second and len(first | third | fourth) == 3
         rows = rows_of(home, "ahead")
         server.requests.clear()
         shutil.rmtree(home / "runs" / "ahead" / "checkpoints" / "4")
         shutil.rmtree(home / "runs" / "ahead" / "export")
-        # An evaluation sends its own adapter, and waits until the server is done with that of later steps.
-        assert "resumed from step 3" in call(*command, "--config.eval.steps=1")
+        # An evaluation sends its own adapter, after the server has made the completions of later steps.
+        assert "resumed from step 3" in call(*command, "--config.eval.steps=1", devices=4)
         assert list(map(len, models(server.requests))) == [1, 1]  # a step, and an evaluation of four prompts
+        assert models(server.requests)[0] != fourth, "it asks with the weights of its checkpoint"
+        assert len(set(loaded)) == 3, "an adapter is not written over another that a step still waits for"
     resumed = rows_of(home, "ahead")
     assert all(row["completions/seconds_waited"] >= 0 for row in resumed)
     compared = ("loss", "grad_norm", "reward", "completions/mean_length")

@@ -7,7 +7,6 @@ import pytest
 from scipy.special import log_expit
 
 from jaxtune.models.score import Scores
-from jaxtune.objectives.document_sums import sum_documents
 from jaxtune.objectives.options import PreferenceOptions
 from jaxtune.objectives.preference import preference
 
@@ -25,11 +24,6 @@ def loss_of(options: PreferenceOptions, mesh, reference=REFERENCE) -> float:
     sums = objective.loss(Scores(model, -model * WEIGHT, {}, of_reference if objective.reference else None), batch)
     assert sums.weight == 2
     return float(sums.loss) / 2
-
-
-def test_sums_of_documents_are_in_their_order(one_device):
-    sums = sum_documents(jnp.ones(SEGMENTS.shape), jnp.array(SEGMENTS), 6)
-    assert sums.tolist() == [[3, 3, 3, 3, 0, 0]]
 
 
 def test_weights_of_both_losses(one_device):

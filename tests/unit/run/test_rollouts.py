@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -24,7 +23,7 @@ from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.rollout import rollouts
-from jaxtune.rollout.ahead import make_ahead
+from jaxtune.rollout.ahead import RolloutsAhead
 from jaxtune.rollout.groups import Rollout, concatenate, replace_alike, teaches
 
 PROMPTS = [[11, 12, 13], [21], [31, 32], [41, 42, 43, 44]]
@@ -128,11 +127,12 @@ def test_steps_without_any_reward_end_the_run(tmp_path, monkeypatch):
     )
     rewards = iter([np.nan, 1.0, np.nan, np.nan])
 
-    def make(trained, frozen, prompts, numbers):
+    def make(weights, prompts, numbers):
         return Rollout(prompts, FOUND[:2], [""] * 2, {}, np.full(2, next(rewards)))
 
     program = SimpleNamespace(model=SimpleNamespace(graph=None, linears=None))
-    step = rollouts.make_rollout_step(config, program, make, lambda state, *_: (state, {}), tmp_path)  # pyright: ignore
+    sampled = rollouts.Rollouts(lambda trained, frozen: trained, make)
+    step = rollouts.make_rollout_step(config, program, sampled, lambda state, *_: (state, {}), tmp_path)  # pyright: ignore
     state, batch = SimpleNamespace(trained={}), PromptBatch([Prompt("", [1], {})], 0)
     for _ in range(3):
         step(state, {}, batch, 0.0)
@@ -141,39 +141,36 @@ def test_steps_without_any_reward_end_the_run(tmp_path, monkeypatch):
 
 
 def test_later_steps_are_made_while_the_devices_train():
-    """A step gets its completions while those of a later step are still being made, from weights of when it asked."""
+    """A step gets its completions before the next step's are made; these are sampled from the weights that it had."""
     calls, may_go_on = [], {0: Event(), 1: Event(), 2: Event(), 3: Event()}
     may_go_on[0].set()
 
-    def make(trained, frozen, asked):
+    def make(weights, asked):
         may_go_on[asked.first].wait(timeout=60)
-        calls.append((asked.first, float(trained["w"]), frozen))
+        calls.append((asked.first, weights))
         return [rewarded(asked.first, 1.0)]
 
-    steps = [PromptBatch([], number) for number in range(4)]
-    with jax.set_mesh(make_mesh(MeshOptions(), jax.devices()[:1])):
-        groups = make_ahead(make)
-        for number, step in enumerate(steps):
-            weights = {"w": jnp.float32(10 * number)}
-            (group,) = groups(weights, "frozen", step._replace(later=steps[number + 1 : number + 2]))
-            weights["w"].delete()  # as a step that donates its state
-            assert group.prompts[0].given == str(number) and len(calls) == number + 1
-            may_go_on[min(number + 1, 3)].set()
-    assert calls == [(0, 0.0, "frozen"), (1, 0.0, "frozen"), (2, 10.0, "frozen"), (3, 20.0, "frozen")]
+    steps, prepared, ahead = [PromptBatch([], number) for number in range(4)], [], RolloutsAhead(make)
+    for number, step in enumerate(steps):
+        prepare = lambda number=number: prepared.append(number) or number  # noqa: E731
+        (group,), waited = ahead.get(prepare, step._replace(later=steps[number + 1 : number + 2]))
+        assert group.prompts[0].given == str(number) and len(calls) == number + 1 and waited >= 0
+        may_go_on[min(number + 1, 3)].set()
+    assert calls == [(0, 0), (1, 0), (2, 1), (3, 2)]
+    assert prepared == [0, 1, 2], "the last step asks for nothing"
 
 
 def test_an_error_of_a_later_step_is_raised_in_it():
-    def make(trained, frozen, asked):
+    def make(weights, asked):
         if asked.first:
             raise UserError("the server is gone")
         return [rewarded(0, 1.0)]
 
     first, second = PromptBatch([], 0, later=[PromptBatch([], 1)]), PromptBatch([], 1)
-    with jax.set_mesh(make_mesh(MeshOptions(), jax.devices()[:1])):
-        groups = make_ahead(make)
-        groups({}, {}, first)
-        with pytest.raises(UserError, match="the server is gone"):
-            groups({}, {}, second)
+    ahead = RolloutsAhead(make)
+    ahead.get(dict, first)
+    with pytest.raises(UserError, match="the server is gone"):
+        ahead.get(dict, second)
 
 
 def test_several_processes_do_not_sample_ahead(monkeypatch, tmp_path):
