@@ -134,12 +134,12 @@ def test_a_loop_gives_the_same_episodes(tmp_path, most, turns):
             found.append(tokenizer(script[number][turn] + "<|im_end|>")["input_ids"][:most])
         return found
 
-    def complete(trained, frozen, prompts, numbers, written=None):
+    def complete(weights, prompts, numbers, written=None):
         texts = [one[: most - there] for one, there in zip(sample(prompts), written)]
         return [Completion(one, one[-1] == tokenizer.eos_token_id) for one in texts]
 
     play = EpisodePlayer(config, tokenizer, frozenset({tokenizer.eos_token_id}), functions.toolbox, complete)
-    episodes = play({}, {}, made, range(len(made)))
+    episodes = play({}, made, range(len(made)))
     turn_of.clear()
     trainer = object.__new__(trl.GRPOTrainer)
     tools = {name: tool.function for name, tool in functions.toolbox.tools.items()}

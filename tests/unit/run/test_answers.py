@@ -19,6 +19,7 @@ from jaxtune.inference.decode import NextTokens
 from jaxtune.inference.generation import Completion, continue_text
 from jaxtune.prepare import _in_a_line
 from jaxtune.rollout import rollouts
+from jaxtune.rollout.completers import Completer
 
 WORDS = ("▁Once", "▁upon", "▁a", "▁time", "▁Sure", ",", ".", "<0xC3>", "<0xA9>", "<unk>")
 INST = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
@@ -91,13 +92,14 @@ def test_a_run_s_sample_keeps_it(tokenizer, monkeypatch):
 @pytest.mark.parametrize(("prefix", "expected"), [(None, "upon a"), ("Sure,", "Sure, upon a")])
 def test_rewards_see_the_text_of_the_completion_as_in_trl(tokenizer, monkeypatch, prefix, expected):
     made = Completion(ids_of(tokenizer, "▁upon", "▁a", "</s>"), True)
-    monkeypatch.setattr(rollouts, "completer", lambda *_: lambda trained, frozen, prompts, numbers: [made])
+    scripted = Completer(lambda trained, frozen: None, lambda weights, prompts, numbers: [made])  # pyright: ignore
+    monkeypatch.setattr(rollouts, "completer", lambda *_: scripted)
     sample: Sample = {"prompt": "Once"} if prefix is None else {"prompt": [{"role": "user", "content": "Once"}]}
     prompt = Prompts(tokenizer, ChatOptions(response_prefix=prefix), texts_are_chat=False)(Dataset(), sample)
     functions: Any = {"r": SimpleNamespace(function=lambda completions, **_: [0.0])}
     config, nothing = Config(rollout=RolloutOptions(("r.py:r",))), SimpleNamespace()
-    make = rollouts.make_rollouts(config, nothing, tokenizer, functions, Path())  # pyright: ignore[reportArgumentType]
-    assert make({}, {}, [prompt], [0]).texts == [expected]
+    sampled = rollouts.make_rollouts(config, nothing, tokenizer, functions, Path())  # pyright: ignore
+    assert sampled.make(sampled.prepare({}, {}), [prompt], [0]).texts == [expected]
 
 
 def test_parts_of_a_document_keep_it(tokenizer):

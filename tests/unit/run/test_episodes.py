@@ -118,7 +118,7 @@ class Scripted:
     def __init__(self, tokenizer, script: list[list[str]], limit: int):
         self.tokenizer, self.script, self.limit, self.asked = tokenizer, script, limit, []
 
-    def __call__(self, trained, frozen, prompts, numbers, written=None) -> list[Completion]:
+    def __call__(self, weights, prompts, numbers, written=None) -> list[Completion]:
         self.asked.append([prompts, list(numbers), written])
         made = []
         for number, there in zip(numbers, written):
@@ -140,7 +140,7 @@ def play(tokenizer, options: RolloutOptions, rows: list[dict[str, Any]], script:
     complete = Scripted(tokenizer, script, options.max_new_tokens)
     stops = frozenset({tokenizer.eos_token_id})
     player = EpisodePlayer(config, tokenizer, stops, functions.toolbox, complete)
-    episodes = player({}, {}, made, range(len(made)))
+    episodes = player({}, made, range(len(made)))
     return episodes, complete, reward_episodes(functions.rewards, [1.0] * len(functions.rewards), episodes)
 
 
