@@ -32,7 +32,7 @@ class RolloutsAhead:
 
         First ask for the rollouts of the `later` steps that were not asked for yet.
 
-        prepare: returns the weights, if something is asked for.
+        prepare: returns the weights to sample from; called only if a step needs them.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="rollouts ahead", daemon=True)

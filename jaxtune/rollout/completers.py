@@ -54,7 +54,7 @@ class Complete(Protocol):
 
 
 class Completer(NamedTuple):
-    """What samples completions.
+    """A source of completions: the devices of the run, or a server.
 
     Attributes:
         prepare: (trained, frozen) -> the weights as `complete` needs them. Only this runs programs on the devices, if a
@@ -67,7 +67,7 @@ class Completer(NamedTuple):
 
 
 def completer(config: Config, model: Model, tokenizer, run: Path) -> Completer:
-    """Return what samples completions, on the devices or by rollout.server; run: the run folder."""
+    """Return the source of completions, the devices or rollout.server; run: the run folder."""
     if config.rollout.server is None:
         return complete_on_devices(config, model, tokenizer)
     return complete_by_server(config, model, tokenizer, run / "rollout_adapter")

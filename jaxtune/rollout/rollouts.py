@@ -47,7 +47,7 @@ MakeRollout = Callable[[Any, list[Prompt], Sequence[int]], Rollout]
 
 
 class Rollouts(NamedTuple):
-    """What samples and rewards completions.
+    """A source of rewarded completions.
 
     Attributes:
         prepare: as in `Completer`.
@@ -146,7 +146,7 @@ def make_rollouts(
     run: Path,
     toolbox: Toolbox | None = None,
 ) -> Rollouts:
-    """Return what samples and rewards completions, on the devices of the current mesh or by rollout.server.
+    """Return a source that samples and rewards completions, on the devices of the current mesh or by rollout.server.
 
     run: the run folder, for adapters that are sent to the server. toolbox: tools and environments, with which
     completions are episodes. `make` raises UserError as `rewards_of` and, with a server, as
