@@ -36,10 +36,10 @@ OF_EACH_KIND = (
 ROUNDED = ("gpt_oss, stacked experts", "qwen3, yarn rope, tied", "qwen3_5_text, delta nets")
 
 
-def nightly_except(kept):
-    """Run a test for the families that are kept; for the others it is marked nightly."""
-    assert GROUPS.keys() >= {*kept}
-    marks = {name: group if name in kept else [group, pytest.mark.nightly] for name, group in GROUPS.items()}
+def compare_only(families):
+    """Run a test for these families; for all others it is marked nightly."""
+    assert GROUPS.keys() >= {*families}
+    marks = {name: group if name in families else [group, pytest.mark.nightly] for name, group in GROUPS.items()}
     return pytest.mark.parametrize("case", [pytest.param(name, marks=marks[name]) for name in GROUPS], indirect=True)
 
 
@@ -50,7 +50,7 @@ def case(request, tmp_path_factory):
     return folder, save_torch_model(request.param, folder), tokens(BATCH, SEQUENCE)
 
 
-@nightly_except(OF_EACH_KIND)
+@compare_only(OF_EACH_KIND)
 def test_logits_loss_and_gradients(case, one_device, tmp_path):
     """From one pass of each program: a family compiles for longer than it computes."""
     folder, reference, rows = case
@@ -114,7 +114,7 @@ def open_with_torch(reference, folder: Path, **options):
     return type(reference).from_pretrained(folder, config=config, **options)
 
 
-@nightly_except(ROUNDED)
+@compare_only(ROUNDED)
 def test_bfloat16_is_within_its_noise(case, one_device):
     """Our bfloat16 logits are as far from the float32 ones as transformers' bfloat16 logits."""
     folder, reference, rows = case

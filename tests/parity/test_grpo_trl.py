@@ -116,7 +116,7 @@ def ours(
     rollout: RolloutOptions = RolloutOptions(),
     packed: bool = False,
 ):
-    """Return our (loss, gradient, metrics), of a row for each completion, or of all of them in one row."""
+    """Return our (loss, gradient, metrics). Each completion has a row, or one row has all completions."""
     numbers = np.arange(1, len(LENGTHS) + 1)[:, None] if packed else 1
     batch = {
         "loss_weight": rows(THERE),
