@@ -29,6 +29,7 @@ from jaxtune.host.run_folder import RunFolder
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.quant.format_names import format_of
+from jaxtune.quant.options import served_as
 from jaxtune.weights.model import Base
 from jaxtune.weights.trusted_code import base_of_run
 from jaxtune.weights.values import open_run
@@ -43,7 +44,7 @@ def choose_device_count(base: Base, config: Config, quantize: str | None) -> int
     """
     hidden, formats = base.spec.hidden, [config.quant if base.scheme is None else base.scheme.options]
     if quantize is not None:
-        formats.append(hf.SCHEMES[quantize])
+        formats.append(served_as(config.serve, quantize))
     blocks = [format_of(options, "").block for options in formats if options.format is not None]
     block_counts = (hidden // math.lcm(rows or 1, columns or 1) for rows, columns in blocks)
     return math.gcd(jax.device_count(), hidden, *block_counts)

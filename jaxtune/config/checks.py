@@ -13,7 +13,7 @@ from jaxtune.optim.options import check_optim
 from jaxtune.option_field import Problem, problem, value_of
 from jaxtune.parallel.options import check_memory, check_mesh
 from jaxtune.precision.options import check_precision
-from jaxtune.quant.options import check_quant
+from jaxtune.quant.options import check_quant, check_serve
 
 
 def check(config: Config) -> list[Problem]:
@@ -36,6 +36,7 @@ def check(config: Config) -> list[Problem]:
         check_precision,
         check_lora,
         check_quant,
+        check_serve,
         check_mesh,
         check_memory,
     )

@@ -26,7 +26,7 @@ from jaxtune.optim.options import OptimOptions
 from jaxtune.option_field import option, section
 from jaxtune.parallel.options import MemoryOptions, MeshOptions, ParallelOptions
 from jaxtune.precision.options import PrecisionOptions
-from jaxtune.quant.options import QuantOptions
+from jaxtune.quant.options import QuantOptions, ServeOptions
 
 # This file is a table, with one or two lines per option; ruff would spread each option over more.
 # fmt: off
@@ -340,6 +340,7 @@ class Config:
     optim: OptimOptions = OptimOptions()
     lora: LoraOptions = section(LoraOptions(), when="lora.enabled")
     quant: QuantOptions = section(QuantOptions(), when="quant.format is not None")
+    serve: ServeOptions = section(ServeOptions(), when="serve.format is not None")
     device: DeviceOptions = DeviceOptions()
     mesh: MeshOptions = MeshOptions()
     parallel: ParallelOptions = ParallelOptions()

@@ -19,7 +19,6 @@ from jaxtune.errors import UserError
 from jaxtune.exports.card import card_datasets, card_evaluation, card_recipe, card_rows
 from jaxtune.exports.copied_tensors import copied_layers, warn_lost_layers
 from jaxtune.exports.decision_model import jev_tensors, write_jev_config
-from jaxtune.exports.quantizable import choose
 from jaxtune.host.lock import hold_lock
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.inference.decisions import DECISION_FILE, evaluated_temperatures, write_decision
@@ -30,10 +29,12 @@ from jaxtune.models.decoder import Parameters
 from jaxtune.models.parameters import Parameter, loaded_names
 from jaxtune.models.places import Place
 from jaxtune.parallel import multihost
+from jaxtune.quant.options import served_as
 from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.weights.elements import gather_element
 from jaxtune.weights.model import Model
 from jaxtune.weights.mtp_files import copied_by_modules
+from jaxtune.weights.quantizable import Quantizable, quantizable
 
 log = logging.getLogger("jaxtune")
 
@@ -79,9 +80,11 @@ def export_full(
     decides = config.decision.loss is not None and bool(model.spec.labels)
     changes = _classifier_config(model, config) if model.spec.labels and not decides else {}
     if quantize is not None:
-        chosen = choose(model, quantize, config.model.dtype, [*copied, *copies])
-        changes["quantization_config"] = chosen.config
-        tensors = hf.quantize(tensors, quantize, chosen.weights)
+        options, dtype_of_others = served_as(config.serve, quantize), config.model.dtype
+        selected = quantizable(model.spec, model.whole, options, f"--quantize={quantize}", [*copied, *copies])
+        changes["quantization_config"] = hf.quantization_config(options, dtype_of_others, selected.unquantized)
+        tensors = hf.quantize(tensors, options, selected.weights)
+        say_quantized(selected, quantize, dtype_of_others)
     if not config.model.from_scratch:
         tensors = hf.named_as_in_files(model.folder, tensors)
     if decides:
@@ -94,6 +97,18 @@ def export_full(
             write_jev_config(output, model.spec.hidden)
         _write_tokenizer(model, config, output)
         _write_ends(model, config, output)
+
+
+def say_quantized(selected: Quantizable, kind: str, dtype: str) -> None:
+    """Log how many linear layers are quantized, and which are not; dtype: of all other weights."""
+    log.info(
+        "%d linear layers are written in %s; embedding, head and routers stay in %s",
+        len(selected.weights),
+        kind,
+        dtype,
+    )
+    if selected.reasons:
+        log.warning("%d linear layers stay in %s: %s", len(selected.reasons), dtype, selected.left_out)
 
 
 def _classifier_config(model: Model, config: Config) -> dict[str, Any]:

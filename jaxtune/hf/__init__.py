@@ -14,7 +14,7 @@ from jaxtune.hf.model_card import Evaluation, write_card
 from jaxtune.hf.model_folder import label_names, read_config, read_generation_config, resolve, write_config
 from jaxtune.hf.peft import SavedAdapter, adapted_modules, read_adapter, write_adapter
 from jaxtune.hf.quantized.prequantized import Scheme, read_quantized, read_scheme
-from jaxtune.hf.quantized.written import quantize
+from jaxtune.hf.quantized.written import quantization_config, quantize
 from jaxtune.hf.tensor_sources import open_weights, weight_files
 from jaxtune.hf.tokenizer import (
     choose_padding,

@@ -123,11 +123,11 @@ class LoRA:
         """Return each y plus the adapter's output; the parts of a fused module drop the same elements of x."""
         return [y + extra for y, extra in zip(ys, adapter_outputs(linears, x, call))]
 
-    def merged(self, weight: Float[Array, "o i"], values: Mapping[str, Array]) -> Float[Array, "o i"]:
+    def merged(self, weight: Float[Array, "*e o i"], values: Mapping[str, Array]) -> Float[Array, "*e o i"]:
         """Return W + scale · B A."""
         a, b = self.matrices(values)
         # No TF32 on a GPU: the merged weight is exported, or trained further.
-        return weight + self.scale * jnp.einsum("or,ri->oi", b, a, precision=jax.lax.Precision.HIGHEST)
+        return weight + self.scale * jnp.einsum("...or,...ri->...oi", b, a, precision=jax.lax.Precision.HIGHEST)
 
     def merged_bias(self, bias: Float[Array, " o"], values: Mapping[str, Array]) -> Float[Array, " o"]:
         """Return the bias unchanged."""

@@ -110,6 +110,14 @@ class Parameter:
         return list(zip(itertools.product(*map(range, self.lead)), self.places, strict=True))
 
 
+def adapter_parts(name: str, parameter: Parameter) -> dict[str, str]:
+    """Return the parameter's name of each part of a weight's adapter; shared parts belong to the adapter's owner."""
+    site, local = name.removesuffix(".weight"), parameter.local.removesuffix(".weight")
+    adapter = parameter.treatment.adapter
+    first = site.removesuffix(local) + (adapter.owner or local)
+    return {part: f"{first if part in adapter.shared else site}.{part}" for part in adapter.peft_names}
+
+
 class Site(NamedTuple):
     """A parameter of one layer, or one outside the layers (layer None)."""
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,39 @@ class LinearWeight(Protocol):
         ...
 
 
+class StepWeights(Protocol):
+    """The weights of linear layers as a step multiplies by them: `Linears`, or `ServedLinears` of weights."""
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """The layers' weights, stacked, by name."""
+        ...
+
+    def of(self, parameters: Mapping[str, Any]) -> Self:
+        """Return the same for these weights."""
+        ...
+
+    def initial_amax(self) -> Amax:
+        """Return the history before the first step."""
+        ...
+
+    def scales(self, amax: Amax, step: Int[Array, ""]) -> Scales:
+        """Return the delayed scales of a step."""
+        ...
+
+    def extend_history(self, amax: Amax, found: dict[str, Array], finite: Array) -> Amax:
+        """Return the history after a step."""
+        ...
+
+    def operands(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is made from all weights once in a step."""
+        ...
+
+    def wrap_weights(self, weights: Mapping[str, Any], operands: Mapping[str, Any], scales: Scales) -> dict[str, Any]:
+        """Return all weights, with those of the layers as the step multiplies by them."""
+        ...
+
+
 @dataclass(frozen=True)
 class Linears:
     """The linear layers that are multiplied in low precision, and how.
@@ -53,6 +86,10 @@ class Linears:
     parameters: Mapping[str, LinearWeight]
     history: int | None = None
     online_steps: int = 0
+
+    def of(self, parameters: Mapping[str, LinearWeight]) -> "Linears":
+        """Return the same for these weights."""
+        return dataclasses.replace(self, parameters=parameters)
 
     def initial_amax(self) -> Amax:
         """Return an empty amax history of each layer's input and of the gradient of its output."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxtune.errors import UserError
 from jaxtune.precision.fp8 import Fp8Matmul
-from jaxtune.precision.linears import Linears, LinearWeight
+from jaxtune.precision.linears import Linears, LinearWeight, StepWeights
 from jaxtune.precision.nvfp4 import Nvfp4Matmul, native
 from jaxtune.precision.operands import MatmulFormat
 from jaxtune.precision.options import PrecisionOptions
@@ -26,7 +26,7 @@ class PrecisionRecipe:
         gradient_dtype: dtype in which gradients are summed over micro-batches.
         loss_scale: scale of the mean loss at the first step; None: the loss is not scaled.
         growth_steps: steps without an overflow after which the scale doubles.
-        linears: the linear layers multiplied in low precision.
+        linears: the linear layers multiplied in low precision, or as they will be served.
     """
 
     dtype: jnp.dtype
@@ -34,7 +34,7 @@ class PrecisionRecipe:
     gradient_dtype: Any = jnp.float32
     loss_scale: float | None = None
     growth_steps: int | None = None
-    linears: Linears | None = None
+    linears: StepWeights | None = None
 
 
 BF16 = PrecisionRecipe(jnp.dtype("bfloat16"), "default")
@@ -48,8 +48,8 @@ RECIPES = {
 }
 
 
-def recipe_of(precision: PrecisionOptions, linears: Linears | None) -> PrecisionRecipe:
-    """Return the recipe for the options under `precision`; `linears`: the layers that fp8_hybrid and nvfp4 apply to."""
+def recipe_of(precision: PrecisionOptions, linears: StepWeights | None) -> PrecisionRecipe:
+    """Return the recipe for the options under `precision`; `linears`: as in `PrecisionRecipe`."""
     recipe = dataclasses.replace(
         RECIPES[precision.recipe], gradient_dtype=jnp.dtype(precision.gradient_dtype), linears=linears
     )

@@ -1,11 +1,13 @@
 """The base class of formats: a block shape, a function from a matrix to a QuantizedArray, layout and checks."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxtune.parallel.layout import spec
@@ -57,6 +59,17 @@ class Format(ABC):
         """Quantize a matrix, or a stack, with these logical axes, on the devices that hold it."""
         return _quantize(weight, self, self._places(self._matrix(weight.shape, weight.dtype), axes))
 
+    def make_together(
+        self, weights: Sequence[Float[Array, "*stack o i"]], axes: tuple[str | None, ...]
+    ) -> list[QuantizedArray]:
+        """Quantize matrices, or stacks, as if each were some rows of one: they share the scale of the whole matrix.
+
+        No block may have several rows.
+        """
+        assert self.block[0] == 1
+        places = [self._places(self._matrix(weight.shape, weight.dtype), axes) for weight in weights]
+        return _quantize_together(tuple(weights), self, tuple(places))
+
     def _matrix(self, shape: tuple[int, ...], dtype: Any) -> QuantizedArray:
         """Return shapes and dtypes of one quantized matrix of a stack of this shape."""
         return jax.eval_shape(self.quantize, jax.ShapeDtypeStruct(shape[-2:], dtype))
@@ -81,3 +94,21 @@ def _quantize(weight: Float[Array, "*stack o i"], format: Format, place: Quantiz
         quantize = jax.vmap(quantize)
     # Formats do not handle shardings, so XLA chooses them inside.
     return cast(QuantizedArray, jax.sharding.auto_axes(quantize, out_sharding=place)(weight))
+
+
+@partial(jax.jit, static_argnames=("format", "places"))
+def _quantize_together(
+    weights: tuple[Float[Array, "*stack o i"], ...], format: Format, places: tuple[QuantizedArray, ...]
+) -> list[QuantizedArray]:
+    """Quantize the concatenation of matrices, and return the rows of each; `places`: as in `_quantize`."""
+
+    def quantize(*weights: Float[Array, "o i"]) -> list[QuantizedArray]:
+        whole, arrays, first = format.quantize(jnp.concatenate(weights)), [], 0
+        for weight in weights:
+            rows = slice(first, first := first + len(weight))
+            arrays.append(replace(whole, codes=whole.codes[rows], scales=whole.scales[rows]))
+        return arrays
+
+    for _ in range(weights[0].ndim - 2):
+        quantize = jax.vmap(quantize)
+    return cast(list[QuantizedArray], jax.sharding.auto_axes(quantize, out_sharding=list(places))(*weights))

@@ -1,7 +1,7 @@
 """The options of section `quant`: block sizes of each format, and the formats of an export."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxtune.option_field import Config, Problem, option, problem
@@ -41,6 +41,21 @@ class QuantOptions:
     noise: float = option(0.0,
         "standard deviation of noise added each step to the norms before quantized layers, for exploration, such as "
         "0.01 (AQN of QeRL, 2025); it falls with the learning rate", "[0, inf)")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Quantization-aware training: the model is trained as it will be served, with quantized linear layers.
+
+    The forward pass multiplies by the quantized weights, adapters merged first; gradients pass straight through the
+    rounding. An export with --quantize has the codes of the last step.
+    """
+
+    format: Literal["nf4", "fp8", "nvfp4", "int4"] | None = option(None,
+        "the format in which the model will be exported and served (--quantize)", basic=True,
+        also="qat quantization_aware_training quantizer")
+    block_size: Literal[32, 64, 128] = option(128, "int4: weights of a row that share a scale",
+        when="serve.format == 'int4'", also="group_size")
 # fmt: on
 
 
@@ -51,6 +66,35 @@ SCHEMES = {
     "nvfp4": QuantOptions(format="nvfp4", block_size=16),
     "int4": QuantOptions(format="int4", block_size=128),
 }
+
+
+def served_as(serve: ServeOptions, kind: str | None = None) -> QuantOptions:
+    """Return the options of the format in which a model is trained to be served, or of an export in format `kind`.
+
+    An export in the format of training has its blocks.
+    """
+    kind = kind or serve.format
+    assert kind is not None
+    return replace(SCHEMES[kind], block_size=serve.block_size) if kind == serve.format == "int4" else SCHEMES[kind]
+
+
+def check_serve(config: Config) -> Iterator[Problem]:
+    """Yield contradictions of section `serve` with others."""
+    if config.serve.format is None:
+        return
+    refused = {  # other weights in a step than those that are served, or other gradients than a low-rank product's
+        "precision.recipe": config.precision.recipe in ("fp8_hybrid", "nvfp4"),
+        "lora.use_dora": config.lora.use_dora,
+        "lora.kind": config.lora.kind != "lora",
+        "lora.dropout": config.lora.dropout > 0,
+        "lora.merge_interval": bool(config.lora.merge_interval),
+        "memory.offload_master": config.memory.offload_master,
+        "memory.offload_quants": config.memory.offload_quants,
+        "memory.offload_gradients": config.memory.offload_gradients,
+    }
+    for key, is_so in refused.items():
+        if is_so:
+            yield problem(config, "serve.format", f"not available with {key}; leave out one of the two", key)
 
 
 def check_quant(config: Config) -> Iterator[Problem]:

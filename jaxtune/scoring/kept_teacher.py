@@ -51,7 +51,7 @@ def keep_teacher(config: Config, model: Model, teacher: Teacher | None) -> AddCo
     options, forward = config.distill, forward_of(config if teacher is None else teacher.config, scoring)
 
     def score(decoder: Decoder, batch: Batch, call: ForwardOptions) -> tuple[jax.Array, jax.Array]:
-        call = call._replace(adapters=teacher is not None)
+        call = call._replace(adapters=teacher is not None, served=False)
 
         def of_micro_batch(micro: Batch) -> tuple[jax.Array, jax.Array]:
             hidden, _ = hidden_states(decoder, micro, call)

@@ -84,6 +84,7 @@ def _scores(config: Config, model: Model, mesh: jax.sharding.Mesh, rows: data.Ro
 def _make_step(config: Config, model: Model) -> Callable[[Parameters, Parameters, Batch], jax.Array]:
     """Return (trained, frozen, batch of one micro-batch) -> sums of each row's documents, on every device."""
     forward = forward_of(config, model)
+    forward = dataclasses.replace(forward, call=forward.call._replace(served=False))
 
     def step(trained: Parameters, frozen: Parameters, batch: Batch) -> jax.Array:
         micro = jax.tree.map(lambda column: column[0], batch)

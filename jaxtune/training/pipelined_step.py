@@ -11,7 +11,6 @@ Shapes: b rows of a micro-batch, s positions of a row, d hidden size. Further ax
 inputs that a stage keeps for its backward passes; `waiting`, outputs of the last chunk that wait for theirs.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +43,7 @@ from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.parallel.layout import P, reshard_to
 from jaxtune.parallel.pipeline_schedule import Schedule, by_stage, from_one, schedule, shift_stages
 from jaxtune.parallel.random import StepNoise, make_step_noise
-from jaxtune.precision.linears import Linears
+from jaxtune.precision.linears import StepWeights
 from jaxtune.training.state import Scaling
 from jaxtune.training.step import (
     Forward,
@@ -138,7 +137,7 @@ class Pipeline:
     stack: StackSpec
     spec: ModelSpec
     plan: Schedule
-    linears: Linears | None
+    linears: StepWeights | None
     gradient_specs: Mapping[str, jax.P]
     call: ForwardOptions
 
@@ -443,11 +442,11 @@ def _with_prefix(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {prefix + name: value for name, value in values.items()}
 
 
-def _split_linears(linears: Linears | None, prefix: str) -> tuple[Linears | None, Linears | None]:
+def _split_linears(linears: StepWeights | None, prefix: str) -> tuple[StepWeights | None, StepWeights | None]:
     if linears is None:
         return None, None
     inside, outside = _split(linears.parameters, prefix)
-    return dataclasses.replace(linears, parameters=inside), dataclasses.replace(linears, parameters=outside)
+    return linears.of(inside), linears.of(outside)
 
 
 def _index(tree: Any, index: Index | int, axis: int = 0) -> Any:

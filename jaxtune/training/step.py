@@ -33,7 +33,7 @@ from jaxtune.parallel.offload import AccumulatingWeight, is_on_host, to_device, 
 from jaxtune.parallel.pipeline_schedule import Order
 from jaxtune.parallel.random import make_step_noise, named_key
 from jaxtune.precision import loss_scale
-from jaxtune.precision.linears import Linears
+from jaxtune.precision.linears import StepWeights
 from jaxtune.precision.recipes import PrecisionRecipe
 from jaxtune.training.guard import bounds, level_after
 from jaxtune.training.state import Scaling, State
@@ -274,7 +274,7 @@ def sum_micro_batch(
         head = "embed.weight" if decoder.head is None else "head.weight"
         scores = score(decoder, batch, call, hidden, objective.score, head_gradient=head in trained)
         if objective.reference:
-            call = call._replace(adapters=reference is not None, noise=None)
+            call = call._replace(adapters=reference is not None, served=False, noise=None)
             options = ScoreOptions(temperature=objective.score.temperature)
             log_prob = score(reference or decoder, batch, call, options=options).log_prob
             scores = scores._replace(reference=jax.lax.stop_gradient(log_prob))
@@ -291,7 +291,7 @@ def gather_scores(scores: Scores | LabelScores, axes: Axes) -> Scores | LabelSco
 
 
 def prepare_weights(
-    linears: Linears | None, trained: Parameters, frozen: Parameters, scaling: Scaling, step: Int[Array, ""] | int
+    linears: StepWeights | None, trained: Parameters, frozen: Parameters, scaling: Scaling, step: Int[Array, ""] | int
 ) -> tuple[Callable[[Parameters, dict[str, Array]], Parameters], dict[str, Array]]:
     """Return a function (trained, scales) -> weights to bind the decoder to; and the delayed scales of the step.
 

@@ -19,6 +19,7 @@ from jaxtune.precision.linears import Linears
 from jaxtune.precision.operands import MatmulFormat
 from jaxtune.precision.recipes import check_device
 from jaxtune.quant.format import Format
+from jaxtune.weights.served_linears import ServedLinears
 from pallas_kernels.gpus import current_device
 
 log = logging.getLogger("jaxtune")
@@ -83,7 +84,7 @@ def fit_to_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh, config: Config) -> Mod
 def check_mesh(
     spec: ModelSpec,
     parameters: Mapping[str, Parameter],
-    linears: Linears | None,
+    linears: Linears | ServedLinears | None,
     config: Config,
     mesh: jax.sharding.Mesh,
 ) -> None:
@@ -100,7 +101,10 @@ def check_mesh(
     if complaint := misfit(mesh, RULES.value.residual, config.data.seq_len, f"data.seq_len={config.data.seq_len}"):
         complaints.append(complaint)
     complaints += undivided_blocks(parameters, formats, mesh, "choose a smaller quant.block_size")
-    if linears is not None:
+    if isinstance(linears, ServedLinears):
+        served = dict.fromkeys(linears.parameters, linears.format)
+        complaints += undivided_blocks(parameters, served, mesh, "choose another serve.format, or a smaller block")
+    elif linears is not None:
         if note := check_device(precision.recipe, current_device()):
             log.info(note)
         numbers = dict.fromkeys(linears.parameters, linears.numbers)

@@ -19,7 +19,7 @@ from jaxtune.lora.inject import inject
 from jaxtune.lora.lora import FROM_WEIGHT, LoRA
 from jaxtune.models import families
 from jaxtune.models.mixers import DeltaNet, Heads, Mamba2, OneMixer
-from jaxtune.models.parameters import Parameter, declare
+from jaxtune.models.parameters import Parameter, adapter_parts, declare
 from jaxtune.models.spec import Experts, ModelSpec, classifier
 from jaxtune.models.treatment import freeze, freeze_body, freeze_corrections, multiply, select_linears, treat_sites
 from jaxtune.models.treatment import linears as linears_by_name
@@ -30,6 +30,7 @@ from jaxtune.quant.format_names import format_of
 from jaxtune.weights.architecture import spec_of
 from jaxtune.weights.mesh_fit import check_mesh, fit_to_mesh
 from jaxtune.weights.mtp_files import check_modules
+from jaxtune.weights.served_linears import ServedLinears, served_linears
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,14 @@ class Model:
         spec: The model with the config's adapters, formats and frozen parameters, and its pipeline.
         graph: The module graph, which `bind` joins with parameters.
         parameters: Every parameter by name.
-        linears: The linear layers that are multiplied in low precision while training, if there are any.
+        linears: The linear layers that training multiplies in low precision, or as they will be served, if any.
     """
 
     base: Base
     spec: ModelSpec
     graph: nnx.GraphDef
     parameters: Mapping[str, Parameter]
-    linears: Linears | None
+    linears: Linears | ServedLinears | None
 
     @property
     def folders(self) -> hf.Folders:
@@ -123,11 +124,8 @@ class Model:
         return {name: (parameter.local, parameter.layers) for name, parameter in self.parameters.items()}
 
     def adapter_of(self, name: str) -> dict[str, str]:
-        """Return the parameter name of each part of a weight's adapter; shared parts belong to the adapter's owner."""
-        site, local = name.removesuffix(".weight"), self.parameters[name].local.removesuffix(".weight")
-        adapter = self.parameters[name].treatment.adapter
-        first = site.removesuffix(local) + (adapter.owner or local)
-        return {part: f"{first if part in adapter.shared else site}.{part}" for part in adapter.peft_names}
+        """Return the parameter's name of each part of a weight's adapter, as `adapter_parts`."""
+        return adapter_parts(name, self.parameters[name])
 
     @property
     def adapted_linears(self) -> list[list[str]]:
@@ -236,6 +234,8 @@ def declare_model(
         name: p for name, p in parameters.items() if p.kind == "linear" and p.treatment.multiplied is not None
     }
     linears = linears_of(config.precision, multiplied) if low_precision else None
+    if config.serve.format is not None and low_precision:
+        linears = served_linears(spec, parameters, config.serve, config.model.dtype)
     model = Model(base, spec, graph, parameters, linears)
     if (rate := config.experts.bias_update_rate) and not any(p.kind == "correction" for p in model.trained.values()):
         raise UserError(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxtune.config.schema import Config
@@ -16,9 +15,8 @@ from jaxtune.errors import UserError
 from jaxtune.lora.lora import FROM_WEIGHT
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.parameters import Parameter, draw_parameter
-from jaxtune.parallel.layout import P
 from jaxtune.parallel.random import named_key
-from jaxtune.quant.array import QuantizedArray
+from jaxtune.weights.merged_weight import merged_weight
 from jaxtune.weights.model import Model
 
 
@@ -81,13 +79,8 @@ def _merge(parameter: Parameter, weight: Any, parts: Mapping[str, Array]) -> Any
 
     def one(layer: tuple[Any, Mapping[str, Array]]) -> Any:
         weight, parts = layer
-        plain = weight.dequantize() if isinstance(weight, QuantizedArray) else weight
-        rows, columns = jax.typeof(plain).sharding.spec
-        # Shard A like W's columns and B like its rows, so that B A needs no communication.
-        places = {"lora_a": P(None, columns), "lora_b": P(rows, None)}
-        values = {part: jax.reshard(value.astype(jnp.float32), places[part]) for part, value in parts.items()}
-        wide: Float[Array, "o i"] = parameter.treatment.adapter.merged(plain.astype(jnp.float32), values)
-        merged = wide.astype(plain.dtype)
+        wide: Float[Array, "o i"] = merged_weight(parameter.treatment.adapter, weight, parts)
+        merged = wide.astype(weight.dtype)
         return merged if parameter.storage is None else parameter.storage.make(merged, parameter.matrix_axes)
 
     return jax.lax.map(one, (weight, dict(parts))) if parameter.lead else one((weight, parts))

@@ -6,7 +6,6 @@
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from jaxtune.hf.weights import OutputTensor
 from jaxtune.quant.array import QuantizedArray
 from jaxtune.quant.format import Format
 from jaxtune.quant.format_names import format_of
-from jaxtune.quant.options import SCHEMES
+from jaxtune.quant.options import QuantOptions
 from pallas_kernels.quant_matmul import ELEMENTS
 
 # Formats in which experts can be quantized. transformers 5 fuses separate experts into one tensor when it reads them;
@@ -56,7 +55,7 @@ def fusion_group(name: str) -> str:
     return next((f"{module}.{'+'.join(names)}" for names in _TOGETHER if last in names), name)
 
 
-def quantize(tensors: Iterable[OutputTensor], kind: str, chosen: Collection[str]) -> Iterator[OutputTensor]:
+def quantize(tensors: Iterable[OutputTensor], options: QuantOptions, chosen: Collection[str]) -> Iterator[OutputTensor]:
     """Replace the chosen weights by tensors of codes and scales.
 
     A weight is quantized twice, once when its scales are written and once when its codes are, because these are not
@@ -64,10 +63,10 @@ def quantize(tensors: Iterable[OutputTensor], kind: str, chosen: Collection[str]
 
     Args:
         tensors: tensors of a model; the chosen ones must be matrices (out, in) of finite numbers.
-        kind: one of `SCHEMES`.
+        options: one of `SCHEMES`, perhaps with another block size.
         chosen: names of the weights to quantize, "model.layers.3.mlp.down_proj.weight".
     """
-    format, groups = format_of(SCHEMES[kind], ""), {}
+    kind, format, groups = str(options.format), format_of(options, ""), {}
     last: dict[str, QuantizedArray] = {}
     for tensor in tensors:
         shared = fusion_group(tensor.name) if kind == "nvfp4" and tensor.name in chosen else tensor.name
@@ -91,7 +90,7 @@ def quantize(tensors: Iterable[OutputTensor], kind: str, chosen: Collection[str]
             for ending, array in arrays.items():
                 get = partial(value, group, tensor.name, ending)
                 yield OutputTensor(f"{module}.{ending}", array.shape, array.dtype, get)
-            for ending, constant in _constants(kind, tensor).items():
+            for ending, constant in _constants(options, tensor).items():
                 yield OutputTensor(f"{module}.{ending}", constant.shape, constant.dtype, partial(np.asarray, constant))
 
 
@@ -105,17 +104,12 @@ def _quantize_group(group: Sequence[OutputTensor], format: Format) -> dict[str, 
     for tensor, weight in zip(group, weights):
         if not np.isfinite(weight.astype(np.float32)).all():
             raise UserError(f"{tensor.name} holds NaN or infinite values, so it cannot be quantized")
-    whole = weights[0] if len(weights) == 1 else np.concatenate(weights)
     # Replicated, so that the result can be copied to this host whole.
     everywhere = jax.NamedSharding(jax.sharding.get_mesh(), jax.P())
-    array = jax.tree.map(np.asarray, format.make(jax.device_put(whole, everywhere), (None, None)))
-    if len(group) == 1:
-        return {group[0].name: array}
-    arrays, first = {}, 0
-    for tensor, weight in zip(group, weights):  # no block spans two rows, so the result can be split by rows
-        rows = slice(first, first := first + len(weight))
-        arrays[tensor.name] = replace(array, codes=array.codes[rows], scales=array.scales[rows])
-    return arrays
+    placed = [jax.device_put(weight, everywhere) for weight in weights]
+    alone = len(placed) == 1
+    arrays = [format.make(placed[0], (None, None))] if alone else format.make_together(placed, (None, None))
+    return {tensor.name: jax.tree.map(np.asarray, array) for tensor, array in zip(group, arrays)}
 
 
 def _arrays(kind: str, array: QuantizedArray) -> dict[str, Any]:
@@ -139,9 +133,9 @@ def _arrays(kind: str, array: QuantizedArray) -> dict[str, Any]:
     return {"weight_packed": convert_int4_codes(codes).view(jnp.int32), "weight_scale": scales}
 
 
-def _constants(kind: str, tensor: OutputTensor) -> dict[str, Shaped[np.ndarray, "..."]]:
+def _constants(options: QuantOptions, tensor: OutputTensor) -> dict[str, Shaped[np.ndarray, "..."]]:
     """The tensors of a quantized module that depend only on its weight's shape and dtype."""
-    shape = list(tensor.shape)
+    kind, shape = str(options.format), list(tensor.shape)
     if kind == "int4":
         return {"weight_shape": np.asarray(shape, np.int64)}
     if kind != "nf4":
@@ -149,7 +143,7 @@ def _constants(kind: str, tensor: OutputTensor) -> dict[str, Shaped[np.ndarray, 
     # The fields that bitsandbytes' QuantState.from_dict reads, except for nested scales.
     state = {
         "quant_type": kind,
-        "blocksize": SCHEMES[kind].block_size,
+        "blocksize": options.block_size,
         "dtype": np.dtype(tensor.dtype).name,
         "shape": shape,
     }
@@ -159,15 +153,15 @@ def _constants(kind: str, tensor: OutputTensor) -> dict[str, Shaped[np.ndarray, 
     }
 
 
-def quantization_config(kind: str, dtype: str, others: Sequence[str]) -> Mapping[str, Any]:
+def quantization_config(options: QuantOptions, dtype: str, others: Sequence[str]) -> Mapping[str, Any]:
     """Return the quantization_config of config.json for a model whose linear layers are quantized.
 
     Args:
-        kind: one of `SCHEMES`.
+        options: as in `quantize`.
         dtype: dtype of computation, and of the layers that are not quantized.
         others: names of the layers that are not quantized, or of the modules that hold a layer's experts.
     """
-    block = SCHEMES[kind].block_size
+    kind, block = str(options.format), options.block_size
     if kind == "nf4":
         return {
             "quant_method": "bitsandbytes",

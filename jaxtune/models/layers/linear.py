@@ -18,6 +18,7 @@ from jaxtune.models.spec import Layer, ModelSpec
 from jaxtune.parallel.layout import RULES, P, by_token, gather, gathered_entry, shards
 from jaxtune.parallel.random import Noise
 from jaxtune.precision.matmul import LowPrecision
+from jaxtune.precision.served import ServedWeight, straight_through
 from jaxtune.quant.array import QuantizedArray
 from pallas_kernels.grouped_matmul import Groups, by_row, grouped_matmul
 
@@ -85,7 +86,7 @@ class Adapter(Protocol):
 
 def matmul(
     x: Float[Array, "b s i"],
-    weight: Float[Array, "o i"] | QuantizedArray | LowPrecision,
+    weight: Float[Array, "o i"] | QuantizedArray | LowPrecision | ServedWeight,
     out: str | None,
     noise: Noise | None = None,
     groups: Groups | None = None,
@@ -95,6 +96,11 @@ def matmul(
     `noise`: source of randomness for stochastic rounding in a low-precision backward pass. `groups`: inside a
     shard_map, which of the weights (experts, o, i) multiplies each token (b * s).
     """
+    if isinstance(weight, ServedWeight):
+        y = matmul(x, weight.quantized, out, noise, groups)
+        if not weight.trained:
+            return y
+        return straight_through(y, matmul(jax.lax.stop_gradient(x), weight.plain, out, noise, groups))
     if groups is not None:
         assert not isinstance(weight, LowPrecision)  # models.experts uses its dense backend for low precision
         rows = x.reshape(-1, x.shape[-1])
@@ -145,6 +151,11 @@ class Linear(nnx.Module):
         """Return y in the dtype of x."""
         return run_linears([self], x, call)[0]
 
+    @property
+    def is_served(self) -> bool:
+        """Whether its weight is bound as it will be served, with the adapter merged."""
+        return isinstance(self.weight.get_value(), ServedWeight)
+
     def part(self, name: str) -> Array:
         """Return the value of a parameter of the adapter."""
         return getattr(self, name).get_value()
@@ -152,7 +163,10 @@ class Linear(nnx.Module):
     def base(self, x: Float[Array, "b s i"], call: ForwardOptions) -> Float[Array, "b s o"]:
         """Return y without the adapter."""
         noise = call.noise and call.noise.site(f"{self.name} rounding")
-        y = matmul(x, self.weight.get_value(), self.out, noise, call.groups)
+        weight = self.weight.get_value()
+        if isinstance(weight, ServedWeight) and not call.served:
+            weight = weight.plain
+        y = matmul(x, weight, self.out, noise, call.groups)
         if self.bias is None:
             return y
         if call.groups is None:
@@ -194,11 +208,27 @@ def named(y: Float[Array, "..."], call: ForwardOptions, linear: Linear | None = 
 
 def _outputs(linears: Sequence[Linear], x: Float[Array, "b s i"], call: ForwardOptions) -> list[Float[Array, "b s o"]]:
     ys = [linear.base(x, call) for linear in linears]
-    adapted = [place for place, linear in enumerate(linears) if linear.adapter]
-    if not adapted or not call.adapters:
-        return ys
-    adapted_linears = [linears[place] for place in adapted]  # a model has adapters of one class
-    with jax.named_scope("adapters"):
-        outputs = adapted_linears[0].adapter.outputs(adapted_linears, x, [ys[place] for place in adapted], call)
-    with_adapters = dict(zip(adapted, outputs))
-    return [with_adapters.get(place, y) for place, y in enumerate(ys)]
+    adapted = [place for place, linear in enumerate(linears) if linear.adapter and call.adapters]
+    for served in (False, True):
+        places = [place for place in adapted if (call.served and linears[place].is_served) == served]
+        if places:
+            add = _adapter_gradients if served else _add_adapters
+            outputs = add([linears[place] for place in places], x, [ys[place] for place in places], call)
+            for place, output in zip(places, outputs):
+                ys[place] = output
+    return ys
+
+
+@jax.named_scope("adapters")
+def _add_adapters(
+    linears: Sequence[Linear], x: Float[Array, "b s i"], ys: Sequence[Float[Array, "b s o"]], call: ForwardOptions
+) -> list[Float[Array, "b s o"]]:
+    return linears[0].adapter.outputs(linears, x, ys, call)  # a model has adapters of one class
+
+
+def _adapter_gradients(
+    linears: Sequence[Linear], x: Float[Array, "b s i"], ys: Sequence[Float[Array, "b s o"]], call: ForwardOptions
+) -> list[Float[Array, "b s o"]]:
+    """Return `ys`, to which the adapters are merged already, with gradients for the adapters' parameters."""
+    x, bases = jax.lax.stop_gradient((x, list(ys)))
+    return [straight_through(y, output) for y, output in zip(ys, _add_adapters(linears, x, bases, call))]

@@ -1,54 +1,73 @@
 """The weights of a model that an export quantizes, and those that it leaves unquantized."""
 
-import logging
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxtune.errors import UserError
-from jaxtune.hf.quantized.written import ALL_EXPERTS_FORMATS, EXPERT_FORMATS, fusion_group, quantization_config
+from jaxtune.hf.quantized.written import ALL_EXPERTS_FORMATS, EXPERT_FORMATS, fusion_group
 from jaxtune.models.families import names_of
 from jaxtune.models.parameters import Parameter, loaded_names
 from jaxtune.models.places import Place
+from jaxtune.models.spec import ModelSpec
 from jaxtune.quant.format import Format
 from jaxtune.quant.format_names import format_of
-from jaxtune.quant.options import SCHEMES
-from jaxtune.weights.model import Model
-
-log = logging.getLogger("jaxtune")
+from jaxtune.quant.options import QuantOptions
 
 _MATRICES = ("linear", "gate", "router", "score")  # kinds that are a Linear in transformers, apart from the head
 
 
-class Chosen(NamedTuple):
-    """The weights to quantize, by their names in the files, and the quantization entry for config.json."""
+class Quantizable(NamedTuple):
+    """The linear layers of a model in view of a format, by the names of their weights in the files.
+
+    Attributes:
+        weights: the weights that are quantized.
+        unquantized: other layers, by the names by which readers of config.json may look for them.
+        reasons: why a linear layer's weight is not quantized, by its name.
+    """
 
     weights: frozenset[str]
-    config: Mapping[str, Any]
+    unquantized: tuple[str, ...]
+    reasons: Mapping[str, str]
+
+    @property
+    def left_out(self) -> str:
+        """The linear layers that are not quantized and why, layers and experts that differ in the number as one."""
+        lines = (re.sub(r"\.\d+\b", ".*", f"{name} ({reason})") for name, reason in self.reasons.items())
+        return ", ".join(dict.fromkeys(lines))
 
 
-def choose(model: Model, kind: str, dtype: str, copied: Iterable[str] = ()) -> Chosen:
+def quantizable(
+    spec: ModelSpec,
+    parameters: Mapping[str, Parameter],
+    options: QuantOptions,
+    asked: str,
+    copied: Iterable[str] = (),
+) -> Quantizable:
     """Select every linear layer of the decoder that the format can hold.
 
-    Layers that servers fuse into one product are quantized together or not at all. The log names the layers left out.
+    Layers that servers fuse into one product are quantized together or not at all.
 
     Args:
-        model: the model that is exported.
-        kind: the format, of SCHEMES.
-        dtype: of all other weights.
+        spec: the model.
+        parameters: its parameters; adapters are not looked at.
+        options: the format.
+        asked: the option by which it was asked for, for errors.
         copied: tensors that are copied from the base unchanged.
 
     Raises:
         UserError: no layer can be quantized; the decoder is a part of a larger model; transformers could not read the
             experts.
     """
-    if model.spec.untouched is not None:
+    kind = options.format
+    assert kind is not None
+    if spec.untouched is not None:
         raise UserError(
-            f"--quantize={kind}: {model.spec.family} has other parts next to the decoder, whose linear layers are not "
-            "known here and cannot be listed in config.json; export it without --quantize"
+            f"{asked}: {spec.family} has other parts next to the decoder, whose linear layers are not known here "
+            "and cannot be listed in config.json; leave it out"
         )
-    format, reasons = format_of(SCHEMES[kind], ""), {}
-    chosen, unquantized, loaded = set(), dict.fromkeys([_module(_head(model))]), loaded_names(model.base.spec)
+    format, reasons = format_of(options, ""), {}
+    chosen, unquantized, loaded = set(), dict.fromkeys([_module(_head(spec))]), loaded_names(spec)
 
     def leave(name: str, reason: str | None) -> None:
         # Readers look up the name in the files, or the module's name in transformers: list both.
@@ -56,9 +75,9 @@ def choose(model: Model, kind: str, dtype: str, copied: Iterable[str] = ()) -> C
         if reason is not None:
             reasons[name] = reason
 
-    for parameter in model.whole.values():
+    for parameter in parameters.values():
         for place in parameter.places if parameter.kind in _MATRICES else ():
-            if any(number >= len(model.spec.layers) for number in parameter.layers):
+            if any(number >= len(spec.layers) for number in parameter.layers):
                 leave(place.name, None)  # multi-token-prediction modules, whose projection vLLM does not quantize
                 continue
             reason = _misfit(kind, format, parameter, place) if parameter.kind == "linear" else None
@@ -67,8 +86,8 @@ def choose(model: Model, kind: str, dtype: str, copied: Iterable[str] = ()) -> C
                 continue
             if reason is not None and _is_an_expert(parameter, place) and kind in ALL_EXPERTS_FORMATS:
                 raise UserError(
-                    f"--quantize={kind}: {place.name} cannot be quantized in this format ({reason}), and transformers "
-                    "cannot read such files with unquantized experts; choose another format"
+                    f"{asked}: {place.name} cannot be quantized in this format ({reason}), and transformers cannot "
+                    "read such files with unquantized experts; choose another format"
                 )
             leave(place.name, reason)
     for name in copied:
@@ -77,14 +96,10 @@ def choose(model: Model, kind: str, dtype: str, copied: Iterable[str] = ()) -> C
     for name in [name for name in sorted(chosen) if fusion_group(name) in partly]:
         chosen.remove(name)
         leave(name, f"servers fuse it with {partly[fusion_group(name)]}")
-    # One line for layers, or experts, whose names differ only in the number.
-    listed = dict.fromkeys(re.sub(r"\.\d+\b", ".*", f"{name} ({reason})") for name, reason in reasons.items())
+    selected = Quantizable(frozenset(chosen), tuple(unquantized), reasons)
     if not chosen:
-        raise UserError(f"--quantize={kind}: no linear layer can be quantized in this format: {', '.join(listed)}")
-    log.info("%d linear layers are written in %s; embedding, head and routers stay in %s", len(chosen), kind, dtype)
-    if reasons:
-        log.warning("%d linear layers stay in %s: %s", len(reasons), dtype, ", ".join(listed))
-    return Chosen(frozenset(chosen), quantization_config(kind, dtype, list(unquantized)))
+        raise UserError(f"{asked}: no linear layer can be quantized in this format: {selected.left_out}")
+    return selected
 
 
 def _misfit(kind: str, format: Format, parameter: Parameter, place: Place) -> str | None:
@@ -101,8 +116,8 @@ def _is_an_expert(parameter: Parameter, place: Place) -> bool:
     return len(parameter.lead) > 1 and place.stack is None
 
 
-def _head(model: Model) -> str:
-    place = names_of(model.spec)["head.weight"]
+def _head(spec: ModelSpec) -> str:
+    place = names_of(spec)["head.weight"]
     return place if isinstance(place, str) else place.name
 
 

@@ -1,0 +1,111 @@
+"""Quantization-aware training: the linear layers that a step multiplies as they will be served (serve.format).
+
+In each step their weights are quantized once, adapters merged first, as an export does it: the codes of an export are
+those of the last step. For adapters this is merge-aware training. Merging into quantized weights that know nothing of
+the adapter would round most of it away.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxtune.hf.quantized.written import fusion_group
+from jaxtune.models.decoder import Parameters
+from jaxtune.models.parameters import Parameter, adapter_parts
+from jaxtune.models.spec import ModelSpec
+from jaxtune.precision.linears import Amax, Scales
+from jaxtune.precision.served import ServedWeight
+from jaxtune.quant.array import QuantizedArray
+from jaxtune.quant.format import Format
+from jaxtune.quant.format_names import format_of
+from jaxtune.quant.options import ServeOptions, served_as
+from jaxtune.weights.merged_weight import merged_weight
+from jaxtune.weights.quantizable import quantizable
+
+
+@dataclass(frozen=True)
+class ServedLinears:
+    """The linear layers that are multiplied as they will be served; takes the place of `precision.linears.Linears`.
+
+    Attributes:
+        format: the format of the quantized weights.
+        shares_scale: whether layers that servers fuse have one scale of the matrix.
+        dtype: the weights are rounded to it before they are quantized, as in an export.
+        parameters: the weights, stacked, by name.
+    """
+
+    format: Format
+    shares_scale: bool
+    dtype: jnp.dtype
+    parameters: Mapping[str, Parameter]
+
+    def of(self, parameters: Mapping[str, Parameter]) -> "ServedLinears":
+        """Return the same for these weights."""
+        return replace(self, parameters=parameters)
+
+    def initial_amax(self) -> Amax:
+        """Return {}: no scale is delayed."""
+        return {}
+
+    def scales(self, amax: Amax, step: Int[Array, ""]) -> Scales:
+        """Return {}: no scale is delayed."""
+        return {}
+
+    def extend_history(self, amax: Amax, found: dict[str, Array], finite: Array) -> Amax:
+        """Return {}: no scale is delayed."""
+        return {}
+
+    @jax.named_scope("operands")
+    def operands(self, weights: Mapping[str, Any]) -> dict[str, QuantizedArray]:
+        """Quantize the weights, with adapters merged, one layer at a time to save memory."""
+        groups: dict[Any, dict[str, tuple[Any, dict[str, Array]]]] = {}
+        for name, parameter in self.parameters.items():
+            key = tuple(fusion_group(place.name) for place in parameter.places) if self.shares_scale else name
+            parts = adapter_parts(name, parameter) if parameter.treatment.adapter is not None else {}
+            groups.setdefault(key, {})[name] = weights[name], {part: weights[of] for part, of in parts.items()}
+        quantized = {}
+        for stacks in groups.values():
+            stacked = any(self.parameters[name].lead for name in stacks)
+            quantized |= jax.lax.map(self._quantize, stacks) if stacked else self._quantize(stacks)
+        return quantized
+
+    def _quantize(self, layer: Mapping[str, tuple[Any, Mapping[str, Array]]]) -> dict[str, QuantizedArray]:
+        """Quantize the weights of a layer that share the scale of a matrix; layer: weights and parts of adapters."""
+        axes = next(self.parameters[name].axes[1:] for name in layer)
+        plain = {
+            name: merged_weight(self.parameters[name].treatment.adapter if parts else None, weight, parts)
+            for name, (weight, parts) in layer.items()
+        }
+        rounded = [weight.astype(self.dtype) for weight in plain.values()]
+        if len(rounded) == 1:
+            return {name: self.format.make(rounded[0], axes) for name in layer}
+        return dict(zip(layer, self.format.make_together(rounded, axes)))
+
+    def wrap_weights(
+        self, weights: Mapping[str, Any], operands: Mapping[str, QuantizedArray], scales: Scales
+    ) -> Parameters:
+        """Return all weights, with a `ServedWeight` in place of each that is served quantized."""
+        served = {
+            name: ServedWeight(operands[name], weights[name], parameter.trained)
+            for name, parameter in self.parameters.items()
+        }
+        return {**weights, **served}
+
+
+def served_linears(
+    spec: ModelSpec, parameters: Mapping[str, Parameter], serve: ServeOptions, dtype: str
+) -> ServedLinears:
+    """Return the linear layers of a model that are served quantized; dtype: of the export's other weights.
+
+    Raises UserError as `quantizable`.
+    """
+    options = served_as(serve)
+    selected = quantizable(spec, parameters, options, f"serve.format={serve.format!r}").weights
+    linears = {name: p for name, p in parameters.items() if p.kind == "linear"}
+    served = {name: p for name, p in linears.items() if selected.issuperset(one.name for one in p.places)}
+    # Only NVFP4 has a scale of the whole matrix.
+    return ServedLinears(format_of(options, ""), serve.format == "nvfp4", jnp.dtype(dtype), served)
