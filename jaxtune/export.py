@@ -43,8 +43,7 @@ def choose_device_count(base: Base, config: Config, quantize: str | None) -> int
     Blocks count in the run's format and in the export's, because the finished export is read again to compare losses.
     """
     hidden, formats = base.spec.hidden, [config.quant if base.scheme is None else base.scheme.options]
-    if quantize is not None:
-        formats.append(served_as(config.serve, quantize))
+    formats += [served_as(config.serve, kind) for kind in (quantize, config.serve.format) if kind is not None]
     blocks = [format_of(options, "").block for options in formats if options.format is not None]
     block_counts = (hidden // math.lcm(rows or 1, columns or 1) for rows, columns in blocks)
     return math.gcd(jax.device_count(), hidden, *block_counts)
@@ -117,6 +116,8 @@ def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: R
         if copy is not None:
             storage.upload(target, copy, last=CARD, mark=UNFINISHED)
         print(f"{kind} of step {run.step}: {target if copy is None else copy.url}")
+        if kind == "hf" and run.config.serve.format not in (None, values.quantize):
+            print(f"not quantized as this run was trained to be served: --quantize={run.config.serve.format}")
         if values.quantize:
             print(loss_difference(run.model, parameters, run.config, target, values.quantize))
         elif kind == "hf" and run.model.quantized and not (run.config.decision.loss and run.model.spec.labels):

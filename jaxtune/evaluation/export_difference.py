@@ -19,6 +19,7 @@ from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.training.assembly import task_of
 from jaxtune.weights.model import Model, declare_model, read_base
+from jaxtune.weights.served_linears import serve_weights
 from jaxtune.weights.values import config_for_model, read_parameters
 
 log = logging.getLogger("jaxtune")
@@ -116,7 +117,7 @@ def _compare_logits(model: Model, before: Parameters, exported: Model, after: Pa
     tokens = jax.random.randint(
         jax.random.key(0), (data_shards(jax.sharding.get_mesh()), PROBE), 0, model.spec.vocabulary
     )
-    ours, theirs = _logits(model, before, tokens), _logits(exported, after, tokens)
+    ours, theirs = _logits(model, serve_weights(model.linears, before), tokens), _logits(exported, after, tokens)
     if not (jnp.isfinite(ours).all() and jnp.isfinite(theirs).all()):
         raise UserError(f"{output} is not usable: its logits or the logits of the run are not finite")
     return (

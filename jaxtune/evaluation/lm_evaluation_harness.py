@@ -48,6 +48,7 @@ from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.training.assembly import forward_of
 from jaxtune.training.memory import explain_out_of_memory
 from jaxtune.training.step import Forward
+from jaxtune.weights.served_linears import serve_weights
 
 try:
     from lm_eval import evaluator
@@ -431,7 +432,7 @@ class DecoderLM(TemplateLM):
             raise UserError(f"--tasks: a task generates {new} tokens, and the model has {self.max_length} positions")
         generate = self._generate(new, sampling)
         is_finished = make_stop_test(self._stop, strings, self.tokenizer)
-        parameters = {**self._opened.frozen, **self._opened.trained}
+        parameters = serve_weights(self._opened.model.linears, {**self._opened.frozen, **self._opened.trained})
         ordered = sorted(contexts, key=lambda i: -len(contexts[i]))
         while ordered:
             size = self._rows(len(ordered), min(len(contexts[ordered[0]]), room) + new)

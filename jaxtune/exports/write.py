@@ -416,7 +416,8 @@ def _write_card(
 
     The arguments are those `export` takes.
     """
-    written = {} if quantize is None else {"weights": f"linear layers in {quantize}"}
+    trained_so = ", as they were trained (serve.format)" if quantize == config.serve.format else ""
+    written = {} if quantize is None else {"weights": f"linear layers in {quantize}{trained_so}"}
     ends = _write_ends(model, config, output) if kind == "peft" else []
     if ends:
         log.warning(

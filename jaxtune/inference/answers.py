@@ -33,6 +33,7 @@ from jaxtune.parallel.options import MeshOptions
 from jaxtune.quant.options import QuantOptions
 from jaxtune.weights.class_labels import resolve_labels
 from jaxtune.weights.model import Model, declare_model, read_base
+from jaxtune.weights.served_linears import serve_weights
 from jaxtune.weights.trusted_code import with_plugins
 from jaxtune.weights.values import config_for_model, initial_parameters, open_run, read_parameters, tokenizer_folder
 
@@ -159,9 +160,8 @@ class AnswerGenerator:
         sampling = Sampling(**{name: getattr(manner, name) for name in Sampling._fields})
         dtype = opened.parameters["embed.weight"].dtype
         how = {"max_new_tokens": manner.max_new_tokens, "dtype": dtype, "sampling": sampling, "seed": manner.seed}
-        self._generate: Generate = partial(
-            make_generate(opened.model.graph, opened.model.spec, **how), opened.parameters
-        )
+        weights = serve_weights(opened.model.linears, opened.parameters)
+        self._generate: Generate = partial(make_generate(opened.model.graph, opened.model.spec, **how), weights)
         self._prompts = Prompts(self._tokenizer, config.chat, manner.chat)
         self._stop = stop_tokens(opened.home, self._tokenizer)
         self._most = opened.model.spec.max_positions - manner.max_new_tokens

@@ -29,6 +29,7 @@ from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import Batch, score_labels
 from jaxtune.monitor import metrics
 from jaxtune.parallel.layout import by_token
+from jaxtune.weights.served_linears import serve_weights
 
 DECISION_FILE, TEMPLATE_FILE = "decision.json", "decision_template.jinja"
 _PREFIX = "eval_temperature_"
@@ -95,7 +96,8 @@ class Decider:
         config = opened.config
         tokenizer = hf.load_tokenizer(opened.home, config.chat.template, config.data.special_tokens)
         self._template, self._encode = ChatTemplate(tokenizer, chat=config.chat), Encoder(tokenizer)
-        self._parameters, self._most = opened.parameters, opened.model.spec.max_positions
+        self._parameters = serve_weights(opened.model.linears, opened.parameters)
+        self._most = opened.model.spec.max_positions
         self._temperatures, self._batch_size = temperatures, batch_size
         tokens = () if opened.model.spec.labels else config.decision.label_tokens
         call = ForwardOptions(opened.parameters["embed.weight"].dtype, remat="none")

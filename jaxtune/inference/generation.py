@@ -19,6 +19,7 @@ from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel.layout import RULES, shards
 from jaxtune.weights.model import Model
+from jaxtune.weights.served_linears import serve_weights
 
 # Prompts are padded to a multiple of this or, if that is more, of an eighth of their length rounded up to a power of
 # two, so that few lengths are compiled.
@@ -136,9 +137,10 @@ def make_generate(graph: nnx.GraphDef, spec: ModelSpec, *, max_new_tokens: int, 
     return generate
 
 
-def cast_weights(model: Model, parameters: Parameters, dtype: jnp.dtype) -> Parameters:
-    """Cast the weights of matrix products to the dtype in which they are used, once instead of at each token.
+def decoding_weights(model: Model, parameters: Parameters, dtype: jnp.dtype) -> Parameters:
+    """Return the weights as each token multiplies by them.
 
+    They are quantized if the model is trained so (serve.format). Other weights of matrix products are cast to the dtype in which they are used, once instead of at each token.
     The tokens are the same. Decoding takes about as long as reading the weights, and a float32 weight is read, cast,
     written and read again for every token. The copies take memory until they are freed. Weights that products take in
     float32 (precision.exclude) stay as they are, and so do those in host memory, whose copies would stay on the device.
@@ -150,6 +152,7 @@ def cast_weights(model: Model, parameters: Parameters, dtype: jnp.dtype) -> Para
         narrower = isinstance(value, jax.Array) and value.dtype.itemsize > dtype.itemsize
         return narrower and not kept and parameter.kind in ("linear", "table")
 
+    parameters = serve_weights(model.linears, parameters)
     return parameters | _cast({name: value for name, value in parameters.items() if is_cast(name, value)}, dtype)
 
 
@@ -280,6 +283,7 @@ def continue_text(model: Model, parameters: Parameters, tokenizer, prompt: str, 
     """Return the prompt with the model's continuation."""
     dtype = parameters["embed.weight"].dtype
     generate = make_generate(model.graph, model.spec, max_new_tokens=tokens, dtype=dtype, sampling=SAMPLE)
+    parameters = serve_weights(model.linears, parameters)
     prompt_ids = tokenizer(prompt)["input_ids"]
     ids = take_until(generate(parameters, [prompt_ids]), stop_tokens(model.folders.tokenizer, tokenizer))
     return prompt + "".join(stream_text(tokenizer, ids, after=prompt_ids))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxtune.config.schema import Config
 from jaxtune.inference.decode import rules_of_decoding
-from jaxtune.inference.generation import cast_weights, decode_programs, padded_shape
+from jaxtune.inference.generation import decode_programs, decoding_weights, padded_shape
 from jaxtune.models.parameters import abstract
 from jaxtune.parallel.layout import RULES
 from jaxtune.precision.recipes import recipe_of
@@ -58,4 +58,4 @@ def _cast(run: Program, config: Config, mesh: jax.sharding.Mesh) -> dict[str, An
     """The abstract parameters that products take while sampling."""
     dtype = recipe_of(config.precision, run.model.linears).dtype
     with jax.set_mesh(mesh):
-        return jax.eval_shape(partial(cast_weights, run.model, dtype=dtype), abstract(run.model.parameters))
+        return jax.eval_shape(partial(decoding_weights, run.model, dtype=dtype), abstract(run.model.parameters))

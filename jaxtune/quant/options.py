@@ -55,7 +55,7 @@ class ServeOptions:
         "the format in which the model will be exported and served (--quantize)", basic=True,
         also="qat quantization_aware_training quantizer")
     block_size: Literal[32, 64, 128] = option(128, "int4: weights of a row that share a scale",
-        when="serve.format == 'int4'", also="group_size")
+        when="serve.format == 'int4'")
 # fmt: on
 
 

@@ -17,8 +17,8 @@ from jaxtune.exports.write import export_adapter
 from jaxtune.inference.decode import Sampling
 from jaxtune.inference.generation import (
     Completion,
-    cast_weights,
     collect_completions,
+    decoding_weights,
     make_generate,
     make_stop_test,
     stop_tokens,
@@ -81,7 +81,7 @@ def complete_on_devices(config: Config, model: Model, tokenizer) -> Completer:
     size = completions_at_once(config, jax.sharding.get_mesh())
 
     def prepare(trained: Parameters, frozen: Parameters) -> Parameters:
-        return cast_weights(model, {**frozen, **trained}, dtype)
+        return decoding_weights(model, {**frozen, **trained}, dtype)
 
     def complete(
         weights: Parameters, prompts: list[list[int]], numbers: Sequence[int], written: Sequence[int] | None = None

@@ -75,10 +75,12 @@ def write(
     write_model = partial(export, model, parameters, config, folder, steps=step, tokens=tokens)
     is_merged = bool(config.lora.merge_interval)
     kind = "peft" if config.lora.enabled and not is_merged else "hf"
+    served_as = config.serve.format  # a whole model is written as it was trained to be served
     with goodput.measure("export"):
-        write_model(folder.export, kind, merge=is_merged, hub_id=config.export.push_to_hub)
+        quantize = served_as if kind == "hf" else None
+        write_model(folder.export, kind, merge=is_merged, quantize=quantize, hub_id=config.export.push_to_hub)
         if config.export.merge:
-            write_model(folder.merged, "hf", merge=True)
+            write_model(folder.merged, "hf", merge=True, quantize=served_as)
 
 
 def finish(config: Config, folder: RunFolder, sample: Callable[[], None], chat: bool, goodput: Goodput) -> None:

@@ -212,8 +212,8 @@ def declare_model(
 ) -> Model:
     """Declare a config's model and check it against the mesh, without reading any file.
 
-    `train=False` stores every weight in model.dtype. `low_precision=False` multiplies no linear layer in low precision,
-    whatever precision.recipe is. Raises UserError.
+    `train=False` stores every weight in model.dtype, and serves none quantized. `low_precision=False` multiplies no
+    linear layer in low precision, whatever precision.recipe is. Raises UserError.
     """
     spec = fit_to_mesh(_apply_treatments(base, config, train), mesh, config)
     graph, parameters = declare(spec)
@@ -234,7 +234,7 @@ def declare_model(
         name: p for name, p in parameters.items() if p.kind == "linear" and p.treatment.multiplied is not None
     }
     linears = linears_of(config.precision, multiplied) if low_precision else None
-    if config.serve.format is not None and low_precision:
+    if config.serve.format is not None and train:
         linears = served_linears(spec, parameters, config.serve, config.model.dtype)
     model = Model(base, spec, graph, parameters, linears)
     if (rate := config.experts.bias_update_rate) and not any(p.kind == "correction" for p in model.trained.values()):

@@ -7,6 +7,7 @@ the adapter would round most of it away.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jaxtune.hf.quantized.written import fusion_group
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.parameters import Parameter, adapter_parts
 from jaxtune.models.spec import ModelSpec
-from jaxtune.precision.linears import Amax, Scales
+from jaxtune.precision.linears import Amax, Scales, StepWeights
 from jaxtune.precision.served import ServedWeight
 from jaxtune.quant.array import QuantizedArray
 from jaxtune.quant.format import Format
@@ -27,7 +28,7 @@ from jaxtune.weights.merged_weight import merged_weight
 from jaxtune.weights.quantizable import quantizable
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by identity: a static argument of jit
 class ServedLinears:
     """The linear layers that are multiplied as they will be served; takes the place of `precision.linears.Linears`.
 
@@ -109,3 +110,15 @@ def served_linears(
     served = {name: p for name, p in linears.items() if selected.issuperset(one.name for one in p.places)}
     # Only NVFP4 has a scale of the whole matrix.
     return ServedLinears(format_of(options, ""), serve.format == "nvfp4", jnp.dtype(dtype), served)
+
+
+def serve_weights(linears: StepWeights | None, weights: Parameters) -> Parameters:
+    """Return the weights with those of `ServedLinears` as they will be served; unchanged for other linear layers."""
+    if not isinstance(linears, ServedLinears):
+        return weights
+    return linears.wrap_weights(weights, _operands(linears, weights), {})
+
+
+@partial(jax.jit, static_argnames="linears")
+def _operands(linears: ServedLinears, weights: Parameters) -> dict[str, QuantizedArray]:
+    return linears.operands(weights)

@@ -13,8 +13,8 @@ from tiny import read_model, save_torch_model
 from jaxtune.errors import UserError
 from jaxtune.inference.decode import NextTokens, Sampling, choose, mask_logits
 from jaxtune.inference.generation import (
-    cast_weights,
     collect_completions,
+    decoding_weights,
     make_generate,
     make_stop_test,
     stop_tokens,
@@ -120,13 +120,13 @@ def test_weights_that_are_cast_once_give_the_same_tokens(one_device, tmp_path):
     model, parameters, _ = read_model(tmp_path, one_device, precision=precision)
     bfloat16 = jnp.dtype("bfloat16")
     generate = make_generate(model.graph, model.spec, max_new_tokens=NEW, dtype=bfloat16)
-    cast = cast_weights(model, parameters, bfloat16)
+    cast = decoding_weights(model, parameters, bfloat16)
     linears = [name for name, parameter in model.parameters.items() if parameter.kind == "linear"]
     float32 = [name for name in linears if cast[name].dtype == jnp.float32]
     assert float32 and float32 == [name for name in linears if name.endswith("attention.q.weight")]
     assert all(cast[name].dtype == bfloat16 for name in linears if name not in float32)
     waiting = {name: dataclasses.replace(parameter, on_host=True) for name, parameter in model.parameters.items()}
-    assert cast_weights(dataclasses.replace(model, parameters=waiting), parameters, bfloat16) == parameters
+    assert decoding_weights(dataclasses.replace(model, parameters=waiting), parameters, bfloat16) == parameters
     steps = [generate(one, [[5, 6, 7]]) for one in (parameters, cast)]
     for ours, cast in zip(*steps, strict=True):
         assert ours.tokens == cast.tokens and ours.log_probs[0] == cast.log_probs[0]

@@ -1,7 +1,6 @@
 """Weights that a quantized export leaves unquantized; llama.cpp's converter finds all that it reads."""
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -19,12 +18,12 @@ from jaxtune.config.schema import Config, DataOptions, Dataset, ModelOptions, Tr
 from jaxtune.errors import UserError
 from jaxtune.evaluation.export_difference import loss_difference
 from jaxtune.export import check_output
-from jaxtune.exports.quantizable import choose
 from jaxtune.exports.write import UNFINISHED, export, export_full
-from jaxtune.hf import SCHEMES
+from jaxtune.hf import SCHEMES, quantization_config
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.lora.options import LoraOptions
 from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.quantizable import quantizable
 from jaxtune.weights.values import frozen_parameters, initial_parameters, read_parameters
 
 WIDE = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=1, head_dim=64)
@@ -36,19 +35,25 @@ def declare_folder(mesh, folder, **options):
     return declare_model(read_base(config), config, mesh, train=False), config
 
 
-def test_what_blocks_do_not_divide_stays_with_what_is_multiplied_beside_it(tmp_path, one_device, caplog):
+def select(model, kind):
+    """Return the selected weights, and the layers that config.json lists as unquantized."""
+    selected = quantizable(model.spec, model.whole, SCHEMES[kind], f"--quantize={kind}")
+    written = quantization_config(SCHEMES[kind], "bfloat16", selected.unquantized)
+    names = [written[key] for key in ("ignore", "modules_to_not_convert", "llm_int8_skip_modules") if key in written]
+    return selected, set(*names)
+
+
+def test_what_blocks_do_not_divide_stays_with_what_is_multiplied_beside_it(tmp_path, one_device):
     """FP8's blocks have 128 rows, more than the 64 of keys and values."""
     model, _ = declare_folder(one_device, write_model_folder(tmp_path, **WIDE))
-    with caplog.at_level(logging.INFO, "jaxtune"):
-        chosen = choose(model, "fp8", "bfloat16")
+    selected, unquantized = select(model, "fp8")
     left = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(2) for name in "qkv"]
-    assert set(chosen.config["modules_to_not_convert"]) == {"lm_head", *left}
+    assert unquantized == {"lm_head", *left}
     ours = [f"model.layers.{i}.{name}.weight" for i in range(2) for name in ("self_attn.o_proj", "mlp.down_proj")]
-    assert chosen.weights.issuperset(ours) and len(chosen.weights) == 8
-    assert "blocks of 128 x 128 do not divide 64 x 128" in caplog.text
-    assert (
-        "layers.*.self_attn.q_proj.weight (servers fuse it with model.layers.*.self_attn.v_proj.weight)" in caplog.text
-    )
+    assert selected.weights.issuperset(ours) and len(selected.weights) == 8
+    said = selected.left_out
+    assert "blocks of 128 x 128 do not divide 64 x 128" in said
+    assert "layers.*.self_attn.q_proj.weight (servers fuse it with model.layers.*.self_attn.v_proj.weight)" in said
 
 
 @pytest.mark.parametrize("kind", SCHEMES)
@@ -56,21 +61,18 @@ def test_experts_are_quantized_where_they_can_be_read_so(tmp_path, one_device, k
     model, _ = declare_folder(one_device, write_model_folder(tmp_path, "Qwen3Moe", **MIXTURE))
     if kind == "nvfp4":
         with pytest.raises(UserError, match=r"experts\.0\.\w+_proj\.weight .*experts only in fp8 and int4"):
-            choose(model, kind, "bfloat16")
+            select(model, kind)
         return
-    chosen = choose(model, kind, "bfloat16")
-    skipped = chosen.config.get("ignore") or chosen.config.get(
-        "modules_to_not_convert", chosen.config.get("llm_int8_skip_modules")
-    )
-    assert {"lm_head", "model.layers.0.mlp.gate"} <= set(skipped)
-    experts = any(".experts." in name for name in chosen.weights)
+    selected, skipped = select(model, kind)
+    assert {"lm_head", "model.layers.0.mlp.gate"} <= skipped
+    experts = any(".experts." in name for name in selected.weights)
     assert experts == ("model.layers.0.mlp.experts" not in skipped) == (kind != "nf4")
 
 
 def test_a_model_that_no_block_divides_is_refused(tmp_path, one_device):
     model, _ = declare_folder(one_device, write_model_folder(tmp_path))
     with pytest.raises(UserError, match=r"--quantize=nf4: no linear layer .*blocks of 1 x 64 do not divide 32 x 32"):
-        choose(model, "nf4", "bfloat16")
+        select(model, "nf4")
 
 
 def test_nan_is_not_quantized(tmp_path, one_device):
