@@ -140,10 +140,11 @@ def make_generate(graph: nnx.GraphDef, spec: ModelSpec, *, max_new_tokens: int, 
 def decoding_weights(model: Model, parameters: Parameters, dtype: jnp.dtype) -> Parameters:
     """Return the weights as each token multiplies by them.
 
-    They are quantized if the model is trained so (serve.format). Other weights of matrix products are cast to the dtype in which they are used, once instead of at each token.
-    The tokens are the same. Decoding takes about as long as reading the weights, and a float32 weight is read, cast,
-    written and read again for every token. The copies take memory until they are freed. Weights that products take in
-    float32 (precision.exclude) stay as they are, and so do those in host memory, whose copies would stay on the device.
+    They are quantized if the model is trained so (serve.format). Other weights of matrix products are cast to the dtype
+    in which they are used, once instead of at each token. The tokens are the same. Decoding takes about as long as
+    reading the weights, and a float32 weight is read, cast, written and read again for every token. The copies take
+    memory until they are freed. Weights that products take in float32 (precision.exclude) stay as they are, and so do
+    those in host memory, whose copies would stay on the device.
     """
 
     def is_cast(name: str, value: Any) -> bool:

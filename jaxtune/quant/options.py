@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jaxtune.option_field import Config, Problem, option, problem
+from jaxtune.option_field import Config, Problem, option, problem, value_of
 
 ANY_SIZE = "a number of elements, 2 or more"
 
@@ -82,19 +82,22 @@ def check_serve(config: Config) -> Iterator[Problem]:
     """Yield contradictions of section `serve` with others."""
     if config.serve.format is None:
         return
-    refused = {  # other weights in a step than those that are served, or other gradients than a low-rank product's
+    refused = {
         "precision.recipe": config.precision.recipe in ("fp8_hybrid", "nvfp4"),
-        "lora.use_dora": config.lora.use_dora,
+        # The gradient of a low-rank product alone needs no gradient of the whole weight.
         "lora.kind": config.lora.kind != "lora",
+        "lora.use_dora": config.lora.use_dora,
         "lora.dropout": config.lora.dropout > 0,
         "lora.merge_interval": bool(config.lora.merge_interval),
         "memory.offload_master": config.memory.offload_master,
         "memory.offload_quants": config.memory.offload_quants,
         "memory.offload_gradients": config.memory.offload_gradients,
+        "mesh.stage": config.mesh.stage != 1,
     }
     for key, is_so in refused.items():
         if is_so:
-            yield problem(config, "serve.format", f"not available with {key}; leave out one of the two", key)
+            reason = f"not available with {key} = {value_of(config, key)!r} yet; leave out one of the two"
+            yield problem(config, "serve.format", reason, key)
 
 
 def check_quant(config: Config) -> Iterator[Problem]:

@@ -30,7 +30,7 @@ from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.parallel.options import MeshOptions, ParallelOptions
 from jaxtune.precision.options import PrecisionOptions
-from jaxtune.quant.options import QuantOptions
+from jaxtune.quant.options import QuantOptions, ServeOptions
 from jaxtune.training.assembly import assemble, compile_step
 from jaxtune.weights.model import read_base
 from jaxtune.weights.values import frozen_parameters, initial_parameters
@@ -68,6 +68,8 @@ STORAGE: dict[str, dict[str, Any]] = {
     "fp8 operands": {"precision": PrecisionOptions("fp8_hybrid")},
     "nvfp4 operands": {"precision": PrecisionOptions("nvfp4")},
 }
+# Trained as served quantized; in test_quantized_meshes.py only.
+SERVED = {"served int4": {"serve": ServeOptions("int4", 32)}, "served nvfp4": {"serve": ServeOptions("nvfp4")}}
 ADAPTERS = ("none", "lora")
 
 
@@ -163,7 +165,9 @@ def assert_equals_one_device(case: Case, steps: int = STEPS, whole: bool = False
     expected = one_device(case, steps, whole)
     mesh = MESHES[case.mesh]
     found = train(case, mesh, 8, steps, whole, micro_batches(mesh))
-    bound = LOW_PRECISION if "precision" in STORAGE[case.storage] else OPTIMIZERS[case.optimizer]
+    bound = LOW_PRECISION if "precision" in STORAGE.get(case.storage, {}) else OPTIMIZERS[case.optimizer]
+    if case.storage in SERVED:  # as 8-bit moments
+        bound = OPTIMIZERS["adamw_8bit"]
     assert_equal(found, expected, bound)
     return found.losses
 
@@ -240,7 +244,7 @@ def scopes_of(case: Case, made: jax.sharding.Mesh, accumulate: int) -> set[str]:
     scopes = {"layers", "attention", "rope", "mlp", "norm", "embedding", "head", "loss", "optimizer"}
     scopes |= {"moe": {"experts", "router"}, "hybrid": {"delta_net"}}.get(case.model, set())
     scopes |= {"adapters"} if case.adapter == "lora" else set()
-    scopes |= {"dequantization"} if "quant" in STORAGE[case.storage] else set()
+    scopes |= {"dequantization"} if "quant" in STORAGE.get(case.storage, {}) else set()
     scopes |= {"operands"} if "operands" in case.storage and case.adapter == "none" else set()
     scopes |= {"gradient_accumulation"} if accumulate > 1 else set()
     return scopes | ({"collectives"} if made.shape["fsdp"] > 1 else set())
@@ -260,7 +264,9 @@ def config_of(case: Case, mesh: MeshOptions, length: TrainOptions, whole: bool) 
     adapters, named = case.adapter == "lora", MODELS[case.model]
     targets = "all-linear" if whole else named.adapted
     others = None if whole else named.others
-    sections = {name: dataclasses.replace(section, exclude=others) for name, section in STORAGE[case.storage].items()}
+    served = SERVED.get(case.storage, {})
+    stored = {} if served else STORAGE[case.storage]
+    sections = {name: dataclasses.replace(section, exclude=others) for name, section in stored.items()} | served
     # AdamW would move an element with a gradient near 0 in a direction that depends on the gradient's rounding.
     rate = RATES.get(case.optimizer, RATE)
     head: Any = {"head": "classification", "num_labels": 3} if case.objective == CLASSIFICATION else {}
@@ -275,7 +281,9 @@ def config_of(case: Case, mesh: MeshOptions, length: TrainOptions, whole: bool) 
             freeze=None if adapters else others,
         ),
         optim=OptimOptions(case.optimizer, learning_rate=rate, schedule="constant", weight_decay=0.1, **epsilon),
-        lora=LoraOptions(enabled=True, rank=16, dropout=0.2, target_modules=targets) if adapters else LoraOptions(),
+        lora=LoraOptions(enabled=True, rank=16, dropout=0.0 if served else 0.2, target_modules=targets)
+        if adapters
+        else LoraOptions(),
         mesh=mesh,
         memory=MemoryOptions(case.remat),
         preference=PreferenceOptions(

@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from mesh.harness import folder
+from mesh.harness import Case, assert_equals_one_device, folder
 
 from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.errors import UserError
@@ -31,3 +31,18 @@ def test_codes_and_scales_are_sharded_and_a_split_block_is_refused():
         match=r"mesh.fsdp=8 does not divide the 256 features of embed in blocks of 64; these would: \[1, 2, 4\]",
     ):
         declare_model(read_base(config), config, make_mesh(MeshOptions(fsdp=8), jax.devices()))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("data=2 fsdp=2 tensor=2", "served int4", "lora"),
+        Case("fsdp=4 tensor=2", "served nvfp4", "none"),
+        Case("data=2 fsdp=2 tensor=2", "served int4", "lora", model="moe"),
+        Case("fsdp=2 context=2 tensor=2", "served int4", "none", model="moe"),
+    ],
+    ids=" ".join,
+)
+def test_trained_as_served_on_eight_devices_as_on_one(case):
+    losses = assert_equals_one_device(case)
+    assert losses[-1] < losses[0]

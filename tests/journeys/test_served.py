@@ -1,0 +1,50 @@
+"""Trained as it will be served: resumed in equal bits, and exported as evaluated, sampled and loaded elsewhere."""
+
+import json
+
+import numpy as np
+import pytest
+from batches import logits_on_host, make_batch
+from journey import check_resumed_run
+from runs import call
+
+from jaxtune.host.run_folder import RunFolder
+from jaxtune.weights.served_linears import serve_weights
+from jaxtune.weights.values import open_run
+
+SERVED = {"serve.format": "int4", "serve.block_size": 32, "export.merge": True, "lora.dropout": 0.0, "lora.rank": 4}
+# So that logits differ by less than bfloat16 would round them.
+FLOAT32 = {"model.dtype": "float32", "precision.recipe": "fp32"}
+
+
+def test_an_export_is_the_model_that_was_trained(home, one_device):
+    folder, _ = check_resumed_run(home, "qwen_lora.py", "served", **SERVED, **FLOAT32)
+    merged = folder / "merged"
+    described = json.loads((merged / "config.json").read_text())["quantization_config"]
+    assert described["config_groups"]["group_0"]["weights"]["group_size"] == 32
+    assert "linear layers in int4, as they were trained" in (merged / "README.md").read_text()
+
+    again = call("jaxtune.export", f"--run={folder}", f"--output={home / 'again'}", "--merge", "--quantize=int4")
+    trained, written = (part.split()[0].rstrip(",") for part in again.split("validation loss ")[1].split(", ")[:2])
+    assert float(trained) == float(written) > 0
+    assert (home / "again" / "model.safetensors").read_bytes() == (merged / "model.safetensors").read_bytes()
+    plain = call("jaxtune.export", f"--run={folder}", f"--output={home / 'plain'}", "--merge")
+    assert "not quantized as this run was trained to be served: --quantize=int4" in plain
+
+    asked = "--prompt=say 3", "--chat", "--max_new_tokens=12", "--temperature=0"
+    of_run, of_export = (call("jaxtune.generate", f"--model={model}", *asked) for model in (folder, merged))
+    assert of_run == of_export
+
+    torch = pytest.importorskip("torch", reason="loading the results needs torch (Python 3.11 here)")
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    how = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    theirs = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32, **how)
+    rows = np.arange(40)[None]
+    with torch.no_grad():
+        expected = theirs(torch.tensor(rows)).logits.numpy()
+    run = open_run(RunFolder(folder), one_device, None)
+    weights = serve_weights(run.model.linears, {**run.frozen, **run.trained})
+    found = logits_on_host(run.model, weights, make_batch(rows, one_device))
+    assert np.abs(found - expected).max() <= 2e-6 * np.abs(expected).max()
