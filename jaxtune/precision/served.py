@@ -15,31 +15,32 @@ from jaxtyping import Array, Float
 from jaxtune.quant.array import QuantizedArray
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("quantized", "plain"), meta_fields=("trained",))
+@partial(jax.tree_util.register_dataclass, data_fields=("served", "plain"), meta_fields=("trained",))
 @dataclass(frozen=True)
 class ServedWeight:
     """Replaces the weight (o, i) of a linear layer that is trained as it will be served.
 
     Attributes:
-        quantized: what the forward pass multiplies by, made once in a step.
+        served: what the forward pass multiplies by, made once in a step: quantized and, if `plain` is not quantized
+            either, dequantized again, which takes memory and saves doing it in each product.
         plain: the weight itself. An Array that is trained receives the gradient; a frozen one, which may be quantized
             in another format, is what a reference model without adapters multiplies by.
         trained: whether `plain` receives a gradient.
     """
 
-    quantized: QuantizedArray
+    served: Float[Array, "*stack o i"] | QuantizedArray
     plain: Any
     trained: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight, or of the stack."""
-        return self.quantized.shape
+        return self.served.shape
 
     @property
     def dtype(self) -> Any:
         """The dtype of the dequantized weight."""
-        return self.quantized.dtype
+        return self.served.dtype
 
 
 @jax.custom_vjp

@@ -5,10 +5,10 @@ those of the last step. For adapters this is merge-aware training. Merging into 
 the adapter would round most of it away.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,10 @@ from jaxtune.quant.format_names import format_of
 from jaxtune.quant.options import ServeOptions, served_as
 from jaxtune.weights.merged_weight import merged_weight
 from jaxtune.weights.quantizable import quantizable
+
+# The weights of one layer that share the scale of a matrix, by name: (weight, parts of its adapter).
+Layer = Mapping[str, tuple[Any, Mapping[str, Array]]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity: a static argument of jit
@@ -60,22 +64,33 @@ class ServedLinears:
         """Return {}: no scale is delayed."""
         return {}
 
+    def operands(self, weights: Mapping[str, Any]) -> dict[str, Array | QuantizedArray]:
+        """Return the weights as a step multiplies by them: dequantized, or quantized if the weight is stored so."""
+        return self._each_layer(self._served, weights)
+
+    def quantize(self, weights: Mapping[str, Any]) -> dict[str, QuantizedArray]:
+        """Quantize the weights, adapters merged; an export has the same codes."""
+        return self._each_layer(self._quantized, weights)
+
     @jax.named_scope("operands")
-    def operands(self, weights: Mapping[str, Any]) -> dict[str, QuantizedArray]:
-        """Quantize the weights, with adapters merged, one layer at a time to save memory."""
+    def _each_layer(self, function: Callable[[Layer], dict[str, T]], weights: Mapping[str, Any]) -> dict[str, T]:
+        """Apply a function to the weights that share the scale of a matrix, one layer at a time to save memory."""
         groups: dict[Any, dict[str, tuple[Any, dict[str, Array]]]] = {}
         for name, parameter in self.parameters.items():
             key = tuple(fusion_group(place.name) for place in parameter.places) if self.shares_scale else name
             parts = adapter_parts(name, parameter) if parameter.treatment.adapter is not None else {}
             groups.setdefault(key, {})[name] = weights[name], {part: weights[of] for part, of in parts.items()}
-        quantized = {}
+        results = {}
         for stacks in groups.values():
             stacked = any(self.parameters[name].lead for name in stacks)
-            quantized |= jax.lax.map(self._quantize, stacks) if stacked else self._quantize(stacks)
-        return quantized
+            results |= jax.lax.map(function, stacks) if stacked else function(stacks)
+        return results
 
-    def _quantize(self, layer: Mapping[str, tuple[Any, Mapping[str, Array]]]) -> dict[str, QuantizedArray]:
-        """Quantize the weights of a layer that share the scale of a matrix; layer: weights and parts of adapters."""
+    def _served(self, layer: Layer) -> dict[str, Array | QuantizedArray]:
+        stored = {name: self.parameters[name].storage is not None for name in layer}
+        return {name: array if stored[name] else array.dequantize() for name, array in self._quantized(layer).items()}
+
+    def _quantized(self, layer: Layer) -> dict[str, QuantizedArray]:
         axes = next(self.parameters[name].axes[1:] for name in layer)
         plain = {
             name: merged_weight(self.parameters[name].treatment.adapter if parts else None, weight, parts)
@@ -87,7 +102,7 @@ class ServedLinears:
         return dict(zip(layer, self.format.make_together(rounded, axes)))
 
     def wrap_weights(
-        self, weights: Mapping[str, Any], operands: Mapping[str, QuantizedArray], scales: Scales
+        self, weights: Mapping[str, Any], operands: Mapping[str, Array | QuantizedArray], scales: Scales
     ) -> Parameters:
         """Return all weights, with a `ServedWeight` in place of each that is served quantized."""
         served = {
@@ -120,5 +135,5 @@ def serve_weights(linears: StepWeights | None, weights: Parameters) -> Parameter
 
 
 @partial(jax.jit, static_argnames="linears")
-def _operands(linears: ServedLinears, weights: Parameters) -> dict[str, QuantizedArray]:
+def _operands(linears: ServedLinears, weights: Parameters) -> dict[str, Array | QuantizedArray]:
     return linears.operands(weights)

@@ -97,7 +97,7 @@ def matmul(
     shard_map, which of the weights (experts, o, i) multiplies each token (b * s).
     """
     if isinstance(weight, ServedWeight):
-        y = matmul(x, weight.quantized, out, noise, groups)
+        y = matmul(x, weight.served, out, noise, groups)
         if not weight.trained:
             return y
         return straight_through(y, matmul(jax.lax.stop_gradient(x), weight.plain, out, noise, groups))

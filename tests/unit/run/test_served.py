@@ -66,7 +66,7 @@ def test_an_export_has_the_codes_of_the_step(tmp_path, one_device, monkeypatch, 
     config = config_of(write_model_folder(tmp_path / "model", kind, **KINDS[kind]), format, adapters)
     program, trained, frozen = start(config, one_device)
     linears, weights = program.model.linears, {**frozen, **trained}
-    step = jax.jit(linears.operands)(weights)
+    step = jax.jit(linears.quantize)(weights)
     write.export_full(program.model, weights, config, tmp_path / "out", format)
 
     read = Config(model=ModelOptions(path=str(tmp_path / "out"), dtype="bfloat16"), data=config.data)
@@ -97,7 +97,7 @@ def test_gradients_pass_straight_through(tmp_path, one_device, format, adapters,
     config = config_of(folder, format, adapters, dtype="float32", precision=precision, quant=stored)
     program, trained, frozen = start(config, one_device)
     model, micro = program.model, packed_batch(one_device)
-    quantized = jax.jit(model.linears.operands)({**frozen, **trained})
+    quantized = jax.jit(model.linears.quantize)({**frozen, **trained})
     call = forward_of(config, model).call._replace(adapters=False)
 
     def reference_loss(trained):
