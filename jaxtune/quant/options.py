@@ -51,7 +51,7 @@ class ServeOptions:
     rounding. An export with --quantize has the codes of the last step.
     """
 
-    format: Literal["nf4", "fp8", "nvfp4", "int4"] | None = option(None,
+    format: Literal["nf4", "fp8", "nvfp4", "mxfp4", "int4", "int8"] | None = option(None,
         "the format in which the model will be exported and served (--quantize)", basic=True,
         also="qat quantization_aware_training quantizer")
     block_size: Literal[32, 64, 128] = option(128, "int4: weights of a row that share a scale",
@@ -64,7 +64,9 @@ SCHEMES = {
     "nf4": QuantOptions(format="nf4", block_size=64, double_quant=False),
     "fp8": QuantOptions(format="fp8", block_size=128),
     "nvfp4": QuantOptions(format="nvfp4", block_size=16),
+    "mxfp4": QuantOptions(format="mxfp4", block_size=32),
     "int4": QuantOptions(format="int4", block_size=128),
+    "int8": QuantOptions(format="int8", block_size="channel"),
 }
 
 

@@ -107,7 +107,9 @@ def _misfit(kind: str, format: Format, parameter: Parameter, place: Place) -> st
     if place.stack is not None or place.transposed or place.of is not None:
         return "its tensor holds several layers"
     if _is_an_expert(parameter, place) and kind not in EXPERT_FORMATS:
-        return f"transformers reads experts only in {' and '.join(EXPERT_FORMATS)}"
+        return f"transformers reads experts only in {', '.join(EXPERT_FORMATS)}"
+    if kind == "int8" and parameter.matrix[1] % 4:
+        return "four weights share a word, and its rows are not a multiple of four"
     return format.misfit(parameter.matrix)
 
 

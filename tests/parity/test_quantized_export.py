@@ -16,7 +16,7 @@ SIZES = dict(num_hidden_layers=2, hidden_size=256, intermediate_size=512, num_at
 # Experts, for the formats whose readers support quantized experts; layer 1 is dense.
 MIXTURE = ("qwen3_moe, a dense layer, router loss", dict(SIZES, head_dim=64, moe_intermediate_size=128))
 DENSE = ("qwen3, yarn rope, tied", SIZES)
-CASES = {"nf4": DENSE, "fp8": MIXTURE, "nvfp4": DENSE, "int4": MIXTURE}
+CASES = {"nf4": DENSE, "fp8": MIXTURE, "nvfp4": DENSE, "mxfp4": DENSE, "int4": MIXTURE, "int8": MIXTURE}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(kind, marks=pytest.mark.xdist_group(kind)) for kind in CASES])
@@ -68,7 +68,7 @@ def test_transformers_has_the_same_logits(written, one_device):
 
     kind, _, output = written
     how = {}
-    if kind in ("nvfp4", "int4"):
+    if kind in ("nvfp4", "mxfp4", "int4", "int8"):
         pytest.importorskip("compressed_tensors")
         how = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
     theirs = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32, attn_implementation="eager", **how)

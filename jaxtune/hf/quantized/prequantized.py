@@ -31,7 +31,7 @@ log = logging.getLogger("jaxtune")
 
 _SUPPORTED = (
     "bitsandbytes in 4 bits, fp8 in square blocks of 64, 128 or 256, compressed-tensors nvfp4-pack-quantized and "
-    "pack-quantized (symmetric 4-bit integers, in groups or channels), mxfp4"
+    "pack-quantized (symmetric integers of 4 or 8 bits, in groups or channels), mxfp4-pack-quantized, mxfp4"
 )
 _WAY_OUT = "use the unquantized checkpoint instead, and quantize it on loading with quant.format"
 # Fields of quantization_config that an error message quotes to identify the scheme.
@@ -199,23 +199,31 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantOptions | None:
     """Return the options for a compressed-tensors format; None: the format is not supported."""
     if config.get("format") == "nvfp4-pack-quantized":
         return QuantOptions(format="nvfp4", block_size=16)
+    if config.get("format") == "mxfp4-pack-quantized":
+        return QuantOptions(format="mxfp4", block_size=32)
     # With several groups, layers differ in format, and a Scheme has one.
     groups = config.get("config_groups")
     if config.get("format") != "pack-quantized" or not isinstance(groups, dict) or len(groups) != 1:
         return None
     (group,) = groups.values()
     weights = group.get("weights") if isinstance(group, dict) else None
-    if not isinstance(weights, dict) or (weights.get("num_bits"), weights.get("type", "int")) != (4, "int"):
+    if not isinstance(weights, dict) or weights.get("type", "int") != "int":
         return None
+    formats: dict[Any, Any] = {4: "int4", 8: "int8"}
+    format = formats.get(weights.get("num_bits"))
     # Other values of actorder permute the columns: the file would pass the checks, but be read wrongly.
-    if weights.get("symmetric", True) is not True or weights.get("actorder") not in (None, "weight", "static"):
+    if (
+        format is None
+        or weights.get("symmetric", True) is not True
+        or weights.get("actorder") not in (None, "weight", "static")
+    ):
         return None
     size = weights.get("group_size")
     match weights.get("strategy"):
         case "channel":
-            return QuantOptions(format="int4", block_size="channel")
+            return QuantOptions(format=format, block_size="channel")
         case "group" if isinstance(size, int) and size > 1:
-            return QuantOptions(format="int4", block_size=size)
+            return QuantOptions(format=format, block_size=size)
     return None
 
 
@@ -238,6 +246,11 @@ def convert_int4_codes(codes: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..
     """
     # Flipping the highest of four bits adds 8 modulo 16.
     return swap_codes(codes) ^ 0x88
+
+
+def convert_int8_codes(codes: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
+    """Convert between compressed-tensors' value + 128 and QuantizedArray's two's complement; its own inverse."""
+    return codes ^ 0x80
 
 
 def _e4m3(bits: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
@@ -303,6 +316,14 @@ _INT4 = {
     "weight_scale": _Tensor(("F32", "BF16", "F16"), "scales", _positive),
     "weight_shape": _Tensor(("I64", "I32")),
 }
+# The same of 8-bit integers. W = (code - 128) * weight_scale; four codes an int32.
+_INT8 = _INT4 | {"weight_packed": _Tensor(("I32",), "codes", convert_int8_codes, words=True)}
+# compressed-tensors' mxfp4-pack-quantized. W = e2m1(code) * 2^(weight_scale - 127). weight_packed is (out, in / 2), two
+# codes a byte, the first in the low bits; weight_scale (out, in / 32).
+_MXFP4 = {
+    "weight_packed": _Tensor(("U8",), "codes", swap_codes),
+    "weight_scale": _Tensor(("U8",), "scales"),
+}
 # bitsandbytes in 4 bits. The matrix is one long list, row after row: weight is (out * in / 2, 1), two codes a byte, the
 # first in the high bits; absmax has one float32 scale for each block of the list; W = quant_map[code] * absmax. The
 # matrix's shape and the block size are in JSON, stored as a tensor whose name begins with _STATE.
@@ -325,7 +346,7 @@ def _tensors(options: QuantOptions) -> dict[str, _Tensor]:
     if options.format in ("nf4", "fp4"):
         nested = _DOUBLE_QUANT if options.double_quant else {}
         return _BITSANDBYTES | nested | {f"{_STATE}{options.format}": _Tensor(("U8",))}
-    return {"fp8": _FP8, "nvfp4": _NVFP4, "int4": _INT4}[str(options.format)]
+    return {"fp8": _FP8, "nvfp4": _NVFP4, "mxfp4": _MXFP4, "int4": _INT4, "int8": _INT8}[str(options.format)]
 
 
 def _check_header(folder: Path, options: QuantOptions, module: str, sources: Mapping[str, TensorSource]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from jaxtune.errors import UserError
-from jaxtune.hf.quantized.prequantized import convert_int4_codes, swap_codes
+from jaxtune.hf.quantized.prequantized import convert_int4_codes, convert_int8_codes, swap_codes
 from jaxtune.hf.weights import OutputTensor
 from jaxtune.quant.array import QuantizedArray
 from jaxtune.quant.format import Format
@@ -25,9 +25,9 @@ from pallas_kernels.quant_matmul import ELEMENTS
 
 # Formats in which experts can be quantized. transformers 5 fuses separate experts into one tensor when it reads them;
 # it then refuses experts in bitsandbytes' format, and drops the weight_global_scale of NVFP4.
-EXPERT_FORMATS = ("fp8", "int4")
+EXPERT_FORMATS = ("fp8", "int4", "int8")
 # Formats of compressed-tensors. In such a file transformers refuses experts that are not quantized.
-ALL_EXPERTS_FORMATS = ("nvfp4", "int4")
+ALL_EXPERTS_FORMATS = ("nvfp4", "mxfp4", "int4", "int8")
 # Layers that servers (vLLM, SGLang) fuse into one matrix. For NVFP4 they use the largest weight_global_scale of the
 # group for all its layers, so the layers must share one scale.
 _TOGETHER = (
@@ -38,9 +38,16 @@ _TOGETHER = (
 )
 _WEIGHTS = {  # in the notation of compressed-tensors' config
     "nvfp4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"},
+    "mxfp4": {"num_bits": 4, "type": "float", "strategy": "group", "scale_dtype": "torch.uint8"},
     "int4": {"num_bits": 4, "type": "int", "strategy": "group"},
+    "int8": {"num_bits": 8, "type": "int", "strategy": "channel"},
 }
-_COMPRESSED_TENSORS = {"nvfp4": "nvfp4-pack-quantized", "int4": "pack-quantized"}
+_COMPRESSED_TENSORS = {
+    "nvfp4": "nvfp4-pack-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+    "int4": "pack-quantized",
+    "int8": "pack-quantized",
+}
 
 
 def fusion_group(name: str) -> str:
@@ -129,6 +136,10 @@ def _arrays(kind: str, array: QuantizedArray) -> dict[str, Any]:
                 "weight_scale": block_scales,
                 "weight_global_scale": 1 / array.outer_scales,  # compressed-tensors stores a divisor
             }
+        case "mxfp4":
+            return {"weight_packed": swap_codes(codes), "weight_scale": scales}
+        case "int8":
+            return {"weight_packed": convert_int8_codes(codes).view(jnp.int32), "weight_scale": scales}
     # Four bytes with eight codes are one little-endian word.
     return {"weight_packed": convert_int4_codes(codes).view(jnp.int32), "weight_scale": scales}
 
@@ -136,7 +147,7 @@ def _arrays(kind: str, array: QuantizedArray) -> dict[str, Any]:
 def _constants(options: QuantOptions, tensor: OutputTensor) -> dict[str, Shaped[np.ndarray, "..."]]:
     """The tensors of a quantized module that depend only on its weight's shape and dtype."""
     kind, shape = str(options.format), list(tensor.shape)
-    if kind == "int4":
+    if kind in ("int4", "int8"):
         return {"weight_shape": np.asarray(shape, np.int64)}
     if kind != "nf4":
         return {}
@@ -181,7 +192,8 @@ def quantization_config(options: QuantOptions, dtype: str, others: Sequence[str]
             "weight_block_size": [block, block],
             "modules_to_not_convert": list(others),
         }
-    weights = {"symmetric": True, "dynamic": False, "group_size": block, **_WEIGHTS[kind]}
+    group = block if isinstance(block, int) else None
+    weights = {"symmetric": True, "dynamic": False, "group_size": group, **_WEIGHTS[kind]}
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",

@@ -248,7 +248,7 @@ def test_a_plain_parameter_is_never_filled_with_codes(folder):
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt', quant_algo='NVFP4'"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "'bitsandbytes', load_in_8bit=True"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "format='pack-quantized'"),
-        (int4(num_bits=8), "format='pack-quantized'"),
+        (int4(num_bits=3), "format='pack-quantized'"),
         (int4(symmetric=False), "format='pack-quantized'"),
         (int4(actorder="group"), "format='pack-quantized'"),
         (int4(strategy="tensor"), "format='pack-quantized'"),

@@ -59,8 +59,8 @@ def test_what_blocks_do_not_divide_stays_with_what_is_multiplied_beside_it(tmp_p
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_experts_are_quantized_where_they_can_be_read_so(tmp_path, one_device, kind):
     model, _ = declare_folder(one_device, write_model_folder(tmp_path, "Qwen3Moe", **MIXTURE))
-    if kind == "nvfp4":
-        with pytest.raises(UserError, match=r"experts\.0\.\w+_proj\.weight .*experts only in fp8 and int4"):
+    if kind in ("nvfp4", "mxfp4"):
+        with pytest.raises(UserError, match=r"experts\.0\.\w+_proj\.weight .*experts only in fp8, int4, int8"):
             select(model, kind)
         return
     selected, skipped = select(model, kind)

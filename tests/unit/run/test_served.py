@@ -18,7 +18,7 @@ from jaxtune.models.parameters import adapter_parts
 from jaxtune.objectives.objective import Sums
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.quant.array import QuantizedArray
-from jaxtune.quant.options import QuantOptions, ServeOptions
+from jaxtune.quant.options import SCHEMES, QuantOptions, ServeOptions
 from jaxtune.training.assembly import assemble, forward_of
 from jaxtune.training.step import make_eval_step, sum_micro_batch
 from jaxtune.weights.model import declare_model, read_base
@@ -29,7 +29,7 @@ MIXTURE = dict(SIZES, moe_intermediate_size=128, num_experts=2, num_experts_per_
 KINDS = {"Qwen3": SIZES, "Qwen3Moe": MIXTURE}
 LORA = LoraOptions(enabled=True, rank=4)
 # (format, whether adapters are trained, family)
-DENSE = [(format, adapters, "Qwen3") for format in ("int4", "fp8", "nvfp4", "nf4") for adapters in (True, False)]
+DENSE = [(format, adapters, "Qwen3") for format in SCHEMES for adapters in (True, False)]
 EXPERTS = [(format, adapters, "Qwen3Moe") for format in ("int4", "fp8") for adapters in (True, False)]
 
 
