@@ -25,7 +25,7 @@ from jaxtune.evaluation.evaluator import make_evaluate
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
-from jaxtune.quant.options import SCHEMES, ServeOptions
+from jaxtune.quant.options import ServeOptions
 from jaxtune.recipes.quickstart import MODEL, make_model_folder
 from jaxtune.training.assembly import task_of
 from jaxtune.weights.model import Model, declare_model
@@ -33,6 +33,7 @@ from jaxtune.weights.values import open_run
 
 # Blocks of 128 divide these.
 SIZES = MODEL | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+FORMATS = ("int4", "fp8", "nvfp4", "nf4")
 SEEDS = (0, 1, 2)
 # (adapters, learning rate)
 KINDS = {"LoRA": (True, 1e-3), "full": (False, 3e-4)}
@@ -72,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the models and runs")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of results")
-    parser.add_argument("--steps", type=int, default=200, help="steps of each run")
+    parser.add_argument("--steps", type=int, default=100, help="steps of each run")
     arguments = parser.parse_args()
     work = arguments.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
@@ -81,7 +82,7 @@ def main() -> None:
     base = train(work, "base", "quickstart", work / "model") / "export"
     rows = {}
     for kind, (adapters, rate) in KINDS.items():
-        by_format: dict[str, list[tuple[float, float, float]]] = {format: [] for format in SCHEMES}
+        by_format: dict[str, list[tuple[float, float, float]]] = {format: [] for format in FORMATS}
         for seed in SEEDS:
             options = {
                 "train": {"seed": seed, "max_steps": arguments.steps},
@@ -89,8 +90,8 @@ def main() -> None:
                 **({} if adapters else {"lora": {"enabled": False}}),
             }
             name = f"{kind}-{seed}"
-            plain = losses(train(work, name, "quickstart_lora", base, **options), (None, *SCHEMES))
-            for format in SCHEMES:
+            plain = losses(train(work, name, "quickstart_lora", base, **options), (None, *FORMATS))
+            for format in FORMATS:
                 served = train(work, f"{name}-{format}", "quickstart_lora", base, **options, serve={"format": format})
                 by_format[format].append((plain[None], plain[format], losses(served, (format,))[format]))
         for format, found in by_format.items():
