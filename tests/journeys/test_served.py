@@ -1,4 +1,4 @@
-"""Trained as it will be served: resumed in equal bits, and exported as evaluated, sampled and loaded elsewhere."""
+"""Trained as it will be served, by the unquantized model: resumed, exported, evaluated, sampled and loaded elsewhere."""
 
 import json
 
@@ -12,13 +12,14 @@ from jaxtune.host.run_folder import RunFolder
 from jaxtune.weights.served_linears import serve_weights
 from jaxtune.weights.values import open_run
 
-SERVED = {"serve.format": "int4", "serve.block_size": 32, "export.merge": True, "lora.dropout": 0.0, "lora.rank": 4}
+SERVED = {"serve.block_size": 32, "lora.rank": 4, "distill.top_k": 16, "distill.weight": 0.5}
 # So that logits differ by less than bfloat16 would round them.
 FLOAT32 = {"model.dtype": "float32", "precision.recipe": "fp32"}
 
 
 def test_an_export_is_the_model_that_was_trained(home, one_device):
-    folder, _ = check_resumed_run(home, "qwen_lora.py", "served", **SERVED, **FLOAT32)
+    options = {"distill.teacher": home / "model"}
+    folder, _ = check_resumed_run(home, "qwen_int4.py", "served", **SERVED, **FLOAT32, **options)
     merged = folder / "merged"
     described = json.loads((merged / "config.json").read_text())["quantization_config"]
     assert described["config_groups"]["group_0"]["weights"]["group_size"] == 32
