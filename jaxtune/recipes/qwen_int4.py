@@ -3,9 +3,9 @@
     python -m jaxtune.train --config=qwen_int4 --config.data.datasets=TEXTS_OR_CHATS
     python -m jaxtune.train --config=qwen_int4:PATH_OR_HUB_ID
 
-Adapters are trained, merged into each layer before it is quantized, and at the end: the run writes <run>/merged in int4.
-The data need not be what the model was trained on. The model in bfloat16 scores it once, before the first step; the
-scores are kept in data.cache_dir, 516 bytes a token. A few hundred steps are enough.
+Adapters are trained. They are merged into each layer before it is quantized, also in the export <run>/merged. The data
+need not be what the model was trained on. The model in bfloat16 scores it once, before the first step; the scores are
+kept in data.cache_dir, 516 bytes a token.
 """
 
 from jaxtune.recipes import qwen_lora

@@ -1,4 +1,4 @@
-"""Trained as it will be served, by the unquantized model: resumed, exported, evaluated, sampled and loaded elsewhere."""
+"""Trained as served, with the unquantized model as the teacher: resumed, exported, evaluated, sampled, loaded."""
 
 import json
 
