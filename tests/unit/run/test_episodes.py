@@ -10,6 +10,8 @@ import pytest
 from tiny import byte_tokenizer
 
 from jaxtune.config.schema import ChatOptions, Config, DataOptions, Dataset, RolloutOptions
+from jaxtune.data.chat.chat_template import ChatTemplate
+from jaxtune.data.chat.encoding import Encoder
 from jaxtune.data.formats.prompts import Prompt, Prompts
 from jaxtune.errors import UserError
 from jaxtune.hf.chat_templates import find_template
@@ -174,6 +176,19 @@ def test_a_tool_answers_and_only_sampled_tokens_are_trained(tokenizer, file):
     assert of_step["completions/mean_length"] == (len(first) - 9 + 2 + 2) / 2  # <|im_end|> is one token
     assert (of_step["tools/call_frequency"], of_step["tools/failure_frequency"]) == (0.5, 0)
     assert (of_step["episodes/turns"], of_step["episodes/failed_ratio"]) == (1.5, 0)
+
+
+def test_a_conversation_with_calls_is_trained_as_its_episode(tokenizer, file):
+    """Each answer of the training data comes after the tokens after which it is sampled."""
+    options = RolloutOptions((f"{file}:last",), tools=(f"{file}:add",), max_new_tokens=300)
+    script = [[call("add", '{"a": 3, "b": 4}'), "7<|im_end|>"]]
+    (episode,), _, _ = play(tokenizer, options, [{"prompt": "3 + 4?"}], script)
+    prompt, template = episode.prompt, ChatTemplate(tokenizer)
+    (encoded,) = Encoder(tokenizer)([template.render([*prompt.messages, *episode.messages], list(prompt.tools))])
+    tokens = [*prompt.tokens, *episode.tokens]
+    assert encoded.tokens[: len(tokens)].tolist() == tokens
+    trained = [False] * len(prompt.tokens) + [not seen for seen in episode.observed]
+    assert (encoded.loss_weights[: len(tokens)] > 0).tolist() == trained
 
 
 @pytest.mark.parametrize(
