@@ -36,6 +36,7 @@ NAMES = (
     "report",
     "options",
     "convert",
+    "merge",
     "recipes",
     "cache",
     "launch",

@@ -13,6 +13,7 @@ from typing import get_args, get_type_hints
 from absl import flags
 
 from jaxtune.inference.sampling import BOUNDS, SamplingOptions
+from jaxtune.merging.options import METHODS
 from jaxtune.quant.options import SCHEMES, QuantOptions
 
 _NUMBERS = {
@@ -110,6 +111,25 @@ def _convert(values: flags.FlagValues) -> None:
     flags.DEFINE_string("output", None, "recipe to write: FILE.py", flag_values=values)
 
 
+def _merge(values: flags.FlagValues) -> None:
+    text = partial(flags.DEFINE_string, flag_values=values)
+    flags.DEFINE_enum("method", None, list(METHODS), "how to merge", flag_values=values, required=True)
+    meaning = "folders or hub ids of the models, or of adapters, with commas between them"
+    flags.DEFINE_list("models", None, meaning, flag_values=values, required=True)
+    text("base", None, "model that the others were trained from, for all methods but linear and slerp")
+    text("output", None, "folder to write; it must be new or empty", required=True)
+    flags.DEFINE_list("weights", [], "a number for each model; default: 1 for each", flag_values=values)
+    meaning = "divide by the sum of the weights; default: with linear and ties"
+    flags.DEFINE_bool("normalize", None, meaning, flag_values=values)
+    number, whole = (partial(define, flag_values=values) for define in (flags.DEFINE_float, flags.DEFINE_integer))
+    number("lambda", None, "factor of the merged difference; default: 1")
+    number("density", None, "share of each difference that ties and dare keep; default: 0.5")
+    whole("seed", None, "seed of what dare drops; default: 0", lower_bound=0)
+    number("t", None, "slerp: 0 is the first model, 1 the second; default: 0.5", lower_bound=0, upper_bound=1)
+    meaning = "largest rank of a merged adapter; default: the sum of the ranks, or the largest one with ties and dare"
+    whole("rank", None, meaning, lower_bound=1)
+
+
 def _doctor(values: flags.FlagValues) -> None:
     flags.DEFINE_string("output_dir", "runs", "folder of all runs: train.output_dir", flag_values=values)
 
@@ -121,5 +141,6 @@ COMMANDS = {
     "generate": Flags(_generate, with_config=False),
     "prepare": Flags(_prepare),
     "convert": Flags(_convert),
+    "merge": Flags(_merge, with_config=False),
     "doctor": Flags(_doctor, with_config=False),
 }

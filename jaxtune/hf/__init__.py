@@ -11,7 +11,14 @@ from jaxtune.hf.description import (
 )
 from jaxtune.hf.larger_model import named_as_in_files, with_untouched
 from jaxtune.hf.model_card import Evaluation, write_card
-from jaxtune.hf.model_folder import label_names, read_config, read_generation_config, resolve, write_config
+from jaxtune.hf.model_folder import (
+    label_names,
+    read_config,
+    read_generation_config,
+    resolve,
+    staging_folder,
+    write_config,
+)
 from jaxtune.hf.peft import SavedAdapter, adapted_modules, read_adapter, write_adapter
 from jaxtune.hf.quantized.prequantized import Scheme, read_quantized, read_scheme
 from jaxtune.hf.quantized.written import quantization_config, quantize

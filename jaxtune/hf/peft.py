@@ -144,7 +144,7 @@ def write_adapter(
     folder: Path,
     tensors: Iterable[OutputTensor],
     lora: LoraOptions,
-    base_model: str,
+    base_model: str | None,
     revision: str | None,
     target_modules: Sequence[str],
     target_parameters: Sequence[str] = (),

@@ -31,7 +31,7 @@ COMMANDS = {path.stem for path in (ROOT / "jaxtune").glob("*.py")} - NO_COMMANDS
 FLOORS = (
     *("errors", "interrupt", "json_file", "columns", "hlo", "terminal", "option_field", "tokenizer_type"),
     *("parallel", "quant", "precision", "models", "objectives", "lora", "optim"),
-    *("data_options", "config", "checkpoint", "hf", "monitor"),
+    *("data_options", "config", "checkpoint", "hf", "merging", "monitor"),
     *("data.chat", "data.reading", "data.formats", "data.cache", "data.rows", "data"),
     *("host", "weights", "training", "inference", "exports", "scoring", "rollout", "evaluation", "run", "plan"),
 )
@@ -107,7 +107,7 @@ for line in {lines}:
 """
     ran = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
     assert ran.stdout.splitlines() == ["2"] * len(lines)
-    assert ran.stderr.count("--confg: no such flag") == 8 == len(command_flags.COMMANDS) + 1
+    assert ran.stderr.count("--confg: no such flag") == 9 == len(command_flags.COMMANDS) + 1
     assert ran.stderr.count("optim.rate = '1': no such option") == 5 == len(taking) + 1
 
 
