@@ -116,7 +116,7 @@ def open_evaluated_model(
     then, now = dataclasses.asdict(run.config), dataclasses.asdict(config)
     changed = [
         f"  {key}: {before!r} then, {after!r} now"
-        for section in ("quant", "precision")
+        for section in ("quant", "serve", "precision")
         for key, before, after in differences(then[section], now[section], section)
         if key not in ("precision.master_dtype", "precision.gradient_dtype")  # only training uses them
     ]

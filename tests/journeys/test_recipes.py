@@ -44,7 +44,7 @@ RECIPES = {
 
 
 # The other recipes each change one part, which has its own tests.
-KEPT = ("llama_pretrain.py", "pretrain_stream.py", "qwen_fp8.py")
+KEPT = ("llama_pretrain.py", "pretrain_stream.py")
 
 
 @pytest.mark.parametrize("recipe", nightly_except(KEPT, RECIPES))
@@ -76,6 +76,7 @@ def test_a_decoder_inside_a_model_that_sees_trains_resumes_exactly_exports_and_l
     assert all(np.array_equal(before[name], after[name]) for name in vision)
 
 
+@pytest.mark.nightly
 def test_the_average_of_weights_is_evaluated_and_exported(home):
     """Noise on embeddings is for training only: `evaluate` finds the run's own metrics."""
     options = {"optim.ema_decay": 0.5, "train.neftune_alpha": 5, "optim.learning_rate": 1e-3}

@@ -81,6 +81,7 @@ def test_on_another_machine_a_run_goes_on_from_its_mirror(uninterrupted):
     assert "ckpt.mirror=file:///proc/nowhere/moved: nothing can be written there" in call(*command, nowhere, code=2)
 
 
+@pytest.mark.nightly
 def test_a_second_start_is_refused_while_a_run_lasts(uninterrupted):
     folder, path, expected = uninterrupted
     flags = ("jaxtune.train", f"--config={path}", "--config.train.run_name=twice")

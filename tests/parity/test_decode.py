@@ -35,7 +35,7 @@ OF_EACH_KIND = (
     "granitemoehybrid, Mamba-2, experts",
     "lfm2, biases",
     "llama, llama3 rope, untied, biases",
-    "qwen3_next, a dense layer",
+    "qwen3_5_text, delta nets",
 )
 
 

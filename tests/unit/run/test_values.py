@@ -76,6 +76,7 @@ print(most - before, size)
 """
 
 
+@pytest.mark.nightly
 def test_loading_never_holds_two_whole_tensors_beside_the_quantized_model(tmp_path):
     """In float32: on a CPU, XLA computes with bfloat16 through float32 copies, which a GPU does not make."""
     if not sys.platform.startswith("linux"):
