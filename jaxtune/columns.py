@@ -79,6 +79,15 @@ OLD_LOG_PROB = Column("old_log_prob", np.float32)
 SAMPLED_LOG_PROB = Column("sampled_log_prob", np.float32)
 
 
+def routed_experts(width: int) -> Column:
+    """Return the column of the experts, of all layers with experts, that a token's prediction went through.
+
+    Like a log-probability, a token's value is at the position that predicts it: the experts of that position. -1: the
+    router chooses.
+    """
+    return Column("routed_experts", np.int16, padding=-1, width=width)
+
+
 def teacher_columns(top_k: int) -> tuple[Column, Column]:
     """Return the columns of a teacher's top-k tokens at each target, and of their log-probabilities.
 

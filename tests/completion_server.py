@@ -29,6 +29,8 @@ class CompletionServer:
     """Whether it knows return_token_ids."""
     log_probs: float | None = -1.5
     """The log-probability of every token; None: the server does not know them."""
+    routed_experts: Callable[[list[int]], Any] | None = None
+    """(tokens of a prompt and its completion) -> the field of a choice; None: it has none."""
     key: str | None = None
     models: list[str] = field(default_factory=lambda: ["base"])
     adapters: dict[str, str] = field(default_factory=dict)
@@ -111,6 +113,8 @@ class CompletionServer:
                 choice["token_ids"] = tokens[: stops[0] + 1] if stops else tokens
             if self.log_probs is not None and body.get("logprobs") is not None:
                 choice["logprobs"] = {"token_logprobs": [self.log_probs] * len(choice["token_ids"])}
+            if self.routed_experts is not None:
+                choice["routed_experts"] = self.routed_experts([*prompt, *choice["token_ids"]])
             choices.append(choice)
         return 200, {"object": "text_completion", "choices": choices}
 

@@ -50,11 +50,14 @@ class NextTokens(NamedTuple):
         log_probs: log-probability of each in nats, by the model at this temperature, of all tokens: without a
             repetition penalty, and before any token is left out (`mask_logits`). At temperature 0, as at 1.
         entropies: of the same distributions, in nats.
+        routed_experts: the experts, in each mixture, of the tokens that were read for it: of the padded prompt, or of
+            the token before; None: not recorded.
     """
 
     tokens: Int[Array | np.ndarray, " b"]
     log_probs: Float[Array | np.ndarray, " b"]
     entropies: Float[Array | np.ndarray, " b"]
+    routed_experts: Int[Array | np.ndarray, "b s mixtures k"] | None = None
 
 
 class Decoding(NamedTuple):
@@ -107,7 +110,7 @@ def begin(
     keys: Key[Array, " b"],
     sampling: Sampling,
     length: int,
-    dtype: jnp.dtype,
+    call: ForwardOptions,
 ) -> tuple[NextTokens, Decoding]:
     """Return the first token after prompts, padded on the left, and the state, with room for `length` positions."""
     seen = None
@@ -116,8 +119,8 @@ def begin(
         there = jnp.arange(tokens.shape[1]) >= start[:, None]
         rows = jnp.arange(len(tokens))[:, None]
         seen = jnp.zeros((len(tokens), decoder.spec.vocabulary), bool).at[rows, tokens].max(there)
-    cache = empty_cache(decoder.spec, len(tokens), length, dtype)
-    return advance(decoder, tokens, Decoding(cache, jnp.zeros((), jnp.int32), start, seen), keys, sampling, dtype)
+    cache = empty_cache(decoder.spec, len(tokens), length, call.dtype)
+    return advance(decoder, tokens, Decoding(cache, jnp.zeros((), jnp.int32), start, seen), keys, sampling, call)
 
 
 def advance(
@@ -126,7 +129,7 @@ def advance(
     decoding: Decoding,
     keys: Key[Array, " b"],
     sampling: Sampling,
-    dtype: jnp.dtype,
+    call: ForwardOptions,
 ) -> tuple[NextTokens, Decoding]:
     """Return the token after `tokens`, on every device, and the next state; `keys`: random keys of the rows."""
     index, start = decoding.index, decoding.start
@@ -138,13 +141,15 @@ def advance(
     placed = (jax.reshard(x, by_token()) for x in (tokens, jnp.maximum(numbers - start[:, None], 0), key_start, valid))
     tokens, positions, key_start, valid = placed
     inputs = inputs_of(decoder.spec, positions, attend_cached(index, key_start), valid)
-    hidden, cache, _ = decoder(tokens, inputs, ForwardOptions(dtype), decoding.cache)
+    hidden, cache, recorded = decoder(tokens, inputs, call, decoding.cache)
     rows = P(by_token()[0])
     # Prompts are padded on the left, so the last position is the last token of every row.
-    next_logits, seen = logits(decoder, hidden[:, -1], dtype), decoding.seen
+    next_logits, seen = logits(decoder, hidden[:, -1], call.dtype), decoding.seen
     arguments = jax.tree.map(lambda array: jax.reshard(array, rows), (next_logits, keys, seen))
     # Each device has whole vocabularies of some rows: a sort along a sharded axis would communicate.
     chosen = jax.shard_map(partial(choose, sampling=sampling), in_specs=rows, out_specs=rows)(*arguments)
+    if call.record_routing:
+        chosen = chosen._replace(routed_experts=jnp.moveaxis(recorded["routed_experts"].astype(jnp.int16), 0, 2))
     chosen = jax.reshard(chosen, P())
     if seen is not None:
         seen = seen.at[jnp.arange(len(chosen.tokens)), chosen.tokens].set(True)

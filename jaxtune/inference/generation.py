@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Int16
 
 from jaxtune import hf
 from jaxtune.errors import UserError
 from jaxtune.host.process import compiler_options
 from jaxtune.inference.decode import NextTokens, Sampling, advance, begin, rules_of_decoding
 from jaxtune.models.decoder import Parameters, bind
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel.layout import RULES, shards
 from jaxtune.weights.model import Model
@@ -29,7 +31,7 @@ SAMPLE = Sampling(temperature=1.0, top_p=0.95)
 """Sampling options of a run's sample: at lower temperatures, a small model only repeats likely tokens like spaces."""
 
 # (parameters, prompts, number of each prompt) -> an iterator that yields the next token of each prompt. Tokens are on
-# the host; log-probabilities stay on the devices until they are read.
+# the host; the rest stays on the devices until it is read.
 Generate = Callable[..., Iterator[NextTokens]]
 
 
@@ -43,6 +45,8 @@ class Completion(NamedTuple):
             the engine does not know it; empty if nobody asked for them.
         entropies: The entropy of the distribution of each sampled token, likewise; empty if they are not known.
         observed: Whether each token was written by tools or an environment, not sampled; empty if none was.
+        routed_experts: The experts, in each mixture, of each token of prompt and completion that was read for it, from
+            the first on: all but the last one. None: not recorded.
     """
 
     tokens: list[int]
@@ -50,6 +54,7 @@ class Completion(NamedTuple):
     log_probs: Sequence[float] = ()
     entropies: Sequence[float] = ()
     observed: Sequence[bool] = ()
+    routed_experts: Int16[np.ndarray, "tokens mixtures active"] | None = None
 
     @property
     def sampled(self) -> list[bool]:
@@ -78,8 +83,13 @@ def decode_programs(
     dtype: jnp.dtype,
     sampling: Sampling = Sampling(),
     seed: int = 0,
+    record_routing: bool = False,
 ) -> DecodePrograms:
-    """Return the functions that `make_generate` calls, with the same arguments."""
+    """Return the functions that `make_generate` calls, with the same arguments.
+
+    record_routing: whether to return `NextTokens.routed_experts`.
+    """
+    call = ForwardOptions(dtype, record_routing=record_routing)
 
     def keys(numbers: jax.Array, indices: jax.Array) -> jax.Array:
         def row_key(number: jax.Array, index: jax.Array) -> jax.Array:
@@ -91,11 +101,11 @@ def decode_programs(
     def first(tokens, start, numbers, indices, parameters):
         length = tokens.shape[1] + max_new_tokens
         decoder = bind(graph, parameters)
-        return begin(decoder, tokens, start, keys(numbers, indices), sampling, length, dtype)
+        return begin(decoder, tokens, start, keys(numbers, indices), sampling, length, call)
 
     @partial(jax.jit, donate_argnums=1, compiler_options=compiler_options())
     def following(tokens, decoding, numbers, indices, parameters):
-        return advance(bind(graph, parameters), tokens[:, None], decoding, keys(numbers, indices), sampling, dtype)
+        return advance(bind(graph, parameters), tokens[:, None], decoding, keys(numbers, indices), sampling, call)
 
     return DecodePrograms(first, following)
 
@@ -131,8 +141,8 @@ def make_generate(graph: nnx.GraphDef, spec: ModelSpec, *, max_new_tokens: int, 
             if count < max(lacking):
                 with RULES(rules_of_decoding(RULES.value)):
                     upcoming, decoding = following(chosen.tokens, decoding, numbered, index + count, parameters)
-            of_rows, *scores = (array.addressable_data(0) for array in chosen)
-            yield NextTokens(np.asarray(of_rows)[: len(prompts)], *scores)
+            local = jax.tree.map(lambda array: array.addressable_data(0), chosen)
+            yield local._replace(tokens=np.asarray(local.tokens)[: len(prompts)])
 
     return generate
 
@@ -204,16 +214,18 @@ def collect_completions(
     *,
     scores: bool = False,
     limits: Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> list[Completion]:
     """Collect the tokens of each of `prompts` prompts, up to the token with which `ended` is true.
 
     scores: whether to collect log_probs and entropies too. limits: the most tokens of each prompt; None: all.
+    lengths: the number of tokens of each prompt, to collect routed_experts too; None: not collected.
     """
     rows: list[list[int]] = [[] for _ in range(prompts)]
     open_rows, finished = set(range(prompts)), set()
     by_step = []
     for step in steps:
-        by_step.append(step[1:])
+        by_step.append(step)
         for row in list(open_rows):
             rows[row].append(int(step.tokens[row]))
             if ended(rows[row]):
@@ -224,11 +236,22 @@ def collect_completions(
             break
     made = [Completion(row_tokens, row in finished) for row, row_tokens in enumerate(rows)]
     if scores:
-        log_probs, entropies = np.stack(jax.device_get(by_step), -1)  # each (prompts, steps)
+        by_row = [(step.log_probs, step.entropies) for step in by_step]
+        log_probs, entropies = np.stack(jax.device_get(by_row), -1)  # each (prompts, steps)
         for row, one in enumerate(made):
             written = len(one.tokens)
-            made[row] = Completion(*one[:2], log_probs[row, :written].tolist(), entropies[row, :written].tolist())
-    return made
+            of_row = {"log_probs": log_probs[row, :written].tolist(), "entropies": entropies[row, :written].tolist()}
+            made[row] = one._replace(**of_row)
+    return made if lengths is None else _with_routing(made, [step.routed_experts for step in by_step], lengths)
+
+
+def _with_routing(made: list[Completion], by_step: list[Any], lengths: Sequence[int]) -> list[Completion]:
+    """Return completions with routed_experts; by_step: of the prompts, padded on the left, then of a token each."""
+    routed, padded = np.concatenate(jax.device_get(by_step), 1), by_step[0].shape[1]
+    return [
+        one._replace(routed_experts=of_row[padded - length : padded + len(one.tokens) - 1])
+        for one, of_row, length in zip(made, routed, lengths)
+    ]
 
 
 def make_stop_test(

@@ -56,7 +56,8 @@ SAVED_NAMES: dict[Remat, tuple[str, ...]] = {
 }
 INPUT = "input"  # the name of a layer's input
 Parameters = dict[str, Any]
-# Values that layers return in addition to activations: sums over the tokens of each row, (emitting layers, rows, ...).
+# Values that layers return in addition to activations: sums over the tokens of each row, (emitting layers, rows, ...);
+# and what they record of each token.
 Sums = dict[str, Array]
 
 
@@ -108,7 +109,7 @@ class Block(nnx.Module):
             if isinstance(self.mlp, MLP):
                 y = self.mlp(normed, call)
             else:
-                y, sums = self.mlp(normed, call, inputs.valid, x)
+                y, sums = self.mlp(normed, call, inputs.valid, x, inputs.routed_experts)
             x = self._add(x, y, self.mlp_out_norm, call, "feed-forward")
         if self.embedding_gate is not None and inputs.layer_embeddings is not None:
             y = self.embedding_gate(jax.reshard(x, by_token(None)), inputs.layer_embeddings, call)
@@ -219,6 +220,7 @@ class Stack(nnx.Module):
         each repeat; None: the whole stack's.
         """
         numbers = jnp.array(self.stack.layer_numbers(0)) if numbers is None else numbers
+        mixtures = self.stack.mixtures
         # The arrays are split from the modules for the scan, so that a period is traced and compiled once, for any
         # number of repeats. Each iteration merges its slice of the weights back into the modules.
         graph, adapters, weights = nnx.split(self.blocks, nnx.LoRAParam, ...)
@@ -228,12 +230,15 @@ class Stack(nnx.Module):
         # A loop updates what it carries in place. Scanned over, the cache would be copied for every token.
         def repeat(carried, scanned):
             x, caches = carried
-            adapters, weights, number, place, embeddings = scanned
+            adapters, weights, number, place, embeddings, routed = scanned
             weights = copy_to_device(weights)  # from host memory, if they are offloaded
             x = checkpoint_name(x, INPUT)
             after, sums = [], []
             for position, block in enumerate(nnx.merge(graph, adapters, weights)):
-                of_layer = inputs._replace(layer_embeddings=None if embeddings is None else embeddings[position])
+                of_layer = inputs._replace(
+                    layer_embeddings=None if embeddings is None else embeddings[position],
+                    routed_experts=None if routed is None else dict(zip(mixtures, routed)).get(position),
+                )
                 stacked = caches and caches[position]
                 slot = None if stacked is None else CacheSlot(stacked, place)
                 x, layer_cache, emitted = block(x, of_layer, slot, call.layer(number + position))
@@ -255,7 +260,8 @@ class Stack(nnx.Module):
         repeat = jax.checkpoint(repeat, policy=policy, prevent_cse=prevent_cse)
         unroll = len(numbers) if call.unroll else 1
         places = None if cache is None else jnp.arange(len(numbers))
-        scanned = (adapters, weights, numbers, places, self._by_repeat(inputs.layer_embeddings))
+        by_repeat = self._by_repeat(inputs.layer_embeddings), inputs.routed_experts
+        scanned = (adapters, weights, numbers, places, *by_repeat)
         (x, caches), (kept, sums) = jax.lax.scan(repeat, (x, cache), scanned, unroll=unroll)
         return x, kept if cache is None else caches, {name: _by_layer(value) for name, value in sums.items()}
 
@@ -343,8 +349,9 @@ class Decoder(nnx.Module):
         part: slice = slice(None),
     ) -> tuple[Float[Array, "b s d"], Any, Sums]:
         """Return the activations after the stacks in `part`, their caches and their sums."""
-        after, sums = [], []
+        after, sums, routed = [], [], inputs.routed_experts
         for number in range(len(self.stacks))[part]:
+            inputs = inputs._replace(routed_experts=None if routed is None else routed[number])
             x, stack_cache, emitted = self.stacks[number](x, inputs, cache and cache[number], call)
             inputs = inputs._replace(kept={**inputs.kept, **self.stacks[number].kept(stack_cache)})
             after.append(stack_cache)
@@ -409,6 +416,19 @@ def inputs_of(
     ropes = dict.fromkeys((mixer.rope, mixer.rotated) for mixer in heads if mixer.rope is not None)
     rotations = {(rope, width): rotation(rope, width, positions) for rope, width in ropes}
     return Inputs(rotations, attend, positions, valid, place)
+
+
+def routed_by_stack(spec: ModelSpec, routed: Int[Array, "b s w"]) -> tuple[Int[Array, "repeats m b s k"] | None, ...]:
+    """Return the column `routed_experts` as `Inputs` has it."""
+    layout = jax.typeof(routed).sharding.spec[:2]
+    whole = jnp.reshape(routed, (*routed.shape[:2], *spec.routed_shape), out_sharding=P(*layout))
+    by_layer, parts, first = jnp.moveaxis(whole, 2, 0), [], 0
+    for stack in spec.stacks:
+        count = stack.repeats * len(stack.mixtures)
+        part, first = by_layer[first : first + count], first + count
+        shape = (stack.repeats, len(stack.mixtures), *part.shape[1:])
+        parts.append(jnp.reshape(part, shape, out_sharding=P(None, None, *layout)) if count else None)
+    return tuple(parts)
 
 
 def bind(graph: nnx.GraphDef, parameters: Parameters) -> Any:

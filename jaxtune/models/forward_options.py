@@ -26,6 +26,7 @@ class ForwardOptions(NamedTuple):
         fallback: 'warn' uses 'auto' if that backend cannot run; 'error' raises.
         documents: the largest number of documents in a row, for backends that need a bound; None: no bound.
         experts: backend for mixtures of experts, a name in BACKENDS of layers.experts or 'auto'.
+        record_routing: whether the sums of a mixture also have routed_experts (b, s, k), the experts of each token.
         capacity_factor: capacity factor of `layers.expert_all_to_all`, which sends tokens to other devices; None: the
             tokens of all devices are all-gathered instead.
         groups: inside a mixture, which expert's weights multiply each token; None: a weight is one matrix.
@@ -46,6 +47,7 @@ class ForwardOptions(NamedTuple):
     fallback: Literal["error", "warn"] = "error"
     documents: int | None = None
     experts: str = "auto"
+    record_routing: bool = False
     capacity_factor: float | None = None
     groups: Groups | None = None
     keep_gathered: bool = False

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxtune.errors import UserError
 from jaxtune.models import pipeline
-from jaxtune.models.decoder import Decoder, join_sums
+from jaxtune.models.decoder import Decoder, join_sums, routed_by_stack
 from jaxtune.models.divergence import Divergence, likeliest, score_with_divergence
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.lookup import lookup
@@ -80,6 +80,8 @@ class ScoreOptions(NamedTuple):
         temperature: divides all logits.
         hits: whether to compute `Scores.hits`.
         further: whether to compute `Scores.further`, from the columns of `columns.further_columns`.
+        replay_routing: whether tokens go to the experts in the column routed_experts; False: to those that the router
+            chooses.
         next_token: False: log_prob and loss are 0, and cost nothing.
         tokens: the objective reads `LabelScores` of these tokens instead; (): it does not.
     """
@@ -90,6 +92,7 @@ class ScoreOptions(NamedTuple):
     temperature: float = 1.0
     hits: bool = False
     further: bool = False
+    replay_routing: bool = False
     next_token: bool = True
     tokens: tuple[int, ...] = ()
 
@@ -117,7 +120,7 @@ def score(
     Raises:
         UserError: for label_smoothing or a temperature if the model caps its logits.
     """
-    states, sums = hidden_states(decoder, batch, call) if hidden is None else hidden
+    states, sums = hidden_states(decoder, batch, call, options.replay_routing) if hidden is None else hidden
     further = ()
     if options.further:
         further, sums = _score_further(decoder, batch, call, states, sums, head_gradient)
@@ -245,10 +248,16 @@ def score_labels(
     return LabelScores(logits, sums)
 
 
-def hidden_states(decoder: Decoder, batch: Batch, call: ForwardOptions) -> Hidden:
-    """Return the head's input for a batch of packed rows; a pipeline's stages run one after another."""
+def hidden_states(decoder: Decoder, batch: Batch, call: ForwardOptions, replay_routing: bool = False) -> Hidden:
+    """Return the head's input for a batch of packed rows; a pipeline's stages run one after another.
+
+    replay_routing: as in `ScoreOptions`; not in a pipeline.
+    """
     if decoder.pipeline is None:
-        hidden, _, sums = decoder(batch["tokens"], pipeline.make_inputs(decoder.spec, batch, call), call)
+        inputs = pipeline.make_inputs(decoder.spec, batch, call)
+        if replay_routing:
+            inputs = inputs._replace(routed_experts=routed_by_stack(decoder.spec, batch["routed_experts"]))
+        hidden, _, sums = decoder(batch["tokens"], inputs, call)
         return hidden, sums
     x, before = pipeline.enter(decoder, batch, call)
     x, inside = pipeline.run_chunks(decoder, x, batch, call)

@@ -254,9 +254,21 @@ class ModelSpec:
         return -(-self.vocabulary // 256) * 256
 
     @property
+    def mixtures(self) -> dict[int, Experts]:
+        """The mixtures of experts, by the number of their layer."""
+        slots = enumerate(layer.feed_forward for layer in self.layers)
+        return {number: slot for number, slot in slots if isinstance(slot, Experts)}
+
+    @property
     def has_experts(self) -> bool:
         """Whether any layer is a mixture of experts."""
-        return any(isinstance(layer.feed_forward, Experts) for layer in self.layers)
+        return bool(self.mixtures)
+
+    @property
+    def routed_shape(self) -> tuple[int, int]:
+        """The shape of the numbers of a token's experts: mixtures, and experts that each chooses."""
+        (active,) = {experts.active for experts in self.mixtures.values()}  # no family has mixtures that differ in it
+        return len(self.mixtures), active
 
     @property
     def stacks(self) -> "tuple[StackSpec, ...]":
@@ -307,6 +319,11 @@ class StackSpec:
     repeats: int
     stages: int = 1
     chunks: int = 1
+
+    @property
+    def mixtures(self) -> list[int]:
+        """The positions of the period whose layers are mixtures of experts."""
+        return [position for position, layer in enumerate(self.period) if isinstance(layer.feed_forward, Experts)]
 
     def layer_numbers(self, position: int) -> list[int]:
         """Return the numbers of the layers at a position of the period, in the order of the stacked arrays."""

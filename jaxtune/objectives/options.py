@@ -162,6 +162,9 @@ class RolloutOptions:
         "completions that the devices generate together, which sets the size of the KV cache; `plan` counts it, "
         "memory.check does not; unset: all completions of a step", "completions [1, inf)",
         when="rollout.server is None")
+    replay_routing: bool = option(False,
+        "mixtures of experts: the update sends each token to the experts that it went to when the completion was "
+        "sampled (R3, 2025); their weights are the router's own", when="rollout.rewards")
     server: str | None = option(None,
         "URL of an OpenAI-compatible server, such as vLLM, which receives the adapters and generates completions; "
         "unset: the devices of the run generate them", basic=True)

@@ -24,6 +24,7 @@ from jaxtune.inference.generation import (
     stop_tokens,
 )
 from jaxtune.models.decoder import Parameters
+from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import recipe_of
@@ -93,7 +94,8 @@ def complete_on_devices(config: Config, model: Model, tokenizer) -> Completer:
             there = [written[row] for row in rows]
             steps = generate(weights, [prompts[row] for row in rows], [numbers[row] for row in rows], there)
             kept, limits = min(size, len(prompts) - first), [options.max_new_tokens - tokens for tokens in there]
-            completions += collect_completions(steps, kept, ended, scores=True, limits=limits)
+            lengths = [len(prompts[row]) for row in rows] if options.replay_routing else None
+            completions += collect_completions(steps, kept, ended, scores=True, limits=limits, lengths=lengths)
         return completions
 
     return Completer(prepare, complete)
@@ -104,7 +106,7 @@ def decode_options(config: Config, dtype: jnp.dtype) -> dict[str, Any]:
     options = config.rollout
     sampling = Sampling(**{name: getattr(options, name) for name in Sampling._fields})
     how = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "seed": config.train.seed}
-    return {**how, "dtype": dtype}
+    return {**how, "dtype": dtype, "record_routing": options.replay_routing}
 
 
 def completions_at_once(config: Config, mesh: jax.sharding.Mesh) -> int:
@@ -127,6 +129,7 @@ def complete_by_server(config: Config, model: Model, tokenizer, folder: Path) ->
     ends = {"stop": stops_of(config, model, tokenizer), "strings": options.stop}
     how = {**sampling, **ends, "max_tokens": options.max_new_tokens, "seed": config.train.seed}
     how |= {"vocabulary": model.spec.vocabulary, "log_probs": options.corrects != "none"}
+    how["routed"] = model.spec if options.replay_routing else None
 
     # The adapters of later steps, of the step that waits for completions, and of an evaluation.
     folders = itertools.cycle([folder / str(n) for n in range(options.ahead + 3)] if options.ahead else [folder])
@@ -150,6 +153,7 @@ def complete_by_server(config: Config, model: Model, tokenizer, folder: Path) ->
             sent = version, completion_server.send_adapter(url, name, adapter) if multihost.is_main() else ""
         table = np.zeros((len(prompts), 2 + options.max_new_tokens), np.int32)  # finished, length, tokens
         scores = np.zeros((len(prompts), options.max_new_tokens), np.float32)
+        made = []
         if multihost.is_main():
             timeout = options.server_seconds
             made = completion_server.complete(url, sent[1], prompts, numbers, written, timeout=timeout, **how)
@@ -158,12 +162,25 @@ def complete_by_server(config: Config, model: Model, tokenizer, folder: Path) ->
                 row[2 : 2 + len(completion.tokens)] = completion.tokens
                 of_row[: len(completion.log_probs)] = completion.log_probs
         table, scores = multihost_utils.broadcast_one_to_all((table, scores))
-        return [
+        completions = [
             Completion(row[2 : 2 + row[1]].tolist(), bool(row[0]), of_row[: row[1]].tolist())
             for row, of_row in zip(table, scores)
         ]
+        return _share_routing(model.spec, prompts, completions, made) if options.replay_routing else completions
 
     return Completer(prepare, complete)
+
+
+def _share_routing(
+    spec: ModelSpec, prompts: list[list[int]], completions: list[Completion], made: list[Completion]
+) -> list[Completion]:
+    """Return completions with the routed_experts of `made`, which only process 0 has."""
+    ends = np.cumsum([len(prompt) + len(one.tokens) - 1 for prompt, one in zip(prompts, completions)])
+    routed = np.zeros((ends[-1], *spec.routed_shape), np.int16)
+    if multihost.is_main():
+        routed = np.concatenate([one.routed_experts for one in made])
+    routed = np.asarray(multihost_utils.broadcast_one_to_all(routed), np.int16)
+    return [one._replace(routed_experts=part) for one, part in zip(completions, np.split(routed, ends[:-1]))]
 
 
 def stops_of(config: Config, model: Model, tokenizer) -> frozenset[int]:

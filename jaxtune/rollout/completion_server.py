@@ -30,6 +30,8 @@ from jaxtune.data.chat.messages import clip
 from jaxtune.errors import UserError, printable
 from jaxtune.hf.peft import CONFIG, WEIGHTS
 from jaxtune.inference.generation import Completion
+from jaxtune.models.spec import ModelSpec
+from jaxtune.rollout.routed_experts_field import read_routed_experts
 
 PARALLEL = 256
 """Number of concurrent requests: the default number of sequences in a batch of vLLM."""
@@ -37,6 +39,8 @@ PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds to wait before each retry, if the server could not be reached or was too busy."""
 MAX_BYTES = 2**24
 """Limit of an answer's size; an answer of 100,000 tokens, with its text and its prompt, takes a tenth of it."""
+ROUTED_BYTES = 12
+"""Bytes of the number of an expert, an integer of 64 bits at most, in base64."""
 _TOO_BUSY = (429, 502, 503, 504)
 
 Wait = Callable[[float], None]
@@ -60,6 +64,7 @@ def complete(
     strings: Collection[str] = (),
     seed: int,
     log_probs: bool = False,
+    routed: ModelSpec | None = None,
     timeout: float,
     wait: Wait = time.sleep,
 ) -> list[Completion]:
@@ -84,6 +89,7 @@ def complete(
         seed: Seed shared by all prompts.
         log_probs: Whether completions have the log-probabilities of their tokens. vLLM computes them before the
             temperature and other sampling options, unless it was started with --logprobs-mode=processed_logprobs.
+        routed: The model, if completions have the experts of each token; None: they have not.
         timeout: Seconds within which a completion must arrive, including its time in the server's queue.
         wait: Function that sleeps between attempts.
 
@@ -116,7 +122,10 @@ def complete(
             "return_token_ids": True,
             **sampling,
         }
-        completion = _completion(url, _call(url, "completions", body, timeout, wait), log_probs)
+        most = len(prompts[index]) + max_tokens - there
+        more = 0 if routed is None else most * math.prod(routed.routed_shape) * ROUTED_BYTES
+        answer = _call(url, "completions", body, timeout, wait, more_bytes=more)
+        completion, routing = _completion(url, answer, log_probs)
         if len(completion.tokens) > max_tokens - there:
             raise UserError(
                 f"{url} returned {len(completion.tokens)} tokens; at most {max_tokens - there} were requested"
@@ -124,7 +133,10 @@ def complete(
         if unknown := [token for token in completion.tokens if not 0 <= token < vocabulary]:
             text = f"the model has tokens 0 to {vocabulary - 1}; does the server serve this model?"
             raise UserError(f"{url} returned token {clip(str(unknown[0]))}: {text}")
-        return completion
+        if routed is None:
+            return completion
+        read = len(prompts[index]) + len(completion.tokens) - 1
+        return completion._replace(routed_experts=read_routed_experts(url, routing, read, routed))
 
     return _in_parallel(one, len(prompts))
 
@@ -192,7 +204,8 @@ def _seed(seed: int, number: int, written: int) -> int:
     return int.from_bytes(hashlib.sha256(named.encode()).digest()[:6], "big")
 
 
-def _completion(url: str, body: bytes, log_probs: bool) -> Completion:
+def _completion(url: str, body: bytes, log_probs: bool) -> tuple[Completion, Any]:
+    """Return the completion of an answer, and its field routed_experts."""
     choices = _entries(url, body, "choices")
     if len(choices) != 1:
         raise _not_openai(url, body)
@@ -204,7 +217,8 @@ def _completion(url: str, body: bytes, log_probs: bool) -> Completion:
     if reason not in ("stop", "length"):
         shown = clip(repr(reason))
         raise UserError(f"{url} ended a completion with finish_reason={shown}, which is neither 'stop' nor 'length'")
-    return Completion(tokens, reason == "stop", _log_probs(url, choices[0], len(tokens)) if log_probs else ())
+    scores = _log_probs(url, choices[0], len(tokens)) if log_probs else ()
+    return Completion(tokens, reason == "stop", scores), choices[0].get("routed_experts")
 
 
 def _log_probs(url: str, choice: dict[str, Any], count: int) -> list[float]:
@@ -234,16 +248,22 @@ def _digest(folder: Path) -> str:
 
 
 def _call(
-    url: str, endpoint: str, body: dict[str, Any] | None, timeout: float, wait: Wait, fine: Collection[int] = ()
+    url: str,
+    endpoint: str,
+    body: dict[str, Any] | None,
+    timeout: float,
+    wait: Wait,
+    fine: Collection[int] = (),
+    more_bytes: int = 0,
 ) -> bytes:
     """Send POST /v1/endpoint, or GET without a body, with retries, and return the answer.
 
-    `fine`: status codes that count as success.
+    `fine`: status codes that count as success. `more_bytes`: by which an answer may exceed MAX_BYTES.
     """
     request = _request(url, endpoint, body)
     for pause in (*PAUSES, None):
         try:
-            status, answer = _answer(request, timeout)
+            status, answer = _answer(request, timeout, MAX_BYTES + more_bytes)
         except (OSError, http.client.HTTPException) as error:
             cause = getattr(error, "reason", error)
             if isinstance(cause, TimeoutError):
@@ -327,16 +347,16 @@ class _Connect(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         return self.do_open(_Secure, req)
 
 
-def _answer(request: urllib.request.Request, timeout: float) -> tuple[int, bytes]:
+def _answer(request: urllib.request.Request, timeout: float, limit: int) -> tuple[int, bytes]:
     response: Any  # an HTTPError is a response, too
     try:
         response = urllib.request.build_opener(_Connect).open(request, timeout=timeout)
     except urllib.error.HTTPError as error:
         response = error
     with response:
-        content = response.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise UserError(f"{request.full_url} answers with more than {MAX_BYTES} bytes")
+        content = response.read(limit + 1)
+        if len(content) > limit:
+            raise UserError(f"{request.full_url} answers with more than {limit} bytes")
         if response.length:  # bytes of Content-Length still missing; `read` with a size does not check this itself
             raise http.client.IncompleteRead(content, response.length)
         return response.status, content

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jaxtyping import Int16
 
 from jaxtune.config.schema import Config
 from jaxtune.data.chat.chat_template import ChatTemplate
@@ -48,6 +49,7 @@ class Episode:
         observed: whether each token is observed.
         log_probs: of each token, 0 for observed ones, if they are known.
         entropies: of sampled tokens, if they are known.
+        routed_experts: as in `Completion`; each token's from the turn that read it first.
         finished: whether the last turn ended before its limit.
         open: whether the model has another turn.
         failed: whether the environment failed.
@@ -67,6 +69,7 @@ class Episode:
     observed: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
+    routed_experts: Int16[np.ndarray, "tokens mixtures active"] | None = None
     finished: bool = False
     open: bool = True
     failed: bool = False
@@ -85,7 +88,7 @@ class Episode:
     def completion(self) -> Completion:
         """The completion; nothing of a failed episode is trained."""
         observed = [True] * len(self.tokens) if self.failed else self.observed
-        return Completion(self.tokens, self.finished, self.log_probs, self.entropies, observed)
+        return Completion(self.tokens, self.finished, self.log_probs, self.entropies, observed, self.routed_experts)
 
     def sample(self, turn: Completion) -> None:
         """Append a turn of the model."""
@@ -95,6 +98,11 @@ class Episode:
         self.observed += [False] * len(turn.tokens)
         self.log_probs += turn.log_probs
         self.entropies += turn.entropies
+        if self.routed_experts is None or turn.routed_experts is None:
+            self.routed_experts = turn.routed_experts
+        else:
+            new = turn.routed_experts[len(self.routed_experts) :]
+            self.routed_experts = np.concatenate([self.routed_experts, new])
 
     def observe(self, tokens: Sequence[int], scored: bool) -> None:
         """Append an observation; scored: whether tokens have log-probabilities."""

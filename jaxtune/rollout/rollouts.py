@@ -1,6 +1,7 @@
 """A step of reinforcement learning: sample completions from the model, reward them, update the model."""
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -11,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Float64
+from jaxtyping import Array, Float64, Int16
 
-from jaxtune.columns import ADVANTAGE, OLD_LOG_PROB, SAMPLED_LOG_PROB, TOKENS, Column
+from jaxtune.columns import ADVANTAGE, OLD_LOG_PROB, SAMPLED_LOG_PROB, TOKENS, Column, routed_experts
 from jaxtune.config.schema import Config
 from jaxtune.data.formats.prompts import Prompt
 from jaxtune.data.rows.prompt_feed import PromptBatch
@@ -250,8 +251,22 @@ def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -
     if config.rollout.corrects != "none":
         scores = [[0.0] * len(prompt.tokens) + [*completion.log_probs] for prompt, completion in pairs]
         values[SAMPLED_LOG_PROB] = np.concatenate(scores)
+    if config.rollout.replay_routing:
+        width = math.prod(program.model.spec.routed_shape)
+        values[routed_experts(width)] = np.concatenate([_routing(*pair, width) for pair in pairs])
     columns = tuple(column for column in program.objective.columns if column != OLD_LOG_PROB)
     return batch_of_documents(config, columns, tokens, weights, values, program.batch[TOKENS.name])
+
+
+def _routing(prompt: Prompt, completion: Completion, width: int) -> Int16[np.ndarray, "tokens width"]:
+    """The column routed_experts of a prompt and its completion: of a token, the experts of the token before it.
+
+    Tokens that were never read, such as the last observation of an episode, predict nothing that is trained.
+    """
+    routing = np.full((len(prompt.tokens) + len(completion.tokens), width), -1, np.int16)
+    if completion.routed_experts is not None:  # an episode may fail before its first answer
+        routing[1 : 1 + len(completion.routed_experts)] = completion.routed_experts.reshape(-1, width)
+    return routing
 
 
 def _make_scored(config: Config, model: Model) -> Callable[[Parameters, Parameters, Batch], Array]:
@@ -259,7 +274,8 @@ def _make_scored(config: Config, model: Model) -> Callable[[Parameters, Paramete
 
     They are of the policy that sampled the completions, for the importance ratio of later iterations.
     """
-    forward, options = forward_of(config, model), ScoreOptions(temperature=config.rollout.temperature)
+    forward, rollout = forward_of(config, model), config.rollout
+    options = ScoreOptions(temperature=rollout.temperature, replay_routing=rollout.replay_routing)
 
     def score_all(decoder: Decoder, batch: Batch, call: ForwardOptions) -> Array:
         def add(number: Array, micro: Batch, scores: Array) -> Array:

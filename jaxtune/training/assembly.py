@@ -1,7 +1,9 @@
 """The program of a run: model, optimizer, state, batch and step, from only its base model and its config."""
 
+import dataclasses
 import itertools
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any, NamedTuple
@@ -10,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune import data
+from jaxtune.columns import routed_experts
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.host import plugins
@@ -164,6 +167,10 @@ def objective_of(config: Config, model: Model) -> Objective:
         objective = dynamic_fine_tuning()
     else:
         objective = cross_entropy(*regularisers)
+    if config.rollout.replay_routing:
+        columns = *objective.columns, routed_experts(math.prod(model.spec.routed_shape))
+        replayed = objective.score._replace(replay_routing=True)
+        objective = dataclasses.replace(objective, columns=columns, score=replayed)
     if model.spec.mtp:
         if of_plugin is not None:
             raise UserError("mtp.weight: the loss of modules is added to next-token loss, not to a plugin's objective")

@@ -276,6 +276,8 @@ def _apply_treatments(base: Base, config: Config, train: bool) -> ModelSpec:
     for field in dataclasses.fields(config.experts):
         if not spec.has_experts and (value := getattr(config.experts, field.name)) != field.default:
             raise UserError(f"experts.{field.name}={value!r}: the model, a {spec.family}, has no experts")
+    if config.rollout.replay_routing and not spec.has_experts:
+        raise UserError(f"rollout.replay_routing: the model, a {spec.family}, has no experts; leave it out")
     if config.memory.remat == "experts" and not spec.has_experts:
         raise UserError(f"memory.remat='experts': the model, a {spec.family}, has no experts; 'dots' keeps less")
     names, options = frozenset(), config.quant
@@ -381,8 +383,8 @@ def _has_stacked_experts(spec: ModelSpec, folder: Path) -> bool:
     stacked = families.stacked_experts_of(spec)
     if not stacked or not any(folder.glob("*.safetensors")):
         return False
-    numbers = (number for number, layer in enumerate(spec.layers) if isinstance(layer.feed_forward, Experts))
-    names, sources = {name.format(layer=number) for number in numbers for name in stacked}, hf.open_weights(folder)
+    names = {name.format(layer=number) for number in spec.mixtures for name in stacked}
+    sources = hf.open_weights(folder)
     return not names.isdisjoint(sources)
 
 

@@ -40,6 +40,9 @@ class Inputs(NamedTuple):
             hold positions in row order.
         layer_embeddings: embeddings for each layer, with a leading axis of layers; inside a layer only its own, without
             that axis. None: the model has none.
+        routed_experts: the experts that tokens go to, for each stack (repeats, mixtures of a period, b, s, k), or None
+            for a stack without mixtures; inside a layer only its own, (b, s, k). Where it is -1, or None, the router
+            chooses.
         kept: the caches that earlier layers keep for later ones (`Heads.keeps`).
     """
 
@@ -49,6 +52,7 @@ class Inputs(NamedTuple):
     valid: Bool[Array, "b s"]
     place: Int[Array, "b s"] | None = None
     layer_embeddings: Float[Array, "..."] | None = None
+    routed_experts: Any = None
     kept: Mapping[str, Any] = {}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxtune.errors import UserError
 from jaxtune.models import spec as specs
@@ -72,10 +72,12 @@ class ExpertsLayer(nnx.Module):
         call: ForwardOptions,
         valid: Bool[Array, "b s"],
         residual: Float[Array, "b s d"],
-    ) -> tuple[Float[Array, "b s d"], dict[str, Float[Array, "..."]]]:
+        replayed: Int[Array, "b s k"] | None = None,
+    ) -> tuple[Float[Array, "b s d"], dict[str, Num[Array, "..."]]]:
         """Return the output, and sums over the `valid` tokens of each row, for `objectives.balanced`.
 
         residual: the residual stream before the norm whose output is x; only parallel experts read it.
+        replayed: as in `Router`.
         router_choices (b, e): how often each expert is chosen. router_probability (b, e): sum of its probabilities.
         router_z (b): sum of the squares of `Routing.log_sum`.
         """
@@ -83,7 +85,7 @@ class ExpertsLayer(nnx.Module):
         if self.experts_norm is not None:
             routed = jax.reshard(residual, by_token(None))
             into = self.experts_norm(routed)
-        routing = self.router(routed)
+        routing = self.router(routed, replayed)
         # Weights are rounded to the dtype of activations, but multiplied and summed in float32.
         routing = routing._replace(weights=routing.weights.astype(x.dtype).astype(jnp.float32))
         try:
@@ -105,6 +107,8 @@ class ExpertsLayer(nnx.Module):
             "router_probability": over_tokens(routing.probability),
             "router_z": over_tokens(routing.log_sum**2),
         }
+        if call.record_routing:
+            sums["routed_experts"] = routing.chosen
         return (y if self.shared is None else y + self._run_shared(self.shared, x, call)), sums
 
     def _run_shared(self, shared: MLP, x: Float[Array, "b s d"], call: ForwardOptions) -> Float[Array, "b s d"]:

@@ -52,8 +52,11 @@ class Router(nnx.Module):
         self.options = options
 
     @jax.named_scope("router")
-    def __call__(self, x: Float[Array, "b s d"]) -> Routing:
-        """Route tokens. As in transformers, logits are in the dtype of x or float32; the rest is float32."""
+    def __call__(self, x: Float[Array, "b s d"], replayed: Int[Array, "b s k"] | None = None) -> Routing:
+        """Route tokens. As in transformers, logits are in the dtype of x or float32; the rest is float32.
+
+        replayed: the experts to choose, whose weights are computed from the logits as always; -1: the router chooses.
+        """
         options = self.options
         if self.scale is not None:
             x = divide_by_rms(x.astype(jnp.float32), self.epsilon).astype(x.dtype)
@@ -67,6 +70,8 @@ class Router(nnx.Module):
         logits = logits.astype(jnp.float32)
         scores = jax.nn.sigmoid(logits) if options.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
         chosen = jax.lax.top_k(self._rank(scores), options.active)[1]
+        if replayed is not None:
+            chosen = jnp.where(replayed < 0, chosen, replayed)
         # The correction decides only which experts are chosen; weights come from the scores without it (DeepSeek-V3,
         # 2.1.2).
         weights = jnp.take_along_axis(scores, chosen, axis=-1)

@@ -99,6 +99,7 @@ LABELS = {
         ({"data.datasets[0].type": "decision"}, r"data.datasets\[0\].type", "needs decision.loss"),
         ({"data.datasets[0].state_field": "x"}, r"data.datasets\[0\].state_field", "no effect"),
         ({**REWARDED, "rollout.correction_max": "2"}, "rollout.correction_max", "only when rollout.correction"),
+        ({"rollout.replay_routing": "yes"}, "rollout.replay_routing", "only when rollout.rewards"),
         ({**REWARDED, "grpo.off_policy_kl": "1"}, "grpo.off_policy_kl", "only when grpo.iterations > 1"),
         (
             {**REWARDED, "rollout.correction": "token_mask", "rollout.correction_min": "5"},
