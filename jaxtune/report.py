@@ -3,6 +3,7 @@
     python -m jaxtune.report runs/quickstart
     python -m jaxtune.report runs/one runs/another --output=compared.html
 
+Completions that several runs sampled for the same prompt are side by side, at the last step at which they had the same.
 The page is self-contained and needs no network. It is written to RUN/report.html for one run, to report.html for
 several, or to --output. A run that has not ended yet is shown up to its last step.
 """
@@ -57,8 +58,9 @@ def read_record(folder: RunFolder, name: str) -> Record:
     if (count := len({name for row in rows for name in row} - {"step"})) > MOST_METRICS:
         raise UserError(f"{folder.metrics} has {count:,} metrics, and a page shows at most {MOST_METRICS:,}")
     counts = dataclasses.asdict(counted) if (counted := folder.read_counts()) else {}
-    samples = [*of_some_steps(folder.read_completions()), *folder.read_samples()]
-    return Record(name, _options(config), rows, counts, samples, _step_time(folder, config))
+    completions = folder.read_completions()
+    samples = [*of_some_steps(completions), *folder.read_samples()]
+    return Record(name, _options(config), rows, counts, samples, completions, _step_time(folder, config))
 
 
 def _step_time(folder: RunFolder, config: Config) -> StepTime | None:

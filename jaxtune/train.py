@@ -27,6 +27,7 @@ from jaxtune.monitor.profiler import trace_on_signal
 from jaxtune.optim.schedules import learning_rates
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run import loop, mirror_sync, results, resume
+from jaxtune.run.benchmarks import open_benchmarks
 from jaxtune.run.best import check_best_metric
 from jaxtune.run.inputs import add_scores, open_inputs
 from jaxtune.run.start import check_model, first_state, step_functions
@@ -88,6 +89,8 @@ def _train(config: Config, folder: RunFolder, mirror: mirror_sync.Mirror | None,
     if saved is not None and resume.is_complete(saved, record, config, folder, program.model, feed):
         return True
     check_best_metric(config, program, feed)
+    with goodput.measure("benchmarks"):
+        benchmark = open_benchmarks(config, program.model, mesh, goodput.beat)
 
     # ---- step: compiled before a weight is read, so that its memory is known ----
     with goodput.measure("compile"):
@@ -112,7 +115,7 @@ def _train(config: Config, folder: RunFolder, mirror: mirror_sync.Mirror | None,
     with watching(
         config, folder, position.step, total_steps, feed.epoch, work, goodput, callbacks, compiled.as_text
     ) as watch:
-        tasks = tasks_of(config, position, frozen, watch, evaluate, sample, save)
+        tasks = tasks_of(config, position, frozen, watch, evaluate, benchmark, sample, save)
         batches = feed.batches(position.feed, total_steps - position.step)
         rates = learning_rates(config.optim, total_steps)
         roll_back = partial(resume.roll_back, checkpoints, program) if config.guard.action == "roll_back" else None

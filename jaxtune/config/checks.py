@@ -89,3 +89,5 @@ def _ckpt(config: Config) -> Iterator[Problem]:
     for key in ("ckpt.keep_best", "eval.patience", "eval.target"):
         if value_of(config, key) and not evaluates:
             yield problem(config, key, "there is no evaluation: set eval.steps, eval.epochs or eval.at_end")
+    if config.eval.tasks and not (config.eval.tasks_steps or config.eval.at_end or config.eval.at_start):
+        yield problem(config, "eval.tasks", "they never score: set eval.tasks_steps, eval.at_end or eval.at_start")

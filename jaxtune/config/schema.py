@@ -211,8 +211,9 @@ class EvalOptions:
     epochs: float | None = option(None, "passes over the data between evaluations, in addition to eval.steps",
         "epochs (0, inf)", when="data.validation_split or data.eval_datasets")
     at_start: bool = option(False, "evaluate before the first step too",
-        when="data.validation_split or data.eval_datasets", also="eval_on_start evaluate_before_training")
-    at_end: bool = option(True, "evaluate after the last step", when="data.validation_split or data.eval_datasets")
+        when="data.validation_split or data.eval_datasets or eval.tasks", also="eval_on_start evaluate_before_training")
+    at_end: bool = option(True, "evaluate after the last step",
+        when="data.validation_split or data.eval_datasets or eval.tasks")
     micro_batch_size: int | None = option(None,
         "rows that each data-parallel shard computes at once; unset: train.micro_batch_size", "rows [1, inf)",
         when="(data.validation_split or data.eval_datasets) and not (rollout.rewards or distill.own_answers)")
@@ -238,6 +239,18 @@ class EvalOptions:
         when="model.head == 'lm'", basic=True)
     sample_steps: int = option(0, "steps between samples of eval.sample_prompt before the end; 0: none",
         "steps [0, inf)", when="model.head == 'lm' and eval.sample_prompt is not None")
+    tasks: tuple[str, ...] = option((),
+        "benchmark tasks of lm-evaluation-harness (pip install 'jaxtune[lm-eval]') that score the model during "
+        "training, as `evaluate --tasks` does: names, groups, tags or patterns", when="model.head == 'lm'")
+    tasks_steps: int = option(0, "steps between scores of eval.tasks; 0: only with eval.at_start and eval.at_end",
+        "steps [0, inf)", when="eval.tasks")
+    tasks_num_fewshot: int | None = option(None, "examples before each question; unset: the task's own number",
+        "examples [0, inf)", when="eval.tasks")
+    tasks_limit: float | None = option(None, "questions of each task at most or, below 1, a fraction; unset: all",
+        "questions (0, inf)", when="eval.tasks")
+    tasks_include_path: str | None = option(None, "folder with YAML files of further tasks", when="eval.tasks")
+    tasks_apply_chat_template: bool = option(False,
+        "write requests with the tokenizer's chat template, few-shot examples as turns", when="eval.tasks")
 
 
 @dataclass(frozen=True)

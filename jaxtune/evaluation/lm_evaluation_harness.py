@@ -11,6 +11,7 @@ import difflib
 import json
 import logging
 import os
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial, partialmethod
@@ -133,30 +134,57 @@ def run_tasks(
         UserError: A task does not exist, cannot be loaded or cannot be run; the model is a classifier; or for the
             reasons of `validation.evaluate`.
     """
+    tasks = load_tasks(request)  # first, so that a task that cannot be loaded fails before the weights are read
+    with explain_out_of_memory(config or Config()):
+        opened, home = _open(config, mesh, run, step, name)
+        results = score_tasks(DecoderLM(opened, home, mesh, chat=request.apply_chat_template), request, tasks)
+    run_args = None if run is None else {"run": Path(run).name, "step": opened.step}
+    results["config"] |= {"model": "jaxtune", "model_args": run_args or {"model": name or opened.config.model.path}}
+    return results, opened.step
+
+
+def load_tasks(request: EvalRequest) -> "LoadedTasks":
+    """Load benchmark tasks with their data. Raises UserError as `run_tasks`."""
     if jax.process_count() > 1:
         raise UserError(f"--tasks: runs in one process, and there are {jax.process_count()}; start a single process")
     manager = _Tasks(include_path=request.include_path)
     names = _names(request.tasks, manager)
-    manager.load(names)  # first, so that a task that cannot be loaded fails before the weights are read
+    tasks = manager.load(names)["tasks"].values()
+    for task in tasks:
+        # As the harness does, which would warn each time. A task that sets it to 0 has no examples to show.
+        if request.num_fewshot is not None and task.get_config("num_fewshot") != 0:
+            task.set_config(key="num_fewshot", value=request.num_fewshot)
+    return LoadedTasks(manager, names, any(task.OUTPUT_TYPE == "generate_until" for task in tasks))
+
+
+def score_tasks(lm: "DecoderLM", request: EvalRequest, tasks: "LoadedTasks") -> dict[str, Any]:
+    """Let the harness score a model by tasks; return its own results, as `run_tasks`. May be called repeatedly."""
     # The harness's bootstrap would fork this process, whose threads hold locks.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    with explain_out_of_memory(config or Config()), _quiet():
-        opened, home = _open(config, mesh, run, step, name)
-        evaluate: Any = simple_evaluate  # its decorator hides the signature from type checkers
-        results = evaluate(
-            model=DecoderLM(opened, home, mesh, chat=request.apply_chat_template),
-            tasks=names,
-            num_fewshot=request.num_fewshot,
+    evaluate: Any = simple_evaluate  # its decorator hides the signature from type checkers
+    with _quiet(), _keep_random_state():
+        return evaluate(
+            model=lm,
+            tasks=tasks.names,
             limit=request.limit,
             bootstrap_iters=BOOTSTRAP_SAMPLES,
             log_samples=False,
             apply_chat_template=request.apply_chat_template,
             fewshot_as_multiturn=request.apply_chat_template,
-            task_manager=manager,
+            task_manager=tasks.manager,
+            torch_random_seed=None,  # nothing here uses torch
         )
-    run_args = None if run is None else {"run": Path(run).name, "step": opened.step}
-    results["config"] |= {"model": "jaxtune", "model_args": run_args or {"model": name or opened.config.model.path}}
-    return results, opened.step
+
+
+@contextlib.contextmanager
+def _keep_random_state() -> Iterator[None]:
+    """Restore the random states of Python and numpy, which the harness seeds; reward functions may read them."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 @contextlib.contextmanager
@@ -246,6 +274,20 @@ class _Tasks(TaskManager):
         return loaded
 
 
+class LoadedTasks(NamedTuple):
+    """Tasks of the harness, with their data.
+
+    Attributes:
+        manager: holds them.
+        names: of the tasks and groups.
+        generate: whether one of them generates text.
+    """
+
+    manager: _Tasks
+    names: list[str]
+    generate: bool
+
+
 def _names(patterns: Sequence[str], manager: TaskManager) -> list[str]:
     """Return the task names that match the patterns. Raises UserError for a pattern that matches none."""
     names: dict[str, None] = {}
@@ -275,12 +317,19 @@ class DecoderLM(TemplateLM):
     """The harness's model interface for a decoder: scores continuations and generates text after prompts.
 
     Requests are cut on the left to the model's positions, as in `HFLM`. A batch holds about as many tokens as the
-    config's micro-batch.
+    config's micro-batch. `beat` is called after each batch.
     """
 
-    def __init__(self, opened: EvaluatedModel, home: Path, mesh: jax.sharding.Mesh, chat: bool = False) -> None:
+    def __init__(
+        self,
+        opened: EvaluatedModel,
+        home: Path,
+        mesh: jax.sharding.Mesh,
+        chat: bool = False,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()
-        self._opened, self._mesh = opened, mesh
+        self._opened, self._mesh, self._beat = opened, mesh, beat
         config = opened.config
         self.tokenizer: Tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
         template = self.tokenizer.chat_template
@@ -299,6 +348,10 @@ class DecoderLM(TemplateLM):
         self._recipe = forward.recipe
         self._step = jax.jit(_make_score(forward), compiler_options=compiler_options(config))
         self._generate = cache(self._make_generate)  # compiled once for all tasks with the same options
+
+    def set_weights(self, trained: Parameters, frozen: Parameters) -> None:
+        """Score these weights from now on, with the programs that are already compiled."""
+        self._opened = self._opened._replace(trained=trained, frozen=frozen)
 
     @property
     def max_length(self) -> int:
@@ -442,6 +495,7 @@ class DecoderLM(TemplateLM):
             with jax.default_matmul_precision(self._recipe.matmul_precision):
                 tokens = generate(parameters, [contexts[i][-room:] for i in rows], rows)
                 completions = collect_completions(tokens, len(members), is_finished)
+            self._beat()
             for i, completion in zip(members, completions):
                 text = hf.decode(self.tokenizer, completion.tokens, skip_special_tokens=True)  # as lm-eval's own models
                 yield i, postprocess_generated_text(text, strings, None)
@@ -493,6 +547,7 @@ class DecoderLM(TemplateLM):
         opened, first = self._opened, 0
         for after, batch in data.batches(rows, shape, sharding, 0, len(texts), plain):
             sums = np.asarray(self._step(opened.trained, opened.frozen, batch).addressable_data(0))
+            self._beat()
             for (log_prob, hits), count in zip(sums.tolist(), counts[first:after]):
                 yield ContinuationScore(log_prob, round(hits) == count)
             first = after

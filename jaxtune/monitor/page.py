@@ -3,6 +3,7 @@
 import base64
 import datetime
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -43,6 +44,7 @@ class Record:
         rows: Rows of metrics.jsonl.
         counts: Numbers of documents and tokens; empty for a stream.
         samples: Texts that the model wrote: step, prompt, text, and reward if the run has reward functions.
+        completions: Rows of completions.jsonl, to compare with those of other runs.
         step_time: From the last profile, if there is one.
     """
 
@@ -51,6 +53,7 @@ class Record:
     rows: Sequence[Row]
     counts: Mapping[str, float] = field(default_factory=dict)
     samples: Sequence[Mapping[str, Any]] = ()
+    completions: Sequence[Row] = ()
     step_time: StepTime | None = None
 
 
@@ -108,6 +111,7 @@ def contents(records: Sequence[Record], defaults: Mapping[str, Any], most: int =
             if record.step_time is not None
         ],
         "options": {"columns": columns, "rows": differences(options)},
+        "completions": compare_completions({record.name: record.completions for record in records}),
         "samples": [
             {"run": run, **_plain(sample)}
             for run, record in enumerate(records)
@@ -144,6 +148,33 @@ def of_some_steps(completions: Sequence[Row], most: int = 6) -> list[dict[str, A
         | ({"reward": each["reward"]} if "reward" in each else {})
         for each in samples
     ]
+
+
+def compare_completions(completions: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
+    """Completions of several runs side by side: those of the last step at which all runs have the same prompt.
+
+    Runs without completions are left out. Empty if fewer than two have any, or no step has the same prompt.
+
+    Returns:
+        step, prompt, columns (the runs), rows of one completion a run, with its reward; the highest rewards first.
+    """
+    of_runs = {run: rows for run, rows in completions.items() if rows}
+    asked = [{(row["step"], _as_text(row["prompt"])) for row in rows} for rows in of_runs.values()]
+    if len(of_runs) < 2 or not (shared := set.intersection(*asked)):
+        return {}
+    step, prompt = max(shared)
+
+    def reward(row: Row) -> float:
+        known = row.get("reward", 0.0)
+        return -math.inf if math.isnan(known) else known
+
+    def texts(rows: Sequence[Row]) -> list[str]:
+        group = [row for row in rows if (row["step"], _as_text(row["prompt"])) == (step, prompt)]
+        ordered = sorted(group, key=reward, reverse=True)
+        return [(f"reward {row['reward']:.4g}\n" if "reward" in row else "") + row["completion"] for row in ordered]
+
+    rows = itertools.zip_longest(*map(texts, of_runs.values()), fillvalue=_NO_VALUE)
+    return {"step": step, "prompt": prompt, "columns": list(of_runs), "rows": [list(row) for row in rows]}
 
 
 def differences(options: Sequence[Mapping[str, Any]]) -> list[list[str]]:

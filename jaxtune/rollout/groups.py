@@ -123,10 +123,24 @@ def _episode_means(counts: Mapping[str, Float64[np.ndarray, " completions"]]) ->
 
 def spread(rewards: Float64[np.ndarray, " n"], group_size: int) -> dict[str, Any]:
     """Return the standard deviation of rewards, and the fraction of groups whose known rewards are all equal."""
-    known = rewards[~np.isnan(rewards)]
     groups = rewards.reshape(-1, group_size)
     alike = np.array([np.count_nonzero(~np.isnan(group)) > 1 and not _differ(group) for group in groups])
-    return {"reward_std": known.std(ddof=1) if len(known) > 1 else math.nan, "frac_reward_zero_std": np.mean(alike)}
+    return {"reward_std": _deviation(rewards), "frac_reward_zero_std": np.mean(alike)}
+
+
+def spread_over_prompts(rewards: Float64[np.ndarray, " prompts"]) -> dict[str, float]:
+    """Return the standard deviation of known rewards, one a prompt, and the standard error of their mean."""
+    deviation = _deviation(rewards)
+    return {
+        "reward_std": deviation,
+        "reward_stderr": deviation / math.sqrt(max(1, np.count_nonzero(~np.isnan(rewards)))),
+    }
+
+
+def _deviation(rewards: Float64[np.ndarray, " n"]) -> float:
+    """The standard deviation of the known rewards; NaN if there are fewer than two."""
+    known = rewards[~np.isnan(rewards)]
+    return float(known.std(ddof=1)) if len(known) > 1 else math.nan
 
 
 def _differ(rewards: Float64[np.ndarray, " group"]) -> bool:

@@ -33,7 +33,16 @@ from jaxtune.rollout.completions_file import completions_file
 from jaxtune.rollout.engine_comparison import EngineComparison
 from jaxtune.rollout.episode_rewards import reward_episodes
 from jaxtune.rollout.episodes import EpisodePlayer
-from jaxtune.rollout.groups import Rollout, concatenate, means, replace_alike, split, spread, teaches
+from jaxtune.rollout.groups import (
+    Rollout,
+    concatenate,
+    means,
+    replace_alike,
+    split,
+    spread,
+    spread_over_prompts,
+    teaches,
+)
 from jaxtune.rollout.rewards import Reward, rewards_of, total
 from jaxtune.rollout.toolbox import Toolbox
 from jaxtune.training.assembly import Program, forward_of
@@ -188,6 +197,7 @@ def make_evaluate(
 ) -> Callable[[Parameters, Parameters, Parameters], dict[str, float]]:
     """Return a function (trained, frozen, reference) -> eval_reward and more, from one completion of each prompt.
 
+    eval_reward_std is the standard deviation over prompts, and eval_reward_stderr the standard error of the mean.
     at_once: prompts of a batch; eval.max_batches limits the number of batches. beat: is called after each batch.
     """
     if config.eval.max_batches is not None:
@@ -201,7 +211,10 @@ def make_evaluate(
             negative_numbers = [-1 - number for number in numbers]
             parts.append(sampled.make(weights, [prompts[number] for number in numbers], negative_numbers))
             beat()
-        return {f"eval_{name}": float(value) for name, value in means(concatenate(parts)).items()}
+        made = concatenate(parts)
+        return {
+            f"eval_{name}": float(value) for name, value in (means(made) | spread_over_prompts(made.rewards)).items()
+        }
 
     return evaluate
 

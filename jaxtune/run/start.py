@@ -98,5 +98,5 @@ def first_state(config: Config, program: Program, saved: Saved | None) -> tuple[
     state = jax.jit(program.start, donate_argnums=0)(trained)._replace(base=base)
     if state.reference and config.preference.reference != "start":
         state = state._replace(reference=read_reference(model, config, state.reference))
-    # An evaluation at the start is a task that was put off: the loop runs such tasks before its first step.
-    return state, frozen, Position(put_off=("eval",) if config.eval.at_start else ())
+    # Evaluations at the start are tasks that were put off: the loop runs such tasks before its first step.
+    return state, frozen, Position(put_off=("eval", "benchmarks") if config.eval.at_start else ())

@@ -12,6 +12,7 @@ from jaxtune.host.run_folder import RunFolder
 from jaxtune.inference.generation import continue_text
 from jaxtune.models.decoder import Parameters
 from jaxtune.parallel import multihost
+from jaxtune.run.benchmarks import ScoreTasks
 from jaxtune.run.best import is_judged
 from jaxtune.run.loop import Position, StepInfo, Task, every
 from jaxtune.run.watch import Watch
@@ -28,6 +29,7 @@ def tasks_of(
     frozen: Parameters,
     watch: Watch,
     evaluate: Evaluate | None,
+    benchmark: ScoreTasks | None,
     sample: Callable[[int, Parameters], None],
     save: Callable[[State, Position], None],
 ) -> list[Task]:
@@ -39,6 +41,7 @@ def tasks_of(
         frozen: the frozen parameters.
         watch: gets metrics and callbacks.
         evaluate: None without validation data.
+        benchmark: None without eval.tasks.
         sample: (step, parameters) -> None, writes samples.
         save: writes a checkpoint.
     """
@@ -56,6 +59,10 @@ def tasks_of(
             at.standing = at.standing.after(at.step, metrics, options)
             at.ended = at.ended or at.standing.ending(options)
 
+    def score(state: State, at: Position) -> None:
+        assert benchmark is not None
+        watch.evaluation(at.step, benchmark(state.result, frozen))
+
     def end_epoch(state: State, at: Position) -> None:
         watch.plugins("on_epoch", at.step, round(watch.epoch(at.feed)))
 
@@ -67,6 +74,8 @@ def tasks_of(
         tasks.append(Task("sample", every(options.sample_steps), write, at_end=False))
     if evaluate is not None:  # before saving: the rows of metrics after a checkpoint's step are cut on resume
         tasks.append(Task("eval", every(options.steps, options.epochs), judge, at_end=options.at_end))
+    if benchmark is not None:
+        tasks.append(Task("benchmarks", every(options.tasks_steps), score, at_end=options.at_end))
     return [*tasks, Task("save", save_due, save, at_end=ckpt.at_end, at_stop=True)]
 
 

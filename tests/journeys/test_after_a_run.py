@@ -149,6 +149,7 @@ def test_benchmark_tasks_are_asked_of_a_run_and_of_any_model(home, adapter, monk
     of_run = json.loads(written.read_text())
     assert of_run["config"]["model_args"] == {"run": "adapter", "step": 2}
     assert {row["sample_len"] for row in of_run["results"].values()} == {2}
+    assert set(of_run["n-shot"].values()) == {1}
     output = home / "tasks.json"
     call("jaxtune.evaluate", f"--model={adapter / 'export'}", "--tasks=tiny_text", *flags, f"--output={output}")
     of_model = json.loads(output.read_text())["results"]["tiny_text"]["bits_per_byte,none"]

@@ -2,9 +2,11 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from benchmark_tasks import hide_harness_tasks, write_tasks
 from runs import call, losses, metrics, recipe, write_conversations
 
 
@@ -106,9 +108,14 @@ def test_nothing_is_saved_where_nothing_is_to_be(home):
     assert "the model was not saved" in train(home, "gone", **options, **{"export.at_end": False})[1]
 
 
-def test_a_run_goes_on_from_another_one(home):
+@pytest.fixture(scope="module")
+def first(home) -> Path:
+    """Train with checkpoints at steps 4 and 8, in home/elsewhere; return the folder of the run."""
+    return train(home, "first", **{"ckpt.save_steps": 4, "ckpt.dir": home / "elsewhere"})[0]
+
+
+def test_a_run_goes_on_from_another_one(home, first):
     elsewhere = home / "elsewhere"
-    first, _ = train(home, "first", **{"ckpt.save_steps": 4, "ckpt.dir": elsewhere})
     assert (first / "checkpoints").is_symlink() and sorted(p.name for p in (elsewhere / "first").iterdir()) == [
         "4",
         "8",
@@ -148,3 +155,42 @@ def test_samples_on_the_way_and_a_merged_model_at_the_end(home):
     printed = call("jaxtune.evaluate", f"--config={home / 'tiny_lora.py'}", f"--model={folder / 'merged'}")
     expected = evaluations(folder)[8]["eval_loss"]
     assert abs(float(re.findall(r"eval_loss (\S+)", printed)[0]) - expected) < 1e-4
+
+
+def test_benchmark_tasks_score_a_run_and_change_nothing(home, first, monkeypatch):
+    """The scores are those of `jaxtune evaluate --tasks` for the checkpoint, to the last bit."""
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
+    hide_harness_tasks(monkeypatch)
+    (home / "tasks").mkdir()
+    options = {"eval.tasks": "tiny_text", "eval.tasks_steps": 2, "eval.tasks_limit": 3, "export.at_end": False}
+    options |= {"eval.tasks_include_path": write_tasks(home / "tasks"), "ckpt.start": first / "checkpoints" / "4"}
+    folder, output = train(home, "scored", **options)
+    sixth, eighth = (row for row in metrics(folder) if any(name.startswith("tasks/") for name in row))
+    assert [sixth["step"], eighth["step"]] == [6, 8] and sixth | {"step": 8} != eighth
+    rows = [row for row in losses(folder) if row[1:3] != ("None", "None")]
+    assert rows == [row for row in losses(first) if int(row[0]) > 4]
+    assert f"step 8  tasks/tiny_text/word_perplexity {eighth['tasks/tiny_text/word_perplexity']:.4f}  " in output
+    flags = ("--tasks=tiny_text", f"--include_path={home / 'tasks'}", "--limit=3", f"--output={home / 'scores.json'}")
+    call("jaxtune.evaluate", f"--run={folder}", *flags)
+    scores = json.loads((home / "scores.json").read_text())["results"]["tiny_text"]
+    names = ("word_perplexity", "bits_per_byte")
+    assert eighth == {"step": 8} | {f"tasks/tiny_text/{name}": scores[f"{name},none"] for name in names}
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_tasks_that_cannot_score_are_refused_before_the_run_begins(home, monkeypatch, tmp_path, installed):
+    options = {"eval.tasks": "tiny_chioce", "eval.tasks_include_path": write_tasks(tmp_path)}
+    if installed:
+        pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
+        hide_harness_tasks(monkeypatch)
+        said = (
+            "eval.tasks: 'tiny_chioce' is not a task of lm-eval, nor of eval.tasks_include_path; nearest: tiny_choice"
+        )
+    else:
+        monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+        monkeypatch.delitem(sys.modules, "jaxtune.evaluation.lm_evaluation_harness", raising=False)
+        monkeypatch.delattr("jaxtune.evaluation.lm_evaluation_harness", raising=False)
+        said = "eval.tasks needs a package that is not installed"
+    folder, output = train(home, "no-tasks", "tiny", code=2, **options)
+    assert said in output and "pip install 'jaxtune[lm-eval]'" * (not installed) in output
+    assert not (folder / "metrics.jsonl").exists()

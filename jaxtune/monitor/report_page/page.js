@@ -252,6 +252,13 @@ function sample({ run, step, prompt, text, reward }) {
   return element("figure", {}, element("figcaption", {}, head), element("pre", {}, element("b", {}, prompt), rest));
 }
 
+function completions({ step, prompt, columns, rows }) {
+  const cells = rows.map((texts, rank) => [`${rank + 1}`, ...texts.map(text => element("pre", {}, text))]);
+  const head = `step ${step.toLocaleString("en")}, the same prompt, highest reward first`;
+  const asked = element("pre", {}, element("b", {}, prompt));
+  return element("figure", {}, element("figcaption", {}, head), asked, table(["", ...columns], cells));
+}
+
 function start() {
   const series = data.charts.flatMap(chart => chart.lines).filter(Boolean);
   for (const { drawn, summary } of series) {
@@ -292,6 +299,7 @@ function start() {
   fill("totals", table(["", ...data.runs], data.totals));
   fill("numbers", numbers());
   fill("step-times", ...data.step_times.flatMap(stepTime));
+  fill("completions", ...(data.completions.rows ? [completions(data.completions)] : []));
   fill("samples", ...data.samples.map(sample));
   fill("options", ...(data.options.rows.length ? [table(["option", ...data.options.columns], data.options.rows)] : []));
   fill("counts", ...(data.counts.length ? [table(["", ...data.runs], data.counts)] : []));

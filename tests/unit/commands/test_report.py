@@ -34,6 +34,8 @@ def run(path, steps=30, datasets=1, learning_rate=1e-4):
     log.write(steps, {"eval_loss": 0.25})
     log.close()
     folder.add_sample(steps, "def ", f"def {HOSTILE}")
+    made = {"step": 1, "prompt": "say", "completion": f"{steps} {HOSTILE}", "reward": 0.5}
+    folder.completions.write_text(json.dumps(made) + "\n")
     (path / "profile").mkdir()
     parts = {"embedding, head and loss": {"forward": 12.5, "recomputed": 1.0, "backward": 20.0, "rest": 0.5}}
     StepTime("/host:CPU", 3, 40.0, 34.0, parts, dict.fromkeys(parts, 34.0)).write(path / "profile" / "step_time.json")
@@ -154,7 +156,8 @@ SEEN = """(() => {
   return {
     headings: [...document.querySelectorAll('h3')].map(each => each.textContent), still, keys, hovered, drawn,
     unsmoothed, tokens, one: loss.querySelectorAll('path').length, bad: window.bad ?? null,
-    images: document.images.length, sample: document.querySelector('pre').textContent, title: document.title,
+    images: document.images.length, sample: [...document.querySelectorAll('#samples pre')].pop().textContent,
+    completions: document.getElementById('completions').innerText, title: document.title,
     labelled: plots.every(each => each.tabIndex === 0 && each.getAttribute('aria-label')),
     rate, flat: plots[2].querySelector('text').textContent,
     ink: getComputedStyle(document.body).color, step: document.getElementById('step-times').innerText,
@@ -170,6 +173,9 @@ def test_the_page_in_a_browser(tmp_path):
     assert messages == [] and seen["bad"] is None and seen["images"] == 0
     assert seen["headings"][:4] == ["loss", "eval_loss", "rewards/margins", "learning_rate"]
     assert seen["title"].startswith("one, other <script>") and seen["sample"] == f"def {HOSTILE}"
+    assert re.search(
+        rf"step 1, .*\s+say\s.*1\s+reward 0.5\n30 {HOSTILE}\s+reward 0.5\n10 {HOSTILE}", seen["completions"], re.DOTALL
+    )
     assert seen["still"].startswith("step 30; one: 0.1") and seen["labelled"]
     first, second, later, last = seen["keys"]
     assert first.startswith("step 1; one: 3") and second.startswith("step 2; one: 1.5")

@@ -55,6 +55,7 @@ LABELS = {
             "no effect.*not optim.warmup_steps.*optim.warmup_steps = 5",
         ),
         ({"model.num_labels": "2"}, "model.num_labels", "only when model.head == 'classification'"),
+        ({"eval.tasks": "mmlu", "eval.at_end": "no"}, "eval.tasks", "they never score: set eval.tasks_steps"),
         ({**LABELS, "data.datasets[1].type": "text"}, r"data.datasets\[1\].type", "needs type='classification'"),
         ({"data.datasets[0].type": "classification"}, r"data.datasets\[0\].type", "need model.head = 'classification'"),
         ({"data.datasets[0].target_column": "x"}, r"data.datasets\[0\].target_column", "no effect"),

@@ -7,7 +7,16 @@ import re
 
 import pytest
 
-from jaxtune.monitor.page import Record, contents, differences, flat, group_metrics, of_some_steps, page
+from jaxtune.monitor.page import (
+    Record,
+    compare_completions,
+    contents,
+    differences,
+    flat,
+    group_metrics,
+    of_some_steps,
+    page,
+)
 from jaxtune.monitor.step_time import StepTime
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>{{script}}{{data}}\u2028\ud800"
@@ -93,6 +102,27 @@ def test_of_completions_the_best_and_the_worst_of_some_steps_are_shown():
     assert [each["text"] for each in shown] == ["1.0", "51.3", "51.0", "100.3", "100.0"]
     assert shown[1] == {"step": 51, "prompt": '[{"role": "user"}]', "text": "51.3", "reward": 3.0}
     assert of_some_steps([]) == [] and len(of_some_steps(made[:8])) == 3
+
+
+def test_completions_of_the_same_prompt_are_side_by_side_at_the_last_common_step():
+    def made(last, *rewards):
+        rows = [{"step": step, "prompt": f"say {step}"} for step in range(1, last + 1)]
+        return [row | {"completion": f"{last}.{r}", "reward": r} for row in rows for r in rewards]
+
+    one, two = made(4, 0.0, 1.0, float("nan")), made(3, 0.5, 0.75)
+    found = contents([record("a", completions=one), record("b"), record("c", completions=two)], {})["completions"]
+    assert found == {
+        "step": 3,
+        "prompt": "say 3",
+        "columns": ["a", "c"],
+        "rows": [
+            ["reward 1\n4.1.0", "reward 0.75\n3.0.75"],
+            ["reward 0\n4.0.0", "reward 0.5\n3.0.5"],
+            ["reward nan\n4.nan", "-"],
+        ],
+    }
+    others = [row | {"prompt": "another"} for row in two]
+    assert compare_completions({"a": one, "c": others}) == compare_completions({"a": one}) == {}
 
 
 def test_options_that_differ_are_listed_and_one_run_is_compared_with_the_defaults():

@@ -7,7 +7,11 @@ import pytest
 from benchmark_tasks import hide_harness_tasks, write_tasks
 from runs import call
 
+from jaxtune.config.schema import Config, EvalOptions
 from jaxtune.errors import UserError
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.parallel.options import MeshOptions
+from jaxtune.run.benchmarks import open_benchmarks
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +64,20 @@ def test_what_the_harness_needs_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UserError, match="runs in one process"):
         harness.run_tasks(harness.EvalRequest(("a",)), None, None, None, None, None)
+
+
+def test_a_run_refuses_tasks_that_it_cannot_answer(tasks, monkeypatch):
+    """Text in a pipeline, whose stages only score; and any task in several processes."""
+    hide_harness_tasks(monkeypatch)
+    mesh = make_mesh(MeshOptions(stage=2), jax.devices()[:2])
+    for names, processes, said in (
+        (("tiny_text", "tiny_answer"), 1, "^eval.tasks: text cannot be generated with mesh.stage"),
+        (("tiny_text",), 2, "^eval.tasks: runs in one process, and there are 2"),
+    ):
+        monkeypatch.setattr(jax, "process_count", lambda count=processes: count)
+        config = Config(eval=EvalOptions(tasks=names, tasks_include_path=str(tasks)))
+        with pytest.raises(UserError, match=said):
+            open_benchmarks(config, None, mesh, lambda: None)  # pyright: ignore
 
 
 def test_around_the_table_there_is_nothing(tmp_path, monkeypatch, capfd):

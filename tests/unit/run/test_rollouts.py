@@ -1,5 +1,6 @@
 """Rows of completions: which tokens are trained, and the order of the rows."""
 
+import statistics
 from collections.abc import Sequence
 from functools import partial
 from threading import Event
@@ -179,3 +180,19 @@ def test_several_processes_do_not_sample_ahead(monkeypatch, tmp_path):
     nothing: Any = None
     with pytest.raises(UserError, match="rollout.ahead=1: not available in a run of several processes"):
         rollouts.make_rollout_step(config, nothing, nothing, nothing, tmp_path)
+
+
+def test_an_evaluation_says_how_far_its_rewards_spread_over_prompts():
+    """Over all batches; a prompt without a reward does not count."""
+    rewards = np.array([0.0, 1.0, np.nan, 0.5, 1.0])
+
+    def make(weights, prompts, numbers):
+        values = rewards[[prompt.tokens[0] for prompt in prompts]]
+        return Rollout(prompts, FOUND[: len(prompts)], [""] * len(prompts), {"r": values}, values)
+
+    prompts, sampled = [Prompt("", [n], {}) for n in range(5)], rollouts.Rollouts(lambda trained, frozen: trained, make)
+    found = rollouts.make_evaluate(Config(), sampled, prompts, at_once=2)({}, {}, {})
+    known = rewards[~np.isnan(rewards)]
+    assert found["eval_reward"] == known.mean()
+    assert found["eval_reward_std"] == pytest.approx(statistics.stdev(known))
+    assert found["eval_reward_stderr"] == pytest.approx(statistics.stdev(known) / 2)
