@@ -116,8 +116,6 @@ def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: R
         if copy is not None:
             storage.upload(target, copy, last=CARD, mark=UNFINISHED)
         print(f"{kind} of step {run.step}: {target if copy is None else copy.url}")
-        if kind == "hf" and run.config.serve.format not in (None, values.quantize):
-            print(f"not quantized as this run was trained to be served: --quantize={run.config.serve.format}")
         if values.quantize:
             print(loss_difference(run.model, parameters, run.config, target, values.quantize))
         elif kind == "hf" and run.model.quantized and not (run.config.decision.loss and run.model.spec.labels):

@@ -366,6 +366,11 @@ def export(
     """
     check_apart(output, model)
     check_kind(config, kind, merge, quantize)
+    if config.serve.format not in (None, quantize) and not (kind == "peft" and config.export.merge):
+        flags = "--merge --quantize" if config.lora.enabled else "--quantize"
+        log.warning(
+            "%s is not quantized; the run was trained for %s=%s of jaxtune export", output, flags, config.serve.format
+        )
     with hold_lock(output, ".jaxtune-lock", "export to another folder"):
         if multihost.is_main():
             (output / UNFINISHED).touch()

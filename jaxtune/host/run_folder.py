@@ -164,6 +164,7 @@ def final_summary(config: Config, folder: RunFolder, chat: bool) -> str:
         lines.append(f"model: {folder.merged}")
     if saved:
         merge = " --merge" if config.lora.enabled else ""
+        merge += f" --quantize={config.serve.format}" if config.serve.format is not None else ""
         lines.append(f"resume:   {resume_command(folder)}")
         lines.append(f"export:   python -m jaxtune.export --run={run} --output={output}{merge}{plugins}")
     model = shlex.quote(str(folder.path if saved and (is_adapter or not exported) else folder.export))

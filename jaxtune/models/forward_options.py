@@ -21,7 +21,8 @@ class ForwardOptions(NamedTuple):
         remat: rematerialisation policy of a layer.
         unroll: whether layers are compiled one by one instead of in a loop.
         adapters: False runs only the base model, for example for the reference of a preference loss.
-        served: whether weights that are trained as they will be served are multiplied quantized; False for a reference.
+        served: whether weights that are trained as they will be served are multiplied quantized, with adapters merged;
+            False for a reference: unquantized, and `adapters` says whether theirs are added.
         backend: attention backend, a name in pallas_kernels.flash_attention.BACKENDS or 'auto'.
         fallback: 'warn' uses 'auto' if that backend cannot run; 'error' raises.
         documents: the largest number of documents in a row, for backends that need a bound; None: no bound.

@@ -12,6 +12,7 @@ from jaxtune.inference.generation import decode_programs, decoding_weights, padd
 from jaxtune.models.parameters import abstract
 from jaxtune.parallel.layout import RULES
 from jaxtune.precision.recipes import recipe_of
+from jaxtune.precision.served import ServedWeight
 from jaxtune.rollout.completers import completions_at_once, decode_options
 from jaxtune.training.assembly import Program
 from jaxtune.training.memory import device_bytes
@@ -27,8 +28,7 @@ def sampling_bytes(run: Program, config: Config, gpu: str, mesh: jax.sharding.Me
     if not config.samples or config.rollout.server is not None:
         return 0
     stored, weights = abstract(run.model.parameters), _cast(run, config, mesh)
-    arrays = (name for name, leaf in stored.items() if isinstance(leaf, jax.ShapeDtypeStruct))
-    copies = sum(device_bytes(weights[name]) for name in arrays if weights[name].dtype != stored[name].dtype)
+    copies = sum(device_bytes(leaf) for name in stored for leaf in _copied(stored[name], weights[name]))
     held = sum(map(device_bytes, jax.tree.leaves(weights)))
     return copies + max(one.memory.peak - held for one in compile_sampling(run, config, gpu, mesh))
 
@@ -52,6 +52,13 @@ def compile_sampling(
             aot.compile_for(gpu, programs.first, prompts, of_rows, *rest, mesh=mesh),
             aot.compile_for(gpu, programs.following, of_rows, decoding, *rest, mesh=mesh),
         )
+
+
+def _copied(stored: Any, weight: Any) -> list[jax.ShapeDtypeStruct]:
+    """The arrays of a weight that sampling makes from the stored one."""
+    if isinstance(weight, ServedWeight):
+        return jax.tree.leaves(weight.served)
+    return [weight] if isinstance(stored, jax.ShapeDtypeStruct) and weight.dtype != stored.dtype else []
 
 
 def _cast(run: Program, config: Config, mesh: jax.sharding.Mesh) -> dict[str, Any]:

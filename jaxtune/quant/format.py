@@ -60,14 +60,15 @@ class Format(ABC):
         return _quantize(weight, self, self._places(self._matrix(weight.shape, weight.dtype), axes))
 
     def make_together(
-        self, weights: Sequence[Float[Array, "*stack o i"]], axes: tuple[str | None, ...]
+        self, weights: Sequence[Float[Array, "*stack o i"]], axes: Sequence[tuple[str | None, ...]]
     ) -> list[QuantizedArray]:
         """Quantize matrices, or stacks, as if each were some rows of one: they share the scale of the whole matrix.
 
-        No block may have several rows.
+        axes: the logical axes of each. No block may have several rows.
         """
         assert self.block[0] == 1
-        places = [self._places(self._matrix(weight.shape, weight.dtype), axes) for weight in weights]
+        matrices = (self._matrix(weight.shape, weight.dtype) for weight in weights)
+        places = [self._places(matrix, of_weight) for matrix, of_weight in zip(matrices, axes)]
         return _quantize_together(tuple(weights), self, tuple(places))
 
     def _matrix(self, shape: tuple[int, ...], dtype: Any) -> QuantizedArray:

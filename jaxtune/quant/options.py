@@ -95,6 +95,8 @@ def check_serve(config: Config) -> Iterator[Problem]:
         "memory.offload_quants": config.memory.offload_quants,
         "memory.offload_gradients": config.memory.offload_gradients,
         "mesh.stage": config.mesh.stage != 1,
+        # transformers loads JevForDecision in full precision.
+        "model.head": config.decision.loss is not None and config.model.head == "classification",
         "rollout.server": config.rollout.server is not None,  # it has the adapter, but not the quantized weights
     }
     for key, is_so in refused.items():

@@ -289,10 +289,12 @@ def check_unchanged(saved: dict[str, Any], config: Config, folder: RunFolder) ->
     then, now = (as_dict(from_json(hide_secrets(text))) for text in (json.dumps(saved), to_json(config)))
     changed = [f"  {key}: {before!r} then, {after!r} now" for key, before, after in differences(then, now, "")]
     if changed:
+        quantized = config.serve.format is not None and not config.lora.enabled
+        section = "lora" if config.lora.enabled else "model"
+        weights = "" if quantized else f" (from these weights with --config.{section}.path={folder.export})"
         raise UserError(
             "this run was started with other options and cannot continue:\n"
             + "\n".join(changed)
-            + "\nset them back, start a new run with --config.train.run_name=NAME (from these weights with "
-            f"--config.{'lora' if config.lora.enabled else 'model'}.path={folder.export}), or restart this one with "
+            + f"\nset them back, start a new run with --config.train.run_name=NAME{weights}, or restart this one with "
             "--config.ckpt.resume=overwrite"
         )

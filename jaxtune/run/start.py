@@ -20,6 +20,7 @@ from jaxtune.training import memory
 from jaxtune.training.assembly import Program
 from jaxtune.training.state import State
 from jaxtune.weights.describe import describe_layout, describe_pipeline
+from jaxtune.weights.served_linears import ServedLinears
 from jaxtune.weights.values import check_files, frozen_parameters, read_reference, start_parameters
 
 log = logging.getLogger("jaxtune")
@@ -34,6 +35,9 @@ def check_model(config: Config, program: Program, mesh: jax.sharding.Mesh, held:
     log.info(describe_layout(model, mesh))
     if mesh.shape["stage"] > 1:
         log.info(describe_pipeline(model, config))
+    if isinstance(model.linears, ServedLinears) and model.linears.left_out:
+        served_as, others = config.serve.format, model.linears.left_out
+        log.warning("serve.format=%r: linear layers that are not quantized: %s", served_as, others)
     check_files(model, config)
     if not config.lora.enabled or config.export.merge or config.lora.merge_interval:
         warn_lost_layers(model, config)

@@ -140,7 +140,7 @@ def deferred_sum_axes(config: Config, recipe: PrecisionRecipe, mesh: jax.shardin
     take the memory that sharding saves.
     """
     # In low precision, an amax and random bits depend on the tokens of all devices, so devices cannot compute their
-    # gradients independently.
+    # gradients independently. Weights as they are served are quantized by programs in which no axis may be manual.
     if config.train.grad_accum_steps == 1 or recipe.linears is not None:
         return ()
     rules, axes = RULES.value, [axis for axis, size in mesh.shape.items() if size > 1]

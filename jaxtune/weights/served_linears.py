@@ -41,12 +41,14 @@ class ServedLinears:
         shares_scale: whether layers that servers fuse have one scale of the matrix.
         dtype: the weights are rounded to it before they are quantized, as in an export.
         parameters: the weights, stacked, by name.
+        left_out: the linear layers that are not served quantized, and why.
     """
 
     format: Format
     shares_scale: bool
     dtype: jnp.dtype
     parameters: Mapping[str, Parameter]
+    left_out: str = ""
 
     def of(self, parameters: Mapping[str, Parameter]) -> "ServedLinears":
         """Return the same for these weights."""
@@ -91,14 +93,15 @@ class ServedLinears:
         return {name: array if stored[name] else array.dequantize() for name, array in self._quantized(layer).items()}
 
     def _quantized(self, layer: Layer) -> dict[str, QuantizedArray]:
-        axes = next(self.parameters[name].axes[1:] for name in layer)
+        declared = [self.parameters[name] for name in layer]
+        axes = [parameter.axes[1:] if parameter.lead else parameter.axes for parameter in declared]
         plain = {
             name: merged_weight(self.parameters[name].treatment.adapter if parts else None, weight, parts)
             for name, (weight, parts) in layer.items()
         }
         rounded = [weight.astype(self.dtype) for weight in plain.values()]
         if len(rounded) == 1:
-            return {name: self.format.make(rounded[0], axes) for name in layer}
+            return {name: self.format.make(rounded[0], axes[0]) for name in layer}
         return dict(zip(layer, self.format.make_together(rounded, axes)))
 
     def wrap_weights(
@@ -120,11 +123,12 @@ def served_linears(
     Raises UserError as `quantizable`.
     """
     options = served_as(serve)
-    selected = quantizable(spec, parameters, options, f"serve.format={serve.format!r}").weights
+    selected = quantizable(spec, parameters, options, f"serve.format={serve.format!r}")
     linears = {name: p for name, p in parameters.items() if p.kind == "linear"}
-    served = {name: p for name, p in linears.items() if selected.issuperset(one.name for one in p.places)}
+    served = {name: p for name, p in linears.items() if selected.weights.issuperset(one.name for one in p.places)}
     # Only NVFP4 has a scale of the whole matrix.
-    return ServedLinears(format_of(options, ""), serve.format == "nvfp4", jnp.dtype(dtype), served)
+    shares_scale = serve.format == "nvfp4"
+    return ServedLinears(format_of(options, ""), shares_scale, jnp.dtype(dtype), served, selected.left_out)
 
 
 def serve_weights(linears: StepWeights | None, weights: Parameters) -> Parameters:

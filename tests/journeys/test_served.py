@@ -30,7 +30,7 @@ def test_an_export_is_the_model_that_was_trained(home, one_device):
     assert float(trained) == float(written) > 0
     assert (home / "again" / "model.safetensors").read_bytes() == (merged / "model.safetensors").read_bytes()
     plain = call("jaxtune.export", f"--run={folder}", f"--output={home / 'plain'}", "--merge")
-    assert "not quantized as this run was trained to be served: --quantize=int4" in plain
+    assert "is not quantized; the run was trained for --merge --quantize=int4 of jaxtune export" in plain
 
     asked = "--prompt=say 3", "--chat", "--max_new_tokens=12", "--temperature=0"
     of_run, of_export = (call("jaxtune.generate", f"--model={model}", *asked) for model in (folder, merged))

@@ -38,6 +38,7 @@ def test_codes_and_scales_are_sharded_and_a_split_block_is_refused():
     [
         Case("data=2 fsdp=2 tensor=2", "served int4", "lora"),
         Case("fsdp=4 tensor=2", "served nvfp4", "none"),
+        Case("tensor=8", "served nvfp4", "lora"),  # keys and values are whole on each device, queries are not
         Case("data=2 fsdp=2 tensor=2", "served int4", "lora", model="moe"),
         Case("fsdp=2 context=2 tensor=2", "served int4", "none", model="moe"),
     ],

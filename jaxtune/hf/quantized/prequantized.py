@@ -259,6 +259,12 @@ def _e4m3(bits: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
     return bits
 
 
+def _e8m0(exponents: UInt8[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
+    if (exponents == 255).any():
+        raise ValueError("NaN")
+    return exponents
+
+
 def _finite(values: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
     if not np.isfinite(values).all():
         raise ValueError("NaN or infinity")
@@ -322,7 +328,7 @@ _INT8 = _INT4 | {"weight_packed": _Tensor(("I32",), "codes", convert_int8_codes,
 # codes a byte, the first in the low bits; weight_scale (out, in / 32).
 _MXFP4 = {
     "weight_packed": _Tensor(("U8",), "codes", swap_codes),
-    "weight_scale": _Tensor(("U8",), "scales"),
+    "weight_scale": _Tensor(("U8",), "scales", _e8m0),
 }
 # bitsandbytes in 4 bits. The matrix is one long list, row after row: weight is (out * in / 2, 1), two codes a byte, the
 # first in the high bits; absmax has one float32 scale for each block of the list; W = quant_map[code] * absmax. The

@@ -10,7 +10,16 @@ from batches import make_batch
 from tiny import random_values, write_model_folder
 
 from jaxtune.config.checks import check
-from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, PreferenceOptions
+from jaxtune.config.schema import (
+    Config,
+    DataOptions,
+    DecisionOptions,
+    MemoryOptions,
+    MeshOptions,
+    ModelOptions,
+    PreferenceOptions,
+    RolloutOptions,
+)
 from jaxtune.exports import write
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models.decoder import bind
@@ -86,6 +95,7 @@ def test_an_export_has_the_codes_of_the_step(tmp_path, one_device, monkeypatch, 
         ("int4", True, "Qwen3", None),
         ("int4", False, "Qwen3", None),
         ("int4", True, "Qwen3", "nf4"),
+        ("nvfp4", True, "Qwen3", None),
         ("int4", True, "Qwen3Moe", None),
         ("int4", False, "Qwen3Moe", None),
     ],
@@ -152,6 +162,12 @@ def sum_scores(scores, batch) -> Sums:
     {
         "precision.recipe": {"precision": PrecisionOptions("nvfp4")},
         "memory.offload_master": {"memory": MemoryOptions(offload_master=True)},
+        "mesh.stage": {"mesh": MeshOptions(stage=2)},
+        "rollout.server": {"rollout": RolloutOptions(server="http://localhost:8000")},
+        "model.head": {
+            "model": ModelOptions(head="classification"),
+            "decision": DecisionOptions("cross_entropy"),
+        },
         "lora.dropout": {"lora": dataclasses.replace(LORA, dropout=0.1)},
         "lora.use_dora": {"lora": dataclasses.replace(LORA, use_dora=True)},
     }.items(),
