@@ -178,7 +178,7 @@ def _share_routing(
     ends = np.cumsum([len(prompt) + len(one.tokens) - 1 for prompt, one in zip(prompts, completions)])
     routed = np.zeros((ends[-1], *spec.routed_shape), np.int16)
     if multihost.is_main():
-        routed = np.concatenate([one.routed_experts for one in made])
+        routed = np.concatenate([one.routed_experts for one in made if one.routed_experts is not None])
     routed = np.asarray(multihost_utils.broadcast_one_to_all(routed), np.int16)
     return [one._replace(routed_experts=part) for one, part in zip(completions, np.split(routed, ends[:-1]))]
 
