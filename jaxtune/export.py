@@ -23,7 +23,7 @@ from jaxtune.config.schema import Config
 from jaxtune.data.reading.files import is_url
 from jaxtune.errors import UserError
 from jaxtune.evaluation.export_difference import loss_difference, merge_difference
-from jaxtune.exports.write import CARD, UNFINISHED, check_apart, check_kind, export
+from jaxtune.exports.write import CARD, UNFINISHED, check_apart, check_kind, export, not_as_served
 from jaxtune.host.preflight import check_writable
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.parallel.mesh import make_mesh
@@ -116,6 +116,8 @@ def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: R
         if copy is not None:
             storage.upload(target, copy, last=CARD, mark=UNFINISHED)
         print(f"{kind} of step {run.step}: {target if copy is None else copy.url}")
+        if (how := not_as_served(run.config, values.quantize)) is not None:
+            print(how)
         if values.quantize:
             print(loss_difference(run.model, parameters, run.config, target, values.quantize))
         elif kind == "hf" and run.model.quantized and not (run.config.decision.loss and run.model.spec.labels):

@@ -366,11 +366,6 @@ def export(
     """
     check_apart(output, model)
     check_kind(config, kind, merge, quantize)
-    if config.serve.format not in (None, quantize) and not (kind == "peft" and config.export.merge):
-        flags = "--merge --quantize" if config.lora.enabled else "--quantize"
-        log.warning(
-            "%s is not quantized; the run was trained for %s=%s of jaxtune export", output, flags, config.serve.format
-        )
     with hold_lock(output, ".jaxtune-lock", "export to another folder"):
         if multihost.is_main():
             (output / UNFINISHED).touch()
@@ -483,6 +478,14 @@ def check_kind(config: Config, kind: str, merge: bool, quantize: str | None = No
             "--format=peft: this run merged adapters into the model (lora.merge_interval), so the last adapter "
             "does not fit the base; export the whole model with --merge"
         )
+
+
+def not_as_served(config: Config, quantize: str | None) -> str | None:
+    """Return how to export a run's model as it was trained to be served; None if it is exported so."""
+    if config.serve.format in (None, quantize):
+        return None
+    merge = "--merge " if config.lora.enabled else ""
+    return f"not quantized; as the run was trained to be served: {merge}--quantize={config.serve.format}"
 
 
 def check_apart(output: Path, model: Model) -> None:

@@ -11,7 +11,7 @@ from jaxtune import hf
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
-from jaxtune.exports.write import export
+from jaxtune.exports.write import export, not_as_served
 from jaxtune.host import process
 from jaxtune.host.run_folder import RunFolder, final_summary, resume_command
 from jaxtune.models.decoder import Parameters
@@ -79,6 +79,8 @@ def write(
     with goodput.measure("export"):
         quantize = served_as if kind == "hf" else None
         write_model(folder.export, kind, merge=is_merged, quantize=quantize, hub_id=config.export.push_to_hub)
+        if not config.export.merge and (how := not_as_served(config, quantize)) is not None:
+            log.info("%s: %s of jaxtune export", folder.export, how)
         if config.export.merge:
             write_model(folder.merged, "hf", merge=True, quantize=served_as)
 
