@@ -193,7 +193,7 @@ def _quiet() -> Iterator[None]:
 
     Outside a repository, git would print a fatal error.
     """
-    bar, version = tqdm.__init__, evaluator.get_git_commit_hash
+    bar, version = vars(tqdm)["__init__"], evaluator.get_git_commit_hash  # as an attribute, a bound copy of itself
     tqdm.__init__ = partialmethod(bar, delay=1)  # type: ignore[method-assign, assignment]
     evaluator.get_git_commit_hash = partial(get_commit_from_path, Path.cwd())
     try:

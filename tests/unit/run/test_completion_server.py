@@ -219,6 +219,9 @@ def test_an_answer_that_is_cut_off_is_asked_for_again(server):
                 with connection:
                     connection.recv(2**16)
                     connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{")
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(2**16):  # closed with unread bytes, it would be reset
+                        pass
 
         threading.Thread(target=cut_off, daemon=True).start()
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
