@@ -92,7 +92,7 @@ def _merge_adapters(values: flags.FlagValues, folders: list[Path], output: Path,
         raise UserError("--base: has no effect, because adapters are differences from their base already")
     share = merge_adapters(folders, output, options, values.rank)
     if share < 1:
-        print(f"its rank keeps {share:.1%} of the merged updates (sums of squares); a larger --rank keeps more")
+        print(f"the merged adapter keeps {share:.1%} of the updates (sums of squares); a larger --rank keeps more")
 
 
 main = partial(command.main, "merge")

@@ -216,7 +216,8 @@ class EvalOptions:
         when="data.validation_split or data.eval_datasets or eval.tasks")
     micro_batch_size: int | None = option(None,
         "rows that each data-parallel shard computes at once; unset: train.micro_batch_size", "rows [1, inf)",
-        when="(data.validation_split or data.eval_datasets) and not (rollout.rewards or distill.own_answers)")
+        when="eval.tasks or (data.validation_split or data.eval_datasets) and not (rollout.rewards "
+        "or distill.own_answers)")
     packing: bool | None = option(None, "put several documents in a row; unset: data.packing",
         when="(data.validation_split or data.eval_datasets) and not (rollout.rewards or distill.own_answers)")
     max_batches: int | None = option(None, "batches per evaluation; unset: all", "batches [1, inf)",

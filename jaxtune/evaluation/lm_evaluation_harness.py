@@ -38,7 +38,14 @@ from jaxtune.host.process import compiler_options
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.inference.answers import open_model
 from jaxtune.inference.decode import Sampling
-from jaxtune.inference.generation import Generate, collect_completions, make_generate, make_stop_test, stop_tokens
+from jaxtune.inference.generation import (
+    Generate,
+    collect_completions,
+    decoding_weights,
+    make_generate,
+    make_stop_test,
+    stop_tokens,
+)
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.score import Batch, ScoreOptions, score
 from jaxtune.objectives.document_sums import sum_documents
@@ -49,7 +56,6 @@ from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.training.assembly import forward_of
 from jaxtune.training.memory import explain_out_of_memory
 from jaxtune.training.step import Forward
-from jaxtune.weights.served_linears import serve_weights
 
 try:
     from lm_eval import evaluator
@@ -154,7 +160,8 @@ def load_tasks(request: EvalRequest) -> "LoadedTasks":
         # As the harness does, which would warn each time. A task that sets it to 0 has no examples to show.
         if request.num_fewshot is not None and task.get_config("num_fewshot") != 0:
             task.set_config(key="num_fewshot", value=request.num_fewshot)
-    return LoadedTasks(manager, names, any(task.OUTPUT_TYPE == "generate_until" for task in tasks))
+    generating = [task for task in tasks if task.OUTPUT_TYPE == "generate_until"]
+    return LoadedTasks(manager, names, [task.get_config("generation_kwargs") or {} for task in generating])
 
 
 def score_tasks(lm: "DecoderLM", request: EvalRequest, tasks: "LoadedTasks") -> dict[str, Any]:
@@ -280,12 +287,26 @@ class LoadedTasks(NamedTuple):
     Attributes:
         manager: holds them.
         names: of the tasks and groups.
-        generate: whether one of them generates text.
+        generations: the generation_kwargs of those that generate text.
     """
 
     manager: _Tasks
     names: list[str]
-    generate: bool
+    generations: list[Mapping[str, Any]]
+
+
+class Generation(NamedTuple):
+    """How text is generated for a task.
+
+    Attributes:
+        stops: texts that end it.
+        new: the most tokens.
+        sampling: how tokens are chosen.
+    """
+
+    stops: list[str]
+    new: int
+    sampling: Sampling
 
 
 def _names(patterns: Sequence[str], manager: TaskManager) -> list[str]:
@@ -473,19 +494,26 @@ class DecoderLM(TemplateLM):
         bar.close()
         return texts
 
+    def generation(self, kwargs: Mapping[str, Any]) -> "Generation":
+        """Return how text is generated for a task's generation_kwargs. Raises UserError if it cannot be."""
+        options: dict[str, Any] = dict(normalize_gen_kwargs(dict(kwargs), self.max_gen_toks))
+        eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
+        stops = [text for text in handle_stop_sequences(options.pop("until"), eos) if text]  # type: ignore[arg-type]
+        new, sampling = options.pop("max_gen_toks"), _sampling(options)
+        if new >= self.max_length:
+            raise UserError(f"--tasks: a task generates {new} tokens, and the model has {self.max_length} positions")
+        return Generation(stops, new, sampling)
+
     def _generate_texts(
         self, contexts: Mapping[int, list[int]], kwargs: Mapping[str, Any]
     ) -> Iterator[tuple[int, str]]:
         """Yield (number, text) for each prompt. The prompts share the task's `kwargs`, its generation_kwargs."""
-        options: dict[str, Any] = dict(normalize_gen_kwargs(dict(kwargs), self.max_gen_toks))
-        eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
-        strings = [text for text in handle_stop_sequences(options.pop("until"), eos) if text]  # type: ignore[arg-type]
-        new, sampling = options.pop("max_gen_toks"), _sampling(options)
-        if (room := self.max_length - new) < 1:
-            raise UserError(f"--tasks: a task generates {new} tokens, and the model has {self.max_length} positions")
-        generate = self._generate(new, sampling)
-        is_finished = make_stop_test(self._stop, strings, self.tokenizer)
-        parameters = serve_weights(self._opened.model.linears, {**self._opened.frozen, **self._opened.trained})
+        how = self.generation(kwargs)
+        new, room = how.new, self.max_length - how.new
+        generate = self._generate(new, how.sampling)
+        is_finished = make_stop_test(self._stop, how.stops, self.tokenizer)
+        parameters = {**self._opened.frozen, **self._opened.trained}
+        parameters = decoding_weights(self._opened.model, parameters, self._recipe.dtype)
         ordered = sorted(contexts, key=lambda i: -len(contexts[i]))
         while ordered:
             size = self._rows(len(ordered), min(len(contexts[ordered[0]]), room) + new)
@@ -498,7 +526,7 @@ class DecoderLM(TemplateLM):
             self._beat()
             for i, completion in zip(members, completions):
                 text = hf.decode(self.tokenizer, completion.tokens, skip_special_tokens=True)  # as lm-eval's own models
-                yield i, postprocess_generated_text(text, strings, None)
+                yield i, postprocess_generated_text(text, how.stops, None)
 
     def _make_generate(self, new: int, sampling: Sampling) -> Generate:
         config, model = self._opened.config, self._opened.model

@@ -123,7 +123,7 @@ class RunFolder:
 
         Raises UserError for a damaged line.
         """
-        return _read(self.completions, {"prompt": object, "completion": str, "reward": float | None})
+        return _read(self.completions, {"prompt": object, "completion": str | list, "reward": float | None})
 
 
 def _read(path: Path, wanted: dict[str, Any]) -> list[dict[str, Any]]:

@@ -225,7 +225,8 @@ def collect_completions(
     open_rows, finished = set(range(prompts)), set()
     by_step = []
     for step in steps:
-        by_step.append(step)
+        # Experts of all tokens and layers take memory: they are on every device until they are on the host.
+        by_step.append(step if lengths is None else step._replace(routed_experts=np.asarray(step.routed_experts)))
         for row in list(open_rows):
             rows[row].append(int(step.tokens[row]))
             if ended(rows[row]):
@@ -247,7 +248,7 @@ def collect_completions(
 
 def _with_routing(made: list[Completion], by_step: list[Any], lengths: Sequence[int]) -> list[Completion]:
     """Return completions with routed_experts; by_step: of the prompts, padded on the left, then of a token each."""
-    routed, padded = np.concatenate(jax.device_get(by_step), 1), by_step[0].shape[1]
+    routed, padded = np.concatenate(by_step, 1), by_step[0].shape[1]
     return [
         one._replace(routed_experts=of_row[padded - length : padded + len(one.tokens) - 1])
         for one, of_row, length in zip(made, routed, lengths)

@@ -151,7 +151,10 @@ def _choose_rank(adapters: Sequence[hf.SavedAdapter], module: str, options: Merg
 
 def _read(adapter: hf.SavedAdapter, module: str) -> Update:
     """Read the update of a module, with its scale in A."""
-    a, b = (adapter.tensors[f"{module}.lora_{half}.weight"].whole().astype(np.float32) for half in "AB")
+    sources = [adapter.tensors[f"{module}.lora_{half}.weight"] for half in "AB"]
+    a, b = (source.whole().astype(np.float32) for source in sources)
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise UserError(f"{sources[0].file}: {module} has NaN or infinite values; it cannot be merged")
     rank, alpha = adapter.of_module(module)
     return Update(a * np.float32(alpha / (rank**0.5 if adapter.use_rslora else rank)), b)
 

@@ -186,8 +186,8 @@ def _write_config(first: WholeModel, stage: Path, changes: Mapping[str, bool]) -
 def _warn_other_configs(first: WholeModel, others: Sequence[WholeModel]) -> None:
     """Warn about entries of config.json that differ, such as the base of RoPE: the result has the first one's."""
     for model in others:
-        both = (first.config.keys() & model.config.keys()) - _OF_FILES
-        if differing := sorted(key for key in both if first.config[key] != model.config[key]):
+        keys = (first.config.keys() | model.config.keys()) - _OF_FILES
+        if differing := sorted(key for key in keys if first.config.get(key) != model.config.get(key)):
             log.warning(
                 "%s and %s differ in %s of config.json; the merged model has the values of the former",
                 *(first.folder, model.folder, ", ".join(differing)),

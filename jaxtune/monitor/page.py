@@ -144,7 +144,7 @@ def of_some_steps(completions: Sequence[Row], most: int = 6) -> list[dict[str, A
         best, worst = ordered[0], ordered[-1]
         samples += [best, worst] if best.get("reward", 0.0) > worst.get("reward", 0.0) else [best]
     return [
-        {"step": each["step"], "prompt": _as_text(each["prompt"]), "text": each["completion"]}
+        {"step": each["step"], "prompt": _as_text(each["prompt"]), "text": _as_text(each["completion"])}
         | ({"reward": each["reward"]} if "reward" in each else {})
         for each in samples
     ]
@@ -171,7 +171,8 @@ def compare_completions(completions: Mapping[str, Sequence[Row]]) -> dict[str, A
     def texts(rows: Sequence[Row]) -> list[str]:
         group = [row for row in rows if (row["step"], _as_text(row["prompt"])) == (step, prompt)]
         ordered = sorted(group, key=reward, reverse=True)
-        return [(f"reward {row['reward']:.4g}\n" if "reward" in row else "") + row["completion"] for row in ordered]
+        rewards = (f"reward {row['reward']:.4g}\n" if "reward" in row else "" for row in ordered)
+        return [reward + _as_text(row["completion"]) for reward, row in zip(rewards, ordered)]
 
     rows = itertools.zip_longest(*map(texts, of_runs.values()), fillvalue=_NO_VALUE)
     return {"step": step, "prompt": prompt, "columns": list(of_runs), "rows": [list(row) for row in rows]}

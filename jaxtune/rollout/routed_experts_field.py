@@ -8,6 +8,7 @@ Layers are either those with experts or all; in the latter case the rows of othe
 import base64
 import binascii
 import io
+import tokenize
 from typing import Any
 
 import numpy as np
@@ -31,24 +32,24 @@ def read_routed_experts(
             f"{url} does not return the experts of each token (routed_experts), which rollout.replay_routing needs; "
             f"start vLLM, version 0.22 or later, with {FLAG}"
         )
-    found, (mixtures, active) = _read_array(url, field), spec.routed_shape
+    routed, (mixtures, active) = _read_array(url, field), spec.routed_shape
     known = [(layers, active) for layers in (mixtures, len(spec.layers))]
-    if found.shape[1:] not in known or len(found) < tokens:
+    if routed.shape[1:] not in known or len(routed) < tokens:
         raise UserError(
-            f"{url} returned routed_experts of shape {found.shape}; for {tokens} tokens this model has shape "
+            f"{url} returned routed_experts of shape {routed.shape}; for {tokens} tokens this model has shape "
             f"({tokens}, {mixtures}, {active}); does the server serve this model?"
         )
-    found = found[:tokens]
-    if found.shape[1] != mixtures:
-        found = found[:, list(spec.mixtures)]
+    routed = routed[:tokens]
+    if routed.shape[1] != mixtures:
+        routed = routed[:, list(spec.mixtures)]
     counts = np.array([experts.count for experts in spec.mixtures.values()])[:, None]
-    distinct = (np.diff(np.sort(found, -1), axis=-1) != 0).all()
-    if not (distinct and ((found >= 0) & (found < counts)).all()):
+    distinct = (np.diff(np.sort(routed, -1), axis=-1) != 0).all()
+    if not (distinct and ((routed >= 0) & (routed < counts)).all()):
         raise UserError(
             f"{url} returned routed_experts that are not {active} different experts of each mixture for each token; "
             "does the server serve this model, in one process for prompts and completions?"
         )
-    return found.astype(np.int16)
+    return routed.astype(np.int16)
 
 
 def _read_array(url: str, field: Any) -> np.ndarray:
@@ -61,7 +62,7 @@ def _read_array(url: str, field: Any) -> np.ndarray:
         if dtype.kind not in "iu" or by_column:
             raise ValueError("not integers by row")
         return np.frombuffer(stream.read(), dtype).reshape(shape)
-    except (TypeError, ValueError, binascii.Error) as error:
+    except (TypeError, ValueError, binascii.Error, SyntaxError, tokenize.TokenError) as error:  # the last: of headers
         raise UserError(
             f"{url} returned routed_experts that are not a NumPy file of integers in base64, which vLLM writes since "
             "version 0.22"

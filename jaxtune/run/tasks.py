@@ -61,7 +61,7 @@ def tasks_of(
 
     def score(state: State, at: Position) -> None:
         assert benchmark is not None
-        watch.evaluation(at.step, benchmark(state.result, frozen))
+        watch.scores(at.step, benchmark(state.result, frozen))
 
     def end_epoch(state: State, at: Position) -> None:
         watch.plugins("on_epoch", at.step, round(watch.epoch(at.feed)))

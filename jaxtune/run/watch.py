@@ -60,8 +60,12 @@ class Watch:
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Write and show the metrics of an evaluation after a step."""
-        self.metrics.write(step, values)
         self.plugins("on_evaluate", step, dict(values))
+        self.scores(step, values)
+
+    def scores(self, step: int, values: Mapping[str, float]) -> None:
+        """Write and show metrics that are not of an evaluation of the objective."""
+        self.metrics.write(step, values)
         self.progress.message("  ".join([f"step {step}", *(f"{name} {value:.4f}" for name, value in values.items())]))
 
 

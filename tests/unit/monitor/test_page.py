@@ -125,6 +125,14 @@ def test_completions_of_the_same_prompt_are_side_by_side_at_the_last_common_step
     assert compare_completions({"a": one, "c": others}) == compare_completions({"a": one}) == {}
 
 
+def test_completions_of_several_turns_are_shown_as_their_messages():
+    turns = [{"role": "assistant", "content": "2 + 2"}]
+    rows = [{"step": 1, "prompt": [{"role": "user", "content": "add"}], "completion": turns, "reward": 1.0}]
+    assert of_some_steps(rows)[0]["text"] == json.dumps(turns)
+    (compared,) = compare_completions({"a": rows, "b": rows})["rows"]
+    assert compared == [f"reward 1\n{json.dumps(turns)}"] * 2
+
+
 def test_options_that_differ_are_listed_and_one_run_is_compared_with_the_defaults():
     options = flat({"a": {"b": 1, "c": None}, "d": [{"path": "x"}, {"path": "y"}], "e": (), "f": ["x"]})
     assert options == {"a.b": 1, "a.c": None, "d[0].path": "x", "d[1].path": "y", "f": ["x"]}

@@ -206,6 +206,10 @@ def test_a_server_returns_the_experts_of_each_token(ask, layers, dtype):
     [
         (None, "rollout.replay_routing needs; start vLLM, .* with --enable-return-routed-experts"),
         (lambda read: of_all_layers(read).tolist(), "not a NumPy file of integers in base64"),
+        (
+            lambda read: base64.b64encode(b"\x93NUMPY\x01\x00\x04\x00{(]\n").decode(),
+            "not a NumPy file of integers in base64",
+        ),
         (lambda read: "AAAA", "not a NumPy file of integers in base64"),
         (lambda read: in_base64(of_all_layers(read) / 2), "not a NumPy file of integers in base64"),
         (lambda read: in_base64(of_all_layers(read))[:-8], "not a NumPy file of integers in base64"),
