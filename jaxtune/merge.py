@@ -33,7 +33,7 @@ _OPTIONS = ("weights", "normalize", "lambda", "density", "seed", "t")
 
 
 def run_command(values: flags.FlagValues, _: None) -> None:
-    """Write the merged model or adapter, and print where it is."""
+    """Write the merged model or adapter, and print its folder."""
     jax.config.update("jax_platforms", "cpu")  # merging is done by numpy; jax would take a GPU's memory
     given = {name: values[name].value for name in _OPTIONS if values[name].value not in (None, [])}
     if values.weights:

@@ -287,7 +287,7 @@ class LoadedTasks(NamedTuple):
     Attributes:
         manager: holds them.
         names: of the tasks and groups.
-        generations: the generation_kwargs of those that generate text.
+        generations: the generation_kwargs of tasks that generate text.
     """
 
     manager: _Tasks

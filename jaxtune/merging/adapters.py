@@ -1,6 +1,6 @@
 """Merging of LoRA adapters that have the same base and the same modules.
 
-What is merged is the update of each weight, scale * B @ A. A weighted sum of updates is exactly one product, of the Bs
+The updates of the weights are merged, scale * B @ A. A weighted sum of updates is exactly one product, of the Bs
 and the As side by side. Sums of the Bs and of the As would give another update, because their product has mixed terms.
 """
 
@@ -52,9 +52,9 @@ class Merged(NamedTuple):
 
 
 def merge_adapters(folders: Sequence[Path], output: Path, options: MergeOptions, rank: int | None) -> float:
-    """Write the merged adapter to a folder, module by module. The files appear when all of them are complete.
+    """Write the merged adapter to a folder, module by module. The files appear when all are complete.
 
-    Its dtype, base and tokenizer are those of the first adapter, and its scale is 1.
+    It has the dtype, base and tokenizer of the first adapter, and a scale of 1.
 
     Args:
         folders: folders of PEFT adapters.
@@ -180,7 +180,7 @@ def _product(update: Update) -> Matrix:
 
 
 def _cosine(first: Update, second: Update) -> float:
-    """Return the cosine of the angle between two updates, without computing them; 0 if one of them is zero."""
+    """Return the cosine of the angle between two updates, without computing them; 0 if one is zero."""
     norms = (_inner(first, first) * _inner(second, second)) ** 0.5
     return float(np.clip(_inner(first, second) / norms, -1, 1)) if norms else 0.0
 

@@ -63,7 +63,7 @@ def slerp_weights(cosine_of_angle: float, t: float) -> tuple[float, float]:
 
 
 def cosine(first: Values, second: Values) -> float:
-    """Return the cosine of the angle between two tensors, seen as vectors; 0 if one of them is zero."""
+    """Return the cosine of the angle between two tensors, seen as vectors; 0 if one is zero."""
     # Normalised before they are multiplied, so that the product does not overflow.
     one, other = (values.reshape(-1) / np.float32(_norm(values)) for values in (first, second))
     return float(np.clip(np.dot(one, other), -1, 1))

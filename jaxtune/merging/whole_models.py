@@ -44,9 +44,9 @@ class WholeModel(NamedTuple):
 
 
 def merge_models(folders: Sequence[Path], base: Path | None, output: Path, options: MergeOptions) -> None:
-    """Write the merged model to a folder, tensor by tensor. The files appear when all of them are complete.
+    """Write the merged model to a folder, tensor by tensor. The files appear when all are complete.
 
-    Names, dtypes, config.json, tokenizer and chat template are those of the base, or else of the first model. A head
+    It has the names, dtypes, config.json, tokenizer and chat template of the base, or else of the first model. A head
     stays tied if it is tied in every model. If it is not, the result has a head of its own, to which a tied model
     contributes its embedding, and config.json says so.
 

@@ -44,7 +44,7 @@ class Record:
         rows: Rows of metrics.jsonl.
         counts: Numbers of documents and tokens; empty for a stream.
         samples: Texts that the model wrote: step, prompt, text, and reward if the run has reward functions.
-        completions: Rows of completions.jsonl, to compare with those of other runs.
+        completions: Rows of completions.jsonl, to compare with other runs.
         step_time: From the last profile, if there is one.
     """
 
@@ -151,7 +151,7 @@ def of_some_steps(completions: Sequence[Row], most: int = 6) -> list[dict[str, A
 
 
 def compare_completions(completions: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
-    """Completions of several runs side by side: those of the last step at which all runs have the same prompt.
+    """Completions of several runs side by side, from the last step at which all runs have the same prompt.
 
     Runs without completions are left out. Empty if fewer than two have any, or no step has the same prompt.
 

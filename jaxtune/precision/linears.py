@@ -66,7 +66,7 @@ class StepWeights(Protocol):
         ...
 
     def wrap_weights(self, weights: Mapping[str, Any], operands: Mapping[str, Any], scales: Scales) -> dict[str, Any]:
-        """Return all weights, with those of the layers as the step multiplies by them."""
+        """Return all weights, in which the layers' weights are as the step multiplies by them."""
         ...
 
 

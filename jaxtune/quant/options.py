@@ -86,7 +86,7 @@ def check_serve(config: Config) -> Iterator[Problem]:
         return
     refused = {
         "precision.recipe": config.precision.recipe in ("fp8_hybrid", "nvfp4"),
-        # The gradient of a low-rank product alone needs no gradient of the whole weight.
+        # Only the gradient of a low-rank product needs no gradient of the whole weight.
         "lora.kind": config.lora.kind != "lora",
         "lora.use_dora": config.lora.use_dora,
         "lora.dropout": config.lora.dropout > 0,

@@ -1,8 +1,8 @@
 """Quantization-aware training: the linear layers that a step multiplies as they will be served (serve.format).
 
-In each step their weights are quantized once, adapters merged first, as an export does it: the codes of an export are
-those of the last step. For adapters this is merge-aware training. Merging into quantized weights that know nothing of
-the adapter would round most of it away.
+In each step their weights are quantized once, adapters merged first, by the same functions as in an export. So an
+export has the codes of the last step. For adapters this is merge-aware training: an adapter that is merged into 4 bits
+only after training loses most of its small changes.
 """
 
 from collections.abc import Callable, Mapping
@@ -132,7 +132,7 @@ def served_linears(
 
 
 def serve_weights(linears: StepWeights | None, weights: Parameters) -> Parameters:
-    """Return the weights with those of `ServedLinears` as they will be served; unchanged for other linear layers."""
+    """Return the weights, quantized as they will be served if `linears` is `ServedLinears`."""
     if not isinstance(linears, ServedLinears):
         return weights
     return linears.wrap_weights(weights, _operands(linears, weights), {})
