@@ -1,7 +1,7 @@
 """A small server with a scripted model that implements the part of vLLM's protocol which jaxtune uses.
 
 with CompletionServer(lambda prompt, seed: [prompt[-1] + 1, 2]) as server:
-    complete(server.url, "base", ...)
+    complete(ServerPool([server.url]), "base", ...)
 """
 
 import json

@@ -167,7 +167,7 @@ class RolloutOptions:
         "sampled (R3, 2025); their weights are the router's own", when="rollout.rewards")
     server: str | None = option(None,
         "URL of an OpenAI-compatible server, such as vLLM, which receives the adapters and generates completions; "
-        "unset: the devices of the run generate them", basic=True)
+        "several with commas between them; unset: the devices of the run generate them", basic=True)
     server_seconds: int = option(600, "time limit for a response of the server", "seconds [1, inf)",
         when="rollout.server is not None")
     ahead: int = option(0,

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +30,7 @@ from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import recipe_of
 from jaxtune.rollout import completion_server
+from jaxtune.rollout.server_pool import ServerPool
 from jaxtune.weights.model import Model
 
 
@@ -124,7 +126,7 @@ def complete_by_server(config: Config, model: Model, tokenizer, folder: Path) ->
     # The hash of the folder is part of the adapter's name on the server. So two runs of the same name, or a run and its
     # evaluation, unload only their own adapters.
     folder_hash = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:6]
-    url, name = options.server or "", f"{config.train.run_name or 'run'}-{folder_hash}"
+    servers, name = ServerPool((options.server or "").split(",")), f"{config.train.run_name or 'run'}-{folder_hash}"
     sampling = {key: getattr(options, key) for key in Sampling._fields} | {"top_k": options.top_k or 0}
     ends = {"stop": stops_of(config, model, tokenizer), "strings": options.stop}
     how = {**sampling, **ends, "max_tokens": options.max_new_tokens, "seed": config.train.seed}
@@ -150,13 +152,14 @@ def complete_by_server(config: Config, model: Model, tokenizer, folder: Path) ->
         version, adapter = weights
         # The turns of a step's episodes are sampled by one adapter.
         if sent[0] != version:
-            sent = version, completion_server.send_adapter(url, name, adapter) if multihost.is_main() else ""
+            load = partial(completion_server.send_adapter, name=name, folder=adapter)
+            sent = version, servers.ask_each(load)[0] if multihost.is_main() else ""
         table = np.zeros((len(prompts), 2 + options.max_new_tokens), np.int32)  # finished, length, tokens
         scores = np.zeros((len(prompts), options.max_new_tokens), np.float32)
         made = []
         if multihost.is_main():
             timeout = options.server_seconds
-            made = completion_server.complete(url, sent[1], prompts, numbers, written, timeout=timeout, **how)
+            made = completion_server.complete(servers, sent[1], prompts, numbers, written, timeout=timeout, **how)
             for row, of_row, completion in zip(table, scores, made):
                 row[:2] = completion.finished, len(completion.tokens)
                 row[2 : 2 + len(completion.tokens)] = completion.tokens

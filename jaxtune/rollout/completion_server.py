@@ -32,6 +32,7 @@ from jaxtune.hf.peft import CONFIG, WEIGHTS
 from jaxtune.inference.generation import Completion
 from jaxtune.models.spec import ModelSpec
 from jaxtune.rollout.routed_experts_field import read_routed_experts
+from jaxtune.rollout.server_pool import ServerPool, Unreachable
 
 PARALLEL = 256
 """Number of concurrent requests: the default number of sequences in a batch of vLLM."""
@@ -47,7 +48,7 @@ Wait = Callable[[float], None]
 
 
 def complete(
-    url: str,
+    servers: ServerPool,
     model: str,
     prompts: Sequence[Sequence[int]],
     numbers: Sequence[int],
@@ -71,8 +72,8 @@ def complete(
     """Request a completion of each prompt; return the completions in order.
 
     Args:
-        url: Address of the server, such as http://localhost:8000.
-        model: The server's name for the model: the base model, or an adapter by the name that send_adapter returns.
+        servers: Servers, of which each completes a part of the prompts.
+        model: The servers' name for the model: the base model, or an adapter by the name that send_adapter returns.
         prompts: Tokens of each prompt.
         numbers: A number for each prompt, which determines its random numbers together with `seed`. The same prompt
             with another number gets another completion.
@@ -94,7 +95,7 @@ def complete(
         wait: Function that sleeps between attempts.
 
     Raises:
-        UserError: The server cannot be reached, refuses, takes too long, or returns invalid tokens.
+        UserError: No server can be reached, or one refuses, takes too long, or returns invalid tokens.
     """
     # Name every option, because the server takes missing ones from the model's generation_config.json.
     sampling = {
@@ -110,7 +111,7 @@ def complete(
         **({"logprobs": 1} if log_probs else {}),  # 0 would do for vLLM; other servers take it for "no"
     }
 
-    def one(index: int) -> Completion:
+    def one(url: str, index: int) -> Completion:
         there = written[index] if written else 0
         # One prompt a request: a request has one seed, so equal prompts in it would get equal completions.
         body = {
@@ -138,7 +139,7 @@ def complete(
         read = len(prompts[index]) + len(completion.tokens) - 1
         return completion._replace(routed_experts=read_routed_experts(url, routing, read, routed))
 
-    return _in_parallel(one, len(prompts))
+    return _in_parallel(lambda index: servers.ask(index, lambda url: one(url, index)), len(prompts))
 
 
 def _in_parallel(one: Callable[[int], Completion], count: int) -> list[Completion]:
@@ -267,7 +268,7 @@ def _call(
         except (OSError, http.client.HTTPException) as error:
             cause = getattr(error, "reason", error)
             if isinstance(cause, TimeoutError):
-                raise UserError(f"{request.full_url} did not answer within {timeout:g} seconds") from error
+                raise Unreachable(f"{request.full_url} did not answer within {timeout:g} seconds") from error
             problem = f"cannot be reached: {_clip(str(cause)) or type(cause).__name__}"
         else:
             if status < 300 or status in fine:
@@ -277,7 +278,7 @@ def _call(
                 raise UserError(f"{request.full_url} {problem}{_advice(endpoint, status)}")
         if pause is not None:
             wait(pause)
-    raise UserError(f"{request.full_url} {problem} ({len(PAUSES) + 1} attempts in {sum(PAUSES):g} seconds)")
+    raise Unreachable(f"{request.full_url} {problem} ({len(PAUSES) + 1} attempts in {sum(PAUSES):g} seconds)")
 
 
 def _request(url: str, endpoint: str, body: dict[str, Any] | None) -> urllib.request.Request:

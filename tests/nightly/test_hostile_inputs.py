@@ -33,6 +33,7 @@ from jaxtune.errors import UserError
 from jaxtune.models.families import read_spec
 from jaxtune.models.parameters import declare
 from jaxtune.rollout.completion_server import complete
+from jaxtune.rollout.server_pool import ServerPool
 from jaxtune.weights.architecture import spec_of
 
 COVERS = (
@@ -44,6 +45,7 @@ COVERS = (
     "jaxtune/monitor",
     "jaxtune/report.py",
     "jaxtune/rollout/completion_server.py",
+    "jaxtune/rollout/server_pool.py",
     "jaxtune/host/run_folder.py",
     "tests/hostile.py",
 )
@@ -302,7 +304,7 @@ def test_answers_of_a_server(outcomes, server, monkeypatch, data):
 
     def read():
         limits = dict(vocabulary=10, seed=0, timeout=5.0, wait=lambda seconds: None)
-        (found,) = complete(server.url, "base", [[1]], [0], **asked, **limits)
+        (found,) = complete(ServerPool([server.url]), "base", [[1]], [0], **asked, **limits)
         assert len(found.tokens) <= 3 and all(type(t) is int and 0 <= t < 10 for t in found.tokens)
 
     outcomes.read(read)

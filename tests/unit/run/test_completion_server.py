@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from completion_server import CompletionServer
 from jaxtune.errors import UserError
 from jaxtune.rollout import completion_server
 from jaxtune.rollout.completion_server import PAUSES, Completion, complete, send_adapter
+from jaxtune.rollout.server_pool import ServerPool
 
 STOP = 2
 
@@ -29,10 +31,12 @@ def server():
 
 
 def ask(server, prompts, **changed):
-    url = server if isinstance(server, str) else server.url
+    servers = server if isinstance(server, ServerPool) else ServerPool([getattr(server, "url", server)])
     options = dict(max_tokens=8, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2, stop={STOP})
     options |= dict(vocabulary=2**48, model="base", seed=0, timeout=10.0, wait=lambda seconds: None)
-    return complete(url, prompts=prompts, **({"numbers": range(len(prompts))} | options | changed))
+    return complete(
+        ServerPool(url.split(",")), prompts=prompts, **({"numbers": range(len(prompts))} | options | changed)
+    )
 
 
 @pytest.fixture
@@ -66,6 +70,25 @@ def test_log_probabilities_come_with_their_tokens(server):
     server.log_probs = None
     with pytest.raises(UserError, match="rollout.correction='none' trains without it"):
         ask(server, [[10]], log_probs=True)
+
+
+def test_several_servers_share_the_prompts_and_a_dead_one_is_left_out(server, adapter, caplog):
+    with CompletionServer(server.script) as other:
+        urls, prompts = f"{server.url},{other.url}", [[10 * n] for n in range(1, 9)]
+        expected = ask(server, prompts)
+        server.requests.clear()
+        assert ask(urls, prompts) == expected
+        assert len(server.requests) == len(other.requests) == 4
+        pool = ServerPool(urls.split(","))
+        load = partial(send_adapter, name="run", folder=adapter(b"1"), wait=lambda seconds: None)
+        assert len(set(pool.ask_each(load))) == 1 and server.adapters == other.adapters != {}
+        dead = other.url
+    options = dict(model="base", prompts=prompts, numbers=range(8), vocabulary=2**48, max_tokens=8, temperature=0.7)
+    options |= dict(top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2, stop={STOP}, seed=0, timeout=10.0)
+    assert complete(pool, **options, wait=lambda seconds: None) == expected
+    assert caplog.text.count(f"{dead}/v1/completions cannot be reached") == 1
+    assert "this server is left out until the run ends, which has 1 server now" in caplog.text
+    assert len(pool.ask_each(load)) == 1
 
 
 def test_no_prompt_asks_for_nothing(server):

@@ -1,0 +1,55 @@
+"""Several servers of the same model, asked in turn; one that cannot be reached is left out."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from jaxtune.errors import UserError, counted
+
+log = logging.getLogger("jaxtune")
+T = TypeVar("T")
+
+
+class Unreachable(UserError):
+    """A server that does not answer."""
+
+
+class ServerPool:
+    """The addresses of servers that have answered so far. Threads may share it."""
+
+    def __init__(self, urls: Sequence[str]):
+        self._urls, self._lock = list(urls), threading.Lock()
+
+    def ask(self, number: int, call: Callable[[str], T]) -> T:
+        """Return call(url) of one server, chosen by the number; of another one if it cannot be reached.
+
+        Raises Unreachable if no server is left.
+        """
+        while True:
+            urls = tuple(self._urls)
+            url = urls[number % len(urls)]
+            try:
+                return call(url)
+            except Unreachable as error:
+                self._leave_out(url, error)
+
+    def ask_each(self, call: Callable[[str], T]) -> list[T]:
+        """Return call(url) of each server that can be reached. Raises Unreachable if none can be."""
+        answers = []
+        for url in tuple(self._urls):
+            try:
+                answers.append(call(url))
+            except Unreachable as error:
+                self._leave_out(url, error)
+        return answers
+
+    def _leave_out(self, url: str, error: Unreachable) -> None:
+        with self._lock:
+            if url not in self._urls:  # another thread has found out first
+                return
+            if len(self._urls) == 1:
+                raise error
+            self._urls.remove(url)
+            left = counted(len(self._urls), "server")
+            log.warning("%s; this server is left out until the run ends, which has %s now", error, left)
