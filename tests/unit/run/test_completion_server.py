@@ -34,9 +34,7 @@ def ask(server, prompts, **changed):
     servers = server if isinstance(server, ServerPool) else ServerPool([getattr(server, "url", server)])
     options = dict(max_tokens=8, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2, stop={STOP})
     options |= dict(vocabulary=2**48, model="base", seed=0, timeout=10.0, wait=lambda seconds: None)
-    return complete(
-        ServerPool(url.split(",")), prompts=prompts, **({"numbers": range(len(prompts))} | options | changed)
-    )
+    return complete(servers, prompts=prompts, **({"numbers": range(len(prompts))} | options | changed))
 
 
 @pytest.fixture
@@ -73,19 +71,16 @@ def test_log_probabilities_come_with_their_tokens(server):
 
 
 def test_several_servers_share_the_prompts_and_a_dead_one_is_left_out(server, adapter, caplog):
+    prompts = [[10 * n] for n in range(1, 9)]
+    expected = ask(server, prompts)
+    server.requests.clear()
+    load = partial(send_adapter, name="run", folder=adapter(b"1"), wait=lambda seconds: None)
     with CompletionServer(server.script) as other:
-        urls, prompts = f"{server.url},{other.url}", [[10 * n] for n in range(1, 9)]
-        expected = ask(server, prompts)
-        server.requests.clear()
-        assert ask(urls, prompts) == expected
+        pool, dead = ServerPool([server.url, other.url]), other.url
+        assert ask(pool, prompts) == expected
         assert len(server.requests) == len(other.requests) == 4
-        pool = ServerPool(urls.split(","))
-        load = partial(send_adapter, name="run", folder=adapter(b"1"), wait=lambda seconds: None)
-        assert len(set(pool.ask_each(load))) == 1 and server.adapters == other.adapters != {}
-        dead = other.url
-    options = dict(model="base", prompts=prompts, numbers=range(8), vocabulary=2**48, max_tokens=8, temperature=0.7)
-    options |= dict(top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2, stop={STOP}, seed=0, timeout=10.0)
-    assert complete(pool, **options, wait=lambda seconds: None) == expected
+        assert len(set(pool.ask_each(load))) == 1 and server.adapters.keys() == other.adapters.keys() != set()
+    assert ask(pool, prompts) == expected
     assert caplog.text.count(f"{dead}/v1/completions cannot be reached") == 1
     assert "this server is left out until the run ends, which has 1 server now" in caplog.text
     assert len(pool.ask_each(load)) == 1
