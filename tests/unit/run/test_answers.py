@@ -57,7 +57,7 @@ def answering(tokenizer, tmp_path, monkeypatch, chat: bool, prefix: str | None =
 
     monkeypatch.setattr(answers, "make_generate", lambda *_, **__: generate)
     tokenizer.save_pretrained(tmp_path)
-    model: Any = SimpleNamespace(graph=None, spec=SimpleNamespace(max_positions=1000))
+    model: Any = SimpleNamespace(graph=None, spec=SimpleNamespace(max_positions=1000), linears=None)
     parameters: Any = {"embed.weight": np.zeros(1)}
     config = Config(chat=ChatOptions(response_prefix=prefix))
     return answers.AnswerGenerator(
@@ -83,7 +83,7 @@ def test_a_run_s_sample_keeps_it(tokenizer, monkeypatch):
         lambda *_, **__: lambda *_: iter([next_tokens([t]) for t in tokens]),
     )
     monkeypatch.setattr("jaxtune.inference.generation.stop_tokens", lambda *_: frozenset(tokens[-1:]))
-    model: Any = SimpleNamespace(graph=None, spec=None, folders=SimpleNamespace(tokenizer=None))
+    model: Any = SimpleNamespace(graph=None, spec=None, folders=SimpleNamespace(tokenizer=None), linears=None)
     parameters: Any = {"embed.weight": np.zeros(1)}
     assert continue_text(model, parameters, tokenizer, "Once") == "Once upon a"
     assert continue_text(model, parameters, tokenizer, "") == "upon a"
