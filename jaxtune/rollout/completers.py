@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -149,15 +148,17 @@ def complete_by_server(config: Config, model: Model, tokenizer, folder: Path) ->
         written: Sequence[int] | None = None,
     ) -> list[Completion]:
         nonlocal sent
-        version, adapter = weights
+        (version, adapter), is_main = weights, multihost.is_main()
         # The turns of a step's episodes are sampled by one adapter.
         if sent[0] != version:
-            load = partial(completion_server.send_adapter, name=name, folder=adapter)
-            sent = version, servers.ask_each(load)[0] if multihost.is_main() else ""
+            names = (
+                servers.ask_each(lambda url: completion_server.send_adapter(url, name, adapter)) if is_main else [""]
+            )
+            sent = version, names[0]
         table = np.zeros((len(prompts), 2 + options.max_new_tokens), np.int32)  # finished, length, tokens
         scores = np.zeros((len(prompts), options.max_new_tokens), np.float32)
         made = []
-        if multihost.is_main():
+        if is_main:
             timeout = options.server_seconds
             made = completion_server.complete(servers, sent[1], prompts, numbers, written, timeout=timeout, **how)
             for row, of_row, completion in zip(table, scores, made):
