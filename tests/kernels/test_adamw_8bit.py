@@ -19,6 +19,8 @@ from pallas_kernels.adamw_8bit import BACKENDS, adamw_8bit, reference, triton, x
 from pallas_kernels.gpus import GPUS, Device
 from pallas_kernels.registry import CannotRun, choose
 
+COVERS = ("pallas_kernels", "tests/kernels")
+
 H100 = Device("gpu", GPUS["h100"].kind, GPUS["h100"].capability)
 KERNEL = jax.jit(partial(triton.update, adam=ADAM, interpret=True))
 XLA = jax.jit(partial(xla.update, adam=ADAM))

@@ -20,6 +20,8 @@ from pallas_kernels.fp8_matmul import BACKENDS, block_scales, cublaslt, fp8_matm
 from pallas_kernels.fp8_matmul.request import request_for
 from pallas_kernels.gpus import GPUS, Device
 
+COVERS = ("pallas_kernels", "tests/kernels")
+
 CASES = {
     "tensor": Case(),
     "tensor, e5m2, float32": Case(x_dtype="float8_e5m2", dtype="float32"),

@@ -27,6 +27,8 @@ from pallas_kernels.flash_attention.differentiate import attention
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import GPUS, Device
 
+COVERS = ("pallas_kernels", "tests/kernels")
+
 pytestmark = pytest.mark.timeout(300)
 interpreted = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="jax's interpreter of Mosaic GPU can run these kernels from 0.12 on"

@@ -19,6 +19,8 @@ from kernels.attention_cases import (
 from pallas_kernels.flash_attention import differentiate, reference, triton_wide
 from pallas_kernels.flash_attention.triton_wide import WideTile, WideTiles
 
+COVERS = ("pallas_kernels", "tests/kernels")
+
 # Small blocks, different in the two directions, and several programs for the columns of a block.
 TILES = WideTiles(
     forward=WideTile(32, 16, 4, 2, columns=256), dq=WideTile(16, 32, 4, 2, 128), dkdv=WideTile(16, 32, 4, 2, 256)
