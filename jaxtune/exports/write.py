@@ -84,7 +84,7 @@ def export_full(
         selected = quantizable(model.spec, model.whole, options, f"--quantize={quantize}", [*copied, *copies])
         changes["quantization_config"] = hf.quantization_config(options, dtype_of_others, selected.unquantized)
         tensors = hf.quantize(tensors, options, selected.weights)
-        say_quantized(selected, quantize, dtype_of_others)
+        _say_quantized(selected, quantize, dtype_of_others)
     if not config.model.from_scratch:
         tensors = hf.named_as_in_files(model.folder, tensors)
     if decides:
@@ -99,7 +99,7 @@ def export_full(
         _write_ends(model, config, output)
 
 
-def say_quantized(selected: Quantizable, kind: str, dtype: str) -> None:
+def _say_quantized(selected: Quantizable, kind: str, dtype: str) -> None:
     """Log how many linear layers are quantized, and which are not; dtype: of all other weights."""
     log.info(
         "%d linear layers are written in %s; embedding, head and routers stay in %s",

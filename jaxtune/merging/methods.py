@@ -87,9 +87,9 @@ def add_weighted(reads: Sequence[Read], weights: Sequence[float]) -> Values:
 def merge_differences(name: str, reads: Sequence[Read], options: MergeOptions) -> Values:
     """Return the merged difference of several models from their base, by the methods that have a base.
 
-    ties: the largest values of each difference, and of these the ones that have the sign of the weighted sum (TIES,
-    Yadav et al. 2023, arXiv:2306.01708). dare_linear, dare_ties: random values of each difference, rescaled (DARE,
-    Yu et al. 2024, arXiv:2311.03099); of these, dare_ties adds the ones that have the sign of the weighted sum.
+    ties: the largest values of each difference, if they have the sign of the weighted sum (TIES, Yadav et al. 2023,
+    arXiv:2306.01708). dare_linear, dare_ties: random values of each difference, rescaled (DARE, Yu et al. 2024,
+    arXiv:2311.03099); dare_ties adds only values that have the sign of the weighted sum.
     """
 
     def pruned(number: int) -> Values:

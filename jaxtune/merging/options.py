@@ -10,7 +10,7 @@ from jaxtune.errors import UserError
 
 @dataclass(frozen=True)
 class MergeMethod:
-    """What a method of `methods` reads.
+    """A method of `methods`, and the options that it reads.
 
     Attributes:
         differences: whether it merges the models' differences from a base.

@@ -64,8 +64,10 @@ class Format(ABC):
     ) -> list[QuantizedArray]:
         """Quantize matrices, or stacks, as if each were some rows of one: they share the scale of the whole matrix.
 
-        axes: the logical axes of each. No block may have several rows.
+        axes: the logical axes of each. No block of several matrices may have more than one row.
         """
+        if len(weights) == 1:
+            return [self.make(weights[0], axes[0])]
         assert self.block[0] == 1
         matrices = (self._matrix(weight.shape, weight.dtype) for weight in weights)
         places = [self._places(matrix, of_weight) for matrix, of_weight in zip(matrices, axes)]

@@ -72,7 +72,7 @@ def complete(
     """Request a completion of each prompt; return the completions in order.
 
     Args:
-        servers: Servers, of which each completes a part of the prompts.
+        servers: Servers; each completes a part of the prompts.
         model: The servers' name for the model: the base model, or an adapter by the name that send_adapter returns.
         prompts: Tokens of each prompt.
         numbers: A number for each prompt, which determines its random numbers together with `seed`. The same prompt

@@ -15,7 +15,7 @@ from jaxtune.weights.model import Model
 # (trained, frozen) -> metrics, named tasks/TASK/METRIC.
 ScoreTasks = Callable[[Parameters, Parameters], dict[str, float]]
 
-# The flags of `jaxtune evaluate --tasks` in messages, each of which is also an option of a run.
+# The flags of `jaxtune evaluate --tasks` in messages; each is also an option of a run.
 _FLAG = re.compile(r"--(?:tasks|(num_fewshot|limit|include_path|apply_chat_template))\b")
 
 

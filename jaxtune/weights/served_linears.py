@@ -100,8 +100,6 @@ class ServedLinears:
             for name, (weight, parts) in layer.items()
         }
         rounded = [weight.astype(self.dtype) for weight in plain.values()]
-        if len(rounded) == 1:
-            return {name: self.format.make(rounded[0], axes[0]) for name in layer}
         return dict(zip(layer, self.format.make_together(rounded, axes)))
 
     def wrap_weights(

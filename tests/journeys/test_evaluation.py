@@ -158,7 +158,7 @@ def test_samples_on_the_way_and_a_merged_model_at_the_end(home):
 
 
 def test_benchmark_tasks_score_a_run_and_change_nothing(home, first, monkeypatch):
-    """The scores are those of `jaxtune evaluate --tasks` for the checkpoint, to the last bit."""
+    """`jaxtune evaluate --tasks` gives the same scores for the checkpoint, to the last bit."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
     hide_harness_tasks(monkeypatch)
     (home / "tasks").mkdir()

@@ -114,9 +114,7 @@ def _quantize_group(group: Sequence[OutputTensor], format: Format) -> dict[str, 
     # Replicated, so that the result can be copied to this host whole.
     everywhere = jax.NamedSharding(jax.sharding.get_mesh(), jax.P())
     placed = [jax.device_put(weight, everywhere) for weight in weights]
-    whole = (None, None)
-    alone = len(placed) == 1
-    arrays = [format.make(placed[0], whole)] if alone else format.make_together(placed, [whole] * len(placed))
+    arrays = format.make_together(placed, [(None, None)] * len(placed))
     return {tensor.name: jax.tree.map(np.asarray, array) for tensor, array in zip(group, arrays)}
 
 

@@ -41,8 +41,8 @@ class Inputs(NamedTuple):
         layer_embeddings: embeddings for each layer, with a leading axis of layers; inside a layer only its own, without
             that axis. None: the model has none.
         routed_experts: the experts that tokens go to, for each stack (repeats, mixtures of a period, b, s, k), or None
-            for a stack without mixtures; inside a layer only its own, (b, s, k). Where it is -1, or None, the router
-            chooses.
+            for a stack without mixtures; inside a layer only its own, (b, s, k). The router chooses if it is -1 or
+            None.
         kept: the caches that earlier layers keep for later ones (`Heads.keeps`).
     """
 

@@ -136,7 +136,7 @@ def test_gradients_pass_straight_through(tmp_path, one_device, format, adapters,
 
 @pytest.mark.parametrize("adapters", [True, False])
 def test_a_reference_is_not_quantized(tmp_path, one_device, adapters):
-    """Its scores are those of the base model as it is read; the scores of the policy are not."""
+    """It has the scores of the base model as it is read, and the policy has others."""
     folder = write_model_folder(tmp_path, **SIZES)
     batch = {name: column[None] for name, column in packed_batch(one_device).items()}
     found = {}
