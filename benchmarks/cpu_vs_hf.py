@@ -82,7 +82,7 @@ def jaxtune_step(folder: str, model_kind: str, lora: bool, remat: bool):
     from jaxtune.parallel.options import MeshOptions
     from jaxtune.precision.options import PrecisionOptions
     from jaxtune.training.assembly import assemble
-    from jaxtune.weights.model import read_base
+    from jaxtune.weights.base import read_base
     from jaxtune.weights.values import frozen_parameters, initial_parameters
 
     mesh, targets = make_mesh(MeshOptions()), ADAPTED[model_kind]

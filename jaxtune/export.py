@@ -30,7 +30,7 @@ from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.quant.format_names import format_of
 from jaxtune.quant.options import served_as
-from jaxtune.weights.model import Base
+from jaxtune.weights.base import Base
 from jaxtune.weights.trusted_code import base_of_run
 from jaxtune.weights.values import open_run
 

@@ -37,8 +37,8 @@ from jaxtune.scoring.kept_teacher import kept_bytes
 from jaxtune.terminal import STOPPED
 from jaxtune.training import memory
 from jaxtune.training.assembly import assemble
+from jaxtune.weights.base import read_base
 from jaxtune.weights.class_labels import resolve_labels
-from jaxtune.weights.model import read_base
 
 
 def train(config: Config) -> bool:

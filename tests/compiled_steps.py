@@ -12,7 +12,7 @@ from jaxtune.config import load_recipe, resolve
 from jaxtune.host.process import compiler_options
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.training.assembly import assemble
-from jaxtune.weights.model import read_base
+from jaxtune.weights.base import read_base
 from pallas_kernels import aot
 
 CONFIGS = Path(__file__).parents[1] / "configs"

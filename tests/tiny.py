@@ -24,7 +24,8 @@ from jaxtune.models.parameters import Parameter, declare
 from jaxtune.models.spec import FeedForward, Layer, ModelSpec, Norm
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.quant.options import QuantOptions
-from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import read_parameters
 
 CHATML = (

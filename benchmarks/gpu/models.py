@@ -20,7 +20,7 @@ from jaxtune.precision.options import PrecisionOptions
 from jaxtune.precision.recipes import RECIPES
 from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import Program, assemble
-from jaxtune.weights.model import Base
+from jaxtune.weights.base import Base
 
 RATE = 1e-4
 

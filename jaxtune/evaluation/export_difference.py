@@ -18,7 +18,8 @@ from jaxtune.models.score import hidden_states, logits
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.training.assembly import task_of
-from jaxtune.weights.model import Model, declare_model, read_base
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import Model, declare_model
 from jaxtune.weights.served_linears import serve_weights
 from jaxtune.weights.values import config_for_model, read_parameters
 

@@ -24,8 +24,9 @@ from jaxtune.scoring.teacher_scores import BASE, declare_teacher
 from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.training.assembly import objective_of, task_of
 from jaxtune.training.memory import explain_out_of_memory
+from jaxtune.weights.base import read_base
 from jaxtune.weights.class_labels import resolve_labels
-from jaxtune.weights.model import Model, declare_model, read_base
+from jaxtune.weights.model import Model, declare_model
 from jaxtune.weights.reference import is_kept
 from jaxtune.weights.values import config_for_model, open_run, start_parameters, tokenizer_folder
 

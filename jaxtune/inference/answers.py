@@ -31,8 +31,9 @@ from jaxtune.parallel.layout import AXES
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.quant.options import QuantOptions
+from jaxtune.weights.base import read_base
 from jaxtune.weights.class_labels import resolve_labels
-from jaxtune.weights.model import Model, declare_model, read_base
+from jaxtune.weights.model import Model, declare_model
 from jaxtune.weights.served_linears import serve_weights
 from jaxtune.weights.trusted_code import with_plugins
 from jaxtune.weights.values import config_for_model, initial_parameters, open_run, read_parameters, tokenizer_folder

@@ -24,8 +24,8 @@ from jaxtune.training import memory
 from jaxtune.training.assembly import Program as Run
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.architecture import spec_of
+from jaxtune.weights.base import Base, read_base
 from jaxtune.weights.class_labels import with_sizes
-from jaxtune.weights.model import Base, read_base
 from pallas_kernels import aot
 from pallas_kernels.aot import COLLECTIVES
 from pallas_kernels.gpus import GPUS, peak_flops

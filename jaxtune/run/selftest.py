@@ -17,7 +17,7 @@ from jaxtune.optim.options import OptimOptions
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.training.assembly import Program, assemble
-from jaxtune.weights.model import Base
+from jaxtune.weights.base import Base
 from jaxtune.weights.values import frozen_parameters, initial_parameters
 
 STEPS, RATE = 3, 1e-3

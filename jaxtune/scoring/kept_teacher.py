@@ -17,7 +17,8 @@ from jaxtune.parallel.layout import P, by_token
 from jaxtune.scoring.teacher_scores import Teacher, check_top_k, declare_teacher_model, read_weights
 from jaxtune.training.assembly import forward_of
 from jaxtune.training.memory import device_bytes
-from jaxtune.weights.model import Base, Model, read_base
+from jaxtune.weights.base import Base, read_base
+from jaxtune.weights.model import Model
 
 # (trained, frozen, batch, the batch as the teacher sees it) -> the batch with the teacher's columns.
 AddColumns = Callable[[Parameters, Parameters, Batch, Batch], Batch]

@@ -31,7 +31,8 @@ from jaxtune.quant.options import QuantOptions
 from jaxtune.scoring.memmap_cache import load_or_compute
 from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.training.assembly import forward_of
-from jaxtune.weights.model import Base, Model, declare_model, read_base
+from jaxtune.weights.base import Base, read_base
+from jaxtune.weights.model import Model, declare_model
 from jaxtune.weights.values import check_files, config_for_model, initial_parameters, read_parameters, tokenizer_folder
 
 log = logging.getLogger("jaxtune")

@@ -44,7 +44,8 @@ from jaxtune.training.noise import make_noise
 from jaxtune.training.pipelined_step import pipelined_gradients
 from jaxtune.training.state import State, initial_state
 from jaxtune.training.step import Forward, Gradients, StepOptions, accumulated_gradients, make_train_step
-from jaxtune.weights.model import Base, Model, abstract_average, declare_model
+from jaxtune.weights.base import Base
+from jaxtune.weights.model import Model, abstract_average, declare_model
 from jaxtune.weights.reference import abstract_reference
 from jaxtune.weights.relora import make_merge, merge_targets
 

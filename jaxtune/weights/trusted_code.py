@@ -12,7 +12,7 @@ from jaxtune.config.recipe import code_to_evaluate
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError, printable
 from jaxtune.host.run_folder import RunFolder
-from jaxtune.weights.model import Base, read_base
+from jaxtune.weights.base import Base, read_base
 
 
 def with_plugins(config: Config, plugins: Sequence[str]) -> Config:

@@ -25,7 +25,8 @@ from jaxtune.precision.linears import Frozen
 from jaxtune.quant.mxfp4_format import Mxfp4
 from jaxtune.quant.options import QuantOptions
 from jaxtune.weights.adapter_start import begin_adapters
-from jaxtune.weights.model import Model, abstract_average, declare_model, read_base
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import Model, abstract_average, declare_model
 from jaxtune.weights.reference import abstract_reference
 from jaxtune.weights.relora import merge_targets
 from jaxtune.weights.trusted_code import base_of_run

@@ -13,7 +13,7 @@ from jaxtune.checkpoint import CheckpointManager
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.training.assembly import assemble
-from jaxtune.weights.model import read_base
+from jaxtune.weights.base import read_base
 
 RUN = Path(__file__).with_name("run_of_fd87697")
 EXPECTED = json.loads((RUN / "expected.json").read_text())

@@ -20,7 +20,8 @@ from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.exports.write import export
 from jaxtune.host.run_folder import run_folder
-from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import initial_parameters
 
 def measured(work):

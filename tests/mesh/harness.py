@@ -32,7 +32,7 @@ from jaxtune.parallel.options import MeshOptions, ParallelOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.quant.options import QuantOptions, ServeOptions
 from jaxtune.training.assembly import assemble, compile_step
-from jaxtune.weights.model import read_base
+from jaxtune.weights.base import read_base
 from jaxtune.weights.values import frozen_parameters, initial_parameters
 
 ROWS, SEQUENCE, STEPS = 8, 24, 3

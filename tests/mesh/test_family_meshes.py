@@ -31,7 +31,7 @@ from jaxtune.parallel.options import MeshOptions, ParallelOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import assemble
-from jaxtune.weights.model import Base
+from jaxtune.weights.base import Base
 
 HEADS = dataclasses.replace(layer().mixer, heads=8, kv_heads=4)
 SPARSE = dataclasses.replace(layer(), mixer=HEADS, feed_forward=Experts(64, count=4, active=2, normalized=True))

@@ -43,7 +43,8 @@ from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.training.assembly import assemble, forward_of, task_of
 from jaxtune.training.step import make_eval_step
-from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import frozen_parameters, initial_parameters
 
 with (Path(__file__).parent / "rows.csv").open(newline="") as file:

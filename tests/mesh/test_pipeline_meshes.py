@@ -22,8 +22,9 @@ from jaxtune.parallel.options import MeshOptions, ParallelOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import assemble
+from jaxtune.weights.base import Base, read_base
 from jaxtune.weights.describe import describe_pipeline
-from jaxtune.weights.model import Base, declare_model, read_base
+from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import read_parameters
 
 

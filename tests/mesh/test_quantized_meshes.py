@@ -10,7 +10,8 @@ from jaxtune.lora.options import LoraOptions
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.quant.options import QuantOptions
-from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import declare_model
 
 
 def test_codes_and_scales_are_sharded_and_a_split_block_is_refused():

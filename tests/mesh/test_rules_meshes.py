@@ -17,7 +17,8 @@ from jaxtune.parallel.options import MeshOptions, ParallelOptions
 from jaxtune.plan.launches import read_program
 from jaxtune.precision.recipes import recipe_of
 from jaxtune.training.assembly import assemble, compile_step, deferred_sum_axes
-from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import declare_model
 
 TWO = Layout(embed=("fsdp", "expert"))
 OVER_TWO = Rules(TWO, TWO, TWO, gathered=("fsdp", "expert"), batch=("data", "fsdp", "expert"))

@@ -19,7 +19,7 @@ from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import assemble
-from jaxtune.weights.model import read_base
+from jaxtune.weights.base import read_base
 from jaxtune.weights.values import frozen_parameters
 
 # If these paths change, CI runs this file; otherwise it runs only at night.

@@ -22,8 +22,9 @@ from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import score_labels
 from jaxtune.objectives.options import PreferenceOptions
 from jaxtune.training.assembly import objective_of
+from jaxtune.weights.base import read_base
 from jaxtune.weights.class_labels import resolve_labels
-from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import frozen_parameters, initial_parameters
 
 torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")

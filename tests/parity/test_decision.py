@@ -15,8 +15,9 @@ from jaxtune.host.run_folder import RunFolder
 from jaxtune.inference.answers import Opened, mesh_of, open_model
 from jaxtune.inference.decisions import Decider, read_temperatures
 from jaxtune.objectives.options import DecisionOptions
+from jaxtune.weights.base import read_base
 from jaxtune.weights.class_labels import resolve_labels
-from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import initial_parameters
 
 torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")

@@ -19,7 +19,8 @@ from jaxtune.exports.write import export_full
 from jaxtune.hf.tensor_sources import current_name, open_sources
 from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import objective_of
-from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import read_parameters
 
 BATCH, SEQUENCE = 2, 96

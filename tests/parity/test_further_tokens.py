@@ -28,7 +28,8 @@ from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import score
 from jaxtune.objectives.options import MtpOptions
 from jaxtune.training.assembly import objective_of
-from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import config_for_model, initial_parameters, read_parameters
 
 ROWS, LENGTHS, WEIGHT = 2, [21, 1, 2, 24], 0.5

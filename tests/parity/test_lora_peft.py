@@ -22,7 +22,7 @@ from jaxtune.objectives.options import PreferenceOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import assemble, trained_of
-from jaxtune.weights.model import read_base
+from jaxtune.weights.base import read_base
 from jaxtune.weights.reference import is_kept
 from jaxtune.weights.values import config_for_model, initial_parameters, start_parameters
 

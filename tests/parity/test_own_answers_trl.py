@@ -17,7 +17,8 @@ from jaxtune.rollout.own_answers import make_score_answers
 from jaxtune.scoring.teacher_scores import declare_teacher
 from jaxtune.training.assembly import forward_of
 from jaxtune.training.step import make_eval_step
-from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import start_parameters
 
 torch = pytest.importorskip("torch", reason="the reference is TRL, which needs torch (Python 3.11 here)")

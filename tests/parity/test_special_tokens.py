@@ -12,7 +12,8 @@ from jaxtune.exports.write import export_full
 from jaxtune.lora.options import LoraOptions
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
-from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import read_parameters
 
 NEW = ("<|im_start|>", "<|im_end|>")

@@ -11,7 +11,7 @@ from jaxtune.errors import UserError
 from jaxtune.models.layers.attend import attend_one
 from jaxtune.models.options import AttentionOptions
 from jaxtune.training.assembly import assemble
-from jaxtune.weights.model import Base
+from jaxtune.weights.base import Base
 from pallas_kernels import registry
 from pallas_kernels.flash_attention import MaskSpec, flash_attention
 

@@ -26,7 +26,8 @@ from jaxtune.parallel.options import MeshOptions
 from jaxtune.parallel.random import Noise
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.quant.options import QuantOptions
-from jaxtune.weights.model import Base, declare_model
+from jaxtune.weights.base import Base
+from jaxtune.weights.model import declare_model
 from pallas_kernels.grouped_matmul import arrange
 
 PLAIN = Experts(128, count=6, active=2, normalized=True)

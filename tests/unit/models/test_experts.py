@@ -20,7 +20,7 @@ from jaxtune.models.treatment import treat
 from jaxtune.optim.options import OptimOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import assemble
-from jaxtune.weights.model import Base
+from jaxtune.weights.base import Base
 
 SPARSE = dataclasses.replace(layer(), feed_forward=Experts(size=16, count=4, active=2, normalized=True))
 SPEC = spec((layer(), SPARSE, SPARSE), family="qwen3_moe", router_loss=0.01)

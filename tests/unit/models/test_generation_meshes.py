@@ -14,7 +14,8 @@ from jaxtune.inference.decode import Sampling
 from jaxtune.inference.generation import make_generate
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
-from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import read_parameters
 
 PROMPTS = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (3, 17, 9, 1, 30)]

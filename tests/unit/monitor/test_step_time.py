@@ -19,7 +19,7 @@ from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import assemble
-from jaxtune.weights.model import Base
+from jaxtune.weights.base import Base
 
 TEXT = """HloModule jit_step, is_scheduled=true
 

@@ -21,7 +21,8 @@ from jaxtune.objectives.balanced import sequence_loss, z_loss
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import assemble
-from jaxtune.weights.model import Base, declare_model
+from jaxtune.weights.base import Base
+from jaxtune.weights.model import declare_model
 
 ROWS, POSITIONS, COUNT, ACTIVE = 3, 20, 6, 2
 SOFTMAX = Experts(16, COUNT, ACTIVE, normalized=True, float32=True)

@@ -27,7 +27,7 @@ from jaxtune.quant.array import QuantizedArray
 from jaxtune.quant.format_names import format_of
 from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import assemble
-from jaxtune.weights.model import Base
+from jaxtune.weights.base import Base
 from pallas_kernels.gpus import GPUS, Device
 
 DOWN = [f"model.layers.{number}.mlp.down_proj" for number in range(3)]

@@ -18,7 +18,7 @@ from jaxtune.precision.options import PrecisionOptions
 from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.adapter_start import begin_adapters
-from jaxtune.weights.model import Base
+from jaxtune.weights.base import Base
 
 
 def trained(mesh, quant=None, recipe="fp32", steps=3, **lora):

@@ -11,7 +11,7 @@ from jaxtune.optim.build import UpdateInputs
 from jaxtune.optim.options import OptimOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import assemble
-from jaxtune.weights.model import read_base
+from jaxtune.weights.base import read_base
 from jaxtune.weights.values import initial_parameters
 
 

@@ -12,7 +12,8 @@ from jaxtune.errors import UserError
 from jaxtune.exports.write import export_adapter, export_full
 from jaxtune.hf import read_config
 from jaxtune.lora.options import LoraOptions
-from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import config_for_model, initial_parameters, read_parameters
 
 

@@ -20,7 +20,7 @@ from jaxtune.parallel.options import MeshOptions
 from jaxtune.parallel.random import Noise
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import assemble
-from jaxtune.weights.model import Base
+from jaxtune.weights.base import Base
 
 ROWS, TOKENS = 2, 16
 DROPPING: dict[str, Any] = {"hidden_dropout": 0.3, "attention_dropout": 0.3, "dropout_warmup_steps": 2}

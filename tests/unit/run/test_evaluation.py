@@ -15,8 +15,8 @@ from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import assemble
+from jaxtune.weights.base import Base
 from jaxtune.weights.describe import describe_layout
-from jaxtune.weights.model import Base
 
 PLAIN = {"model": ModelOptions(dtype="float32"), "data": DataOptions(seq_len=32), "precision": PrecisionOptions("fp32")}
 

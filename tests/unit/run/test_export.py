@@ -22,7 +22,8 @@ from jaxtune.exports.write import UNFINISHED, export, export_full
 from jaxtune.hf import SCHEMES, quantization_config
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.lora.options import LoraOptions
-from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import declare_model
 from jaxtune.weights.quantizable import quantizable
 from jaxtune.weights.values import frozen_parameters, initial_parameters, read_parameters
 

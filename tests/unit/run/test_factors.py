@@ -15,7 +15,7 @@ from jaxtune.parallel.options import MeshOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import assemble
-from jaxtune.weights.model import Base
+from jaxtune.weights.base import Base
 
 
 def test_factors_train_on_a_quantized_base_as_on_what_it_stands_for(one_device):

@@ -21,7 +21,7 @@ from jaxtune.quant.array import QuantizedArray
 from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.training.memory import parts_of
-from jaxtune.weights.model import Base
+from jaxtune.weights.base import Base
 
 
 def assemble_run(mesh, quant=None, rank=2, noise=0.0, **lora):

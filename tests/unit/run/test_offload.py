@@ -22,7 +22,7 @@ from jaxtune.parallel.options import MeshOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import Program, assemble
 from jaxtune.training.memory import need_of
-from jaxtune.weights.model import Base
+from jaxtune.weights.base import Base
 
 AS_FOR_USERS = True  # tests/conftest.py: compiled by XLA's own choice of code generator
 STEPS = 3

@@ -33,7 +33,8 @@ from jaxtune.rollout import completers, rollouts
 from jaxtune.rollout.episodes import Episode
 from jaxtune.rollout.groups import Rollout
 from jaxtune.training.assembly import assemble
-from jaxtune.weights.model import Base, declare_model
+from jaxtune.weights.base import Base
+from jaxtune.weights.model import declare_model
 
 # A correction decides which experts are chosen, but is in no other number: with another one, only the routing differs.
 EXPERTS = Experts(16, count=8, active=2, normalized=True, scores="sigmoid", corrected=True, float32=True)

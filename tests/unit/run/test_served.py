@@ -30,7 +30,8 @@ from jaxtune.quant.array import QuantizedArray
 from jaxtune.quant.options import SCHEMES, QuantOptions, ServeOptions
 from jaxtune.training.assembly import assemble, forward_of
 from jaxtune.training.step import make_eval_step, sum_micro_batch
-from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import read_parameters
 
 SIZES = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)

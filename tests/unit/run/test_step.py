@@ -28,7 +28,7 @@ from jaxtune.precision.recipes import RECIPES
 from jaxtune.training.assembly import Program, assemble
 from jaxtune.training.state import State, initial_state
 from jaxtune.training.step import GradientSums, StepOptions, make_train_step
-from jaxtune.weights.model import Base
+from jaxtune.weights.base import Base
 
 AS_FOR_USERS = True  # tests/conftest.py: compiled by XLA's own choice of code generator
 

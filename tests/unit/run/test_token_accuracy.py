@@ -14,7 +14,7 @@ from jaxtune.parallel.options import MeshOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.training.assembly import assemble, forward_of
 from jaxtune.training.step import make_eval_step
-from jaxtune.weights.model import Base
+from jaxtune.weights.base import Base
 
 
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "tensor": 2}], ids=str)

@@ -13,7 +13,8 @@ from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.lora.options import LoraOptions
 from jaxtune.quant.options import QuantOptions
-from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import frozen_parameters
 
 
@@ -44,7 +45,8 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 from jaxtune.config.schema import Config, DataOptions, LoraOptions, MeshOptions, ModelOptions, QuantOptions
 from jaxtune.parallel.mesh import make_mesh
-from jaxtune.weights.model import declare_model, read_base
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import frozen_parameters
 import threading, time
 
