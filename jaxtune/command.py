@@ -43,6 +43,7 @@ NAMES = (
     "doctor",
     "docs",
 )
+HELP = {"-h", "--help", "-help"}
 _SETTING = re.compile(r"--?(?:no)?config\.([^=]+)")
 
 
@@ -88,10 +89,29 @@ def run(
         flags.DEFINE_multi_string("plugin", [], meaning, flag_values=values)
         meaning = "system that the YAML file was written for; default: recognised by its keys"
         flags.DEFINE_enum("dialect", None, list(foreign.DIALECTS), meaning, flag_values=values)
-    if {"-h", "--help", "-help"} & set(arguments):
+    if HELP & set(arguments):
         head = docstring(module) if module else inspect.getdoc(sys.modules[define_flags.__module__])
         return run_guarded(lambda: print(f"{head}\n\n{_flags_help(values)}"))
     return run_guarded(lambda: body(values, _parse(values, arguments, with_config, recipe)))
+
+
+def run_with_words(
+    define_flags: Callable[[flags.FlagValues], None],
+    body: Callable[[flags.FlagValues, list[str]], int | None],
+    argv: list[str] | None = None,
+) -> int:
+    """Parse the command line and call `body(flags, words)`, with the words that belong to no flag.
+
+    All words after `--` are among them. The rest is as in `run`, for a command without a config.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    values = flags.FlagValues()
+    define_flags(values)
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if HELP & set(own):
+        head = inspect.getdoc(sys.modules[define_flags.__module__])
+        return run_guarded(lambda: print(f"{head}\n\n{_flags_help(values)}"))
+    return run_guarded(lambda: body(values, _read_flags(values, arguments, with_config=False)[0]))
 
 
 def module_of(name: str) -> str:
@@ -124,11 +144,7 @@ def _show_warnings() -> Iterator[None]:
 def run_guarded(body: Callable[[], int | None]) -> int:
     """Call `body`; turn a UserError or an unusable file into one message on stderr and exit code 2."""
     try:
-        try:
-            code = body() or 0
-        except SystemExit:  # argparse ends --help with it
-            sys.stdout.flush()
-            raise
+        code = body() or 0
         sys.stdout.flush()  # so that a failed write is caught here, not while Python shuts down
         return code
     except UserError as error:
@@ -161,17 +177,7 @@ def _parse(
     recipe: Callable[[flags.FlagValues], str | None] | None,
 ) -> Config | None:
     """Parse the flags into `values` and resolve the config, if the command has one."""
-    values.set_gnu_getopt(True)
-    try:
-        arguments = values.read_flags_from_files(arguments, force_gnu=True)
-        settings = _define_settings(values, arguments) if with_config else []
-        _, *rest = values(["jaxtune", *arguments])
-    except flags.UnrecognizedFlagError as error:
-        suggestion = _suggestion(error.flagname, values, with_config, arguments)
-        raise UserError(f"--{error.flagname}: no such flag; {suggestion}") from error
-    except (flags.Error, ValueError) as error:
-        missing = re.fullmatch(r"flag --(\w+)=None: .*", str(error))
-        raise UserError(f"--{missing[1]}=... is missing; --help tells more" if missing else str(error)) from error
+    rest, arguments, settings = _read_flags(values, arguments, with_config)
     # Other systems take the config without a flag: train config.yaml
     suffixes = (".yaml", ".yml", ".py", ".json")
     positional = [word for word in rest if with_config and pathlib.Path(word.partition(":")[0]).suffix in suffixes]
@@ -198,6 +204,28 @@ def _parse(
             raise UserError("--plugin and --config.train.plugins: give only one of the two")
         overrides.append(("train.plugins", repr(tuple(values.plugin))))
     return read_recipe(path, argument or None, values.dialect).resolve_named(overrides, count=_count_parameters)
+
+
+def _read_flags(
+    values: flags.FlagValues, arguments: list[str], with_config: bool
+) -> tuple[list[str], list[str], list[str]]:
+    """Parse the flags into `values`.
+
+    Returns:
+        The words that belong to no flag; the arguments, with those from flag files; the keys of --config.KEY.
+    """
+    values.set_gnu_getopt(True)
+    try:
+        arguments = values.read_flags_from_files(arguments, force_gnu=True)
+        settings = _define_settings(values, arguments) if with_config else []
+        _, *words = values(["jaxtune", *arguments])
+    except flags.UnrecognizedFlagError as error:
+        suggestion = _suggestion(error.flagname, values, with_config, arguments)
+        raise UserError(f"--{error.flagname}: no such flag; {suggestion}") from error
+    except (flags.Error, ValueError) as error:
+        missing = re.fullmatch(r"flag --([\w-]+)=None: .*", str(error))
+        raise UserError(f"--{missing[1]}=... is missing; --help tells more" if missing else str(error)) from error
+    return words, arguments, settings
 
 
 def _count_parameters(model: ModelOptions) -> int:

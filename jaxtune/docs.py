@@ -7,9 +7,10 @@
 `--for-agents` prints the guides and the reference, for a language model to read.
 """
 
-import inspect
 import sys
 from pathlib import Path
+
+from absl import flags
 
 from jaxtune import command
 from jaxtune.errors import UserError
@@ -21,7 +22,9 @@ FOR_AGENTS = ("start/", "guides/", "reference/")
 
 def main(argv: list[str] | None = None) -> int:
     """Print pages; return the exit code."""
-    return command.run_guarded(lambda: _main(sys.argv[1:] if argv is None else argv))
+    return command.run_with_words(
+        _define_flags, lambda values, words: _main(words, bool(values["for-agents"].value)), argv
+    )
 
 
 def names() -> list[str]:
@@ -45,18 +48,20 @@ def title(page: str) -> str:
     return page.lstrip().partition("\n")[0].lstrip("# ")
 
 
-def _main(arguments: list[str]) -> None:
-    if {"-h", "--help"} & set(arguments):
-        print(inspect.cleandoc(__doc__ or ""))
-    elif not arguments:
+def _define_flags(values: flags.FlagValues) -> None:
+    flags.DEFINE_bool("for-agents", False, "print the guides and the reference", flag_values=values)
+
+
+def _main(pages: list[str], for_agents: bool) -> None:
+    if len(pages) + for_agents > 1:
+        raise UserError(f"{' '.join(pages)}: the name of one page, or --for-agents")
+    if for_agents:
+        print("\n\n".join(read(name).strip() for name in names() if name.startswith(FOR_AGENTS)))
+    elif pages:
+        print(read(pages[0]).strip())
+    else:
         for name in names():
             print(f"{name:<42}{title(read(name))}")
-    elif arguments == ["--for-agents"]:
-        print("\n\n".join(read(name).strip() for name in names() if name.startswith(FOR_AGENTS)))
-    elif len(arguments) > 1 or arguments[0].startswith("-"):
-        raise UserError(f"{' '.join(arguments)}: the name of a page, or --for-agents")
-    else:
-        print(read(arguments[0]).strip())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ One process can drive all GPUs of a machine. Use several only to have one proces
 test on CPU a run for many hosts (--devices-per-process 2).
 """
 
-import argparse
 import collections
 import os
 import pathlib
@@ -23,9 +22,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import BinaryIO
 
-from jaxtune.command import run_guarded
+from absl import flags
+
+from jaxtune.command import run_with_words
+from jaxtune.errors import UserError
 from jaxtune.terminal import REFUSED, STOPPED
 
 POLL_SECONDS = 0.1
@@ -33,10 +36,44 @@ TAIL_LINES = 30
 RESUME = "--config.ckpt.resume=auto"
 
 
+@dataclass(frozen=True)
+class ProcessGroup:
+    """The processes to start.
+
+    Attributes:
+        command: The command that each process runs.
+        devices: For each process, CUDA_VISIBLE_DEVICES; None: as in this process.
+        cpu_devices: Simulated CPU devices of each process; None: no CPU run.
+        grace: Seconds that processes get to end after another one has failed.
+    """
+
+    command: list[str]
+    devices: list[str | None]
+    cpu_devices: int | None
+    grace: float
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    arguments = parse(sys.argv[1:] if argv is None else argv)
-    folder = pathlib.Path(arguments.log_dir or tempfile.mkdtemp(prefix="jaxtune-"))
+    return run_with_words(_define_flags, _main, argv)
+
+
+def _define_flags(values: flags.FlagValues) -> None:
+    flags.DEFINE_integer("processes", None, "number of processes to start", 1, required=True, flag_values=values)
+    meaning = "simulated CPU devices of each process; runs on CPU"
+    flags.DEFINE_integer("devices-per-process", None, meaning, 1, flag_values=values)
+    meaning = "GPUs of each process (sets CUDA_VISIBLE_DEVICES); unset: all GPUs"
+    flags.DEFINE_integer("gpus-per-process", None, meaning, 1, flag_values=values)
+    flags.DEFINE_string("log-dir", None, "folder of the log files; unset: a new temporary one", flag_values=values)
+    flags.DEFINE_integer("restarts", 0, "most restarts of all processes after a failure", 0, flag_values=values)
+    meaning = "seconds that the other processes get to end after a failure"
+    flags.DEFINE_float("grace", 10, meaning, 0, flag_values=values)
+
+
+def _main(values: flags.FlagValues, words: list[str]) -> int:
+    """Run the processes, restart them after a failure, and return the exit code."""
+    group = check(values, words)
+    folder = pathlib.Path(values["log-dir"].value or tempfile.mkdtemp(prefix="jaxtune-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"logs: {folder}/process-*.log", flush=True)
 
@@ -44,29 +81,29 @@ def main(argv: list[str] | None = None) -> int:
     signal.set_wakeup_fd(-1)  # undoes jaxtune.interrupt, which would end this process on Ctrl-C
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: received.append(number))
-    logs = [folder / f"process-{index}.log" for index in range(arguments.processes)]
+    logs = [folder / f"process-{index}.log" for index in range(values.processes)]
     for log in logs:
         log.write_bytes(b"")  # a restart appends to it
     with logs[0].open("rb") as shown:
-        code = run(arguments, logs, shown, received)
-        for left in reversed(range(arguments.restarts)):
+        code = run(group, logs, shown, received)
+        for left in reversed(range(values.restarts)):
             if code in (0, STOPPED, REFUSED) or received:
                 break
             print(f"\nrestarting all processes; restarts left: {left}", file=sys.stderr, flush=True)
-            arguments.command += [RESUME]  # overrides ckpt.resume=overwrite in the command
-            code = run(arguments, logs, shown, received)
+            group.command.append(RESUME)  # overrides ckpt.resume=overwrite in the command
+            code = run(group, logs, shown, received)
     return code
 
 
-def run(arguments: argparse.Namespace, logs: list[pathlib.Path], shown: BinaryIO, received: list[int]) -> int:
+def run(group: ProcessGroup, logs: list[pathlib.Path], shown: BinaryIO, received: list[int]) -> int:
     """Start all processes and wait for their end; report the one that failed. Returns the exit code."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for process in start(arguments, logs):
+        for process in start(group, logs):
             processes.append(process)
         failed = watch(processes, shown, received)
     finally:
-        end(processes, arguments.grace)
+        end(processes, group.grace)
     if failed is None:
         return max(process.returncode for process in processes)
     code = processes[failed].returncode
@@ -78,44 +115,26 @@ def run(arguments: argparse.Namespace, logs: list[pathlib.Path], shown: BinaryIO
     return 128 - code if code < 0 else code
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line; the command of the processes follows `--`."""
-    parser = argparse.ArgumentParser(
-        prog="jaxtune launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--processes", type=int, required=True, help="number of processes to start")
-    parser.add_argument("--devices-per-process", type=int, help="simulated CPU devices of each process; runs on CPU")
-    parser.add_argument(
-        "--gpus-per-process", type=int, help="GPUs of each process (sets CUDA_VISIBLE_DEVICES); unset: all GPUs"
-    )
-    parser.add_argument("--log-dir", help="folder of the log files; unset: a new temporary one")
-    parser.add_argument(
-        "--restarts", type=int, default=0, help="maximum number of restarts of all processes after a failure"
-    )
-    parser.add_argument(
-        "--grace", type=float, default=10, help="seconds that the other processes get to end after a failure"
-    )
-    parser.add_argument("command", nargs="+", metavar="-- command", help="the command that each process runs")
-    arguments = parser.parse_args(argv)
-    if arguments.processes < 1:
-        parser.error("--processes must be at least 1")
-    if arguments.restarts < 0:
-        parser.error("--restarts must be at least 0")
-    if arguments.devices_per_process and arguments.gpus_per_process:
-        parser.error("--devices-per-process is for CPU: leave out --gpus-per-process")
-    if shutil.which(arguments.command[0]) is None:
-        parser.error(f"command not found: {arguments.command[0]!r}")
-    arguments.gpus = [None] * arguments.processes
-    if count := arguments.gpus_per_process:
+def check(values: flags.FlagValues, words: list[str]) -> ProcessGroup:
+    """Return what to start, from the flags and the words after `--`. Raises UserError."""
+    cpu_devices, gpus = values["devices-per-process"].value, values["gpus-per-process"].value
+    if cpu_devices and gpus:
+        raise UserError("--devices-per-process is for CPU: leave out --gpus-per-process")
+    if not words:
+        raise UserError("no command: --processes=2 -- python -m jaxtune.train --config=quickstart")
+    if shutil.which(words[0]) is None:
+        raise UserError(f"command not found: {words[0]!r}")
+    devices: list[str | None] = [None] * values.processes
+    if gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else [str(gpu) for gpu in range(arguments.processes * count)]
-        if len(names) < arguments.processes * count:
-            parser.error(f"{arguments.processes} x {count} GPUs are not in CUDA_VISIBLE_DEVICES={visible}")
-        arguments.gpus = [",".join(names[i * count : (i + 1) * count]) for i in range(arguments.processes)]
-    return arguments
+        names = visible.split(",") if visible else [str(gpu) for gpu in range(values.processes * gpus)]
+        if len(names) < values.processes * gpus:
+            raise UserError(f"{values.processes} x {gpus} GPUs are not in CUDA_VISIBLE_DEVICES={visible}")
+        devices = [",".join(names[i * gpus : (i + 1) * gpus]) for i in range(values.processes)]
+    return ProcessGroup(words, devices, cpu_devices, values.grace)
 
 
-def start(arguments: argparse.Namespace, logs: list[pathlib.Path]) -> Iterator[subprocess.Popen[bytes]]:
+def start(group: ProcessGroup, logs: list[pathlib.Path]) -> Iterator[subprocess.Popen[bytes]]:
     """Start every process with its place in the run."""
     with socket.socket() as probe:  # a free port; process 0 binds it a moment later
         probe.bind(("127.0.0.1", 0))
@@ -123,18 +142,18 @@ def start(arguments: argparse.Namespace, logs: list[pathlib.Path]) -> Iterator[s
     for index, log in enumerate(logs):
         environment = os.environ | {
             "JAXTUNE_COORDINATOR": coordinator,
-            "JAXTUNE_NUM_PROCESSES": str(arguments.processes),
+            "JAXTUNE_NUM_PROCESSES": str(len(logs)),
             "JAXTUNE_PROCESS_ID": str(index),
             "PYTHONUNBUFFERED": "1",
         }
-        if arguments.devices_per_process:
-            environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(arguments.devices_per_process)}
-        if arguments.gpus[index] is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = arguments.gpus[index]
+        if group.cpu_devices:
+            environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(group.cpu_devices)}
+        if (devices := group.devices[index]) is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = devices
         with log.open("ab") as output:
             # In a new session, the terminal's Ctrl-C does not reach the process, which gets only the one passed on.
             yield subprocess.Popen(
-                arguments.command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                group.command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
 
 
@@ -170,4 +189,4 @@ def end(processes: list[subprocess.Popen[bytes]], grace: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_guarded(main))
+    sys.exit(main())

@@ -11,7 +11,6 @@ meaning and its precondition, indented. --json-schema prints a JSON Schema, by w
 is, or which lines to change. --dialect names the system; by default its options identify it.
 """
 
-import inspect
 import json
 import re
 import shutil
@@ -19,7 +18,9 @@ import sys
 import textwrap
 from functools import partial
 
-from jaxtune.command import run_guarded
+from absl import flags
+
+from jaxtune.command import run_with_words
 from jaxtune.config import foreign, keys, yaml_file
 from jaxtune.config.foreign import verdict
 from jaxtune.config.json_schema import json_schema
@@ -32,8 +33,7 @@ WIDTH = 100  # width of lines if the output is not a terminal
 
 def main(argv: list[str] | None = None) -> int:
     """Print the options; return the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
-    return run_guarded(lambda: _main(arguments))
+    return run_with_words(_define_flags, _main, argv)
 
 
 def find(pattern: str) -> list[keys.Option]:
@@ -52,32 +52,39 @@ def find(pattern: str) -> list[keys.Option]:
     return matches
 
 
-def _main(arguments: list[str]) -> None:
-    if {"-h", "--help"} & set(arguments):
-        print(inspect.cleandoc(__doc__ or ""))
-        return
-    flags = {name: value for name, _, value in (argument.partition("=") for argument in arguments)}
-    if "--from" in flags and flags.keys() <= {"--from", "--dialect"}:
-        _translate(flags["--from"], flags.get("--dialect"))
-        return
-    if arguments == ["--json-schema"]:
+def _define_flags(values: flags.FlagValues) -> None:
+    flags.DEFINE_bool("all", False, "list every option", flag_values=values)
+    flags.DEFINE_bool("json-schema", False, "print a JSON Schema of all options", flag_values=values)
+    flags.DEFINE_string("from", None, "config of another system, to translate", flag_values=values)
+    flags.DEFINE_string("dialect", None, "system that --from was written for", flag_values=values)
+
+
+def _main(values: flags.FlagValues, words: list[str]) -> None:
+    tasks = [*words, *(f"--{name}" for name in ("all", "json-schema", "from") if values[name].value)]
+    if len(tasks) > 1:
+        raise UserError(f"one pattern at most, not {len(tasks)}: {' '.join(tasks)}")
+    if values["from"].value is not None:
+        _translate(values["from"].value, values.dialect)
+    elif values.dialect is not None:
+        raise UserError("--dialect belongs to --from=FILE.yaml")
+    elif values["json-schema"].value:
         print(json.dumps(json_schema(), indent=1))
-        return
-    if len(arguments) > 1:
-        raise UserError(f"one pattern at most, not {len(arguments)}: {' '.join(arguments)}")
-    pattern = "" if arguments in ([], ["--all"]) else arguments[0]
-    if pattern.startswith("--"):
-        raise UserError(f"{pattern}: no such flag; --help lists them")
+    else:
+        _list(*words, every=values.all)
+
+
+def _list(pattern: str = "", every: bool = False) -> None:
+    """Print the options that match a pattern; without one, the basic options or all of them."""
     # Without a pattern, options of evaluation datasets would repeat those of the training datasets.
     repeated = () if pattern else ("data.eval_datasets[i].",)
     width = shutil.get_terminal_size((WIDTH, 0)).columns
     matches = find(pattern)
     for option in matches:
-        if not option.key.startswith(repeated) and (arguments or option.basic):
+        if not option.key.startswith(repeated) and (pattern or every or option.basic):
             print(_describe(option, width))
     if repeated:
         print("data.eval_datasets[i] has the options of data.datasets[i].")
-    if not arguments:
+    if not pattern and not every:
         print(f"These are the basic options of {len(matches)}; --all lists all of them, PATTERN searches them.")
 
 

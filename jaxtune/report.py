@@ -33,10 +33,7 @@ MOST_METRICS = 1000  # of one run; each metric is a chart
 
 def main(argv: list[str] | None = None) -> int:
     """Write the page; return the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
-    runs = [argument for argument in arguments if not argument.startswith("-")]
-    rest = [argument for argument in arguments if argument.startswith("-")]
-    return command.run(_define_flags, lambda values, _: _main(runs, values.output), rest, with_config=False)
+    return command.run_with_words(_define_flags, lambda values, runs: _main(runs, values.output), argv)
 
 
 def read_record(folder: RunFolder, name: str) -> Record:

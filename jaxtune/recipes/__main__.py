@@ -7,7 +7,6 @@ python -m jaxtune.recipes --copy=qwen_lora my/folder
 
 import shutil
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 from absl import flags
@@ -19,11 +18,7 @@ from jaxtune.errors import UserError
 
 def main(argv: list[str] | None = None) -> int:
     """List or copy recipes; return the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
-    # Folders are the words that are neither flags nor the value of --copy.
-    folders = [word for before, word in pairwise(["", *arguments]) if word[:1] != "-" and before.strip("-") != "copy"]
-    rest = [word for word in arguments if word not in folders]
-    return command.run(_define_flags, lambda values, _: _main(values.copy, folders), rest, with_config=False)
+    return command.run_with_words(_define_flags, lambda values, folders: _main(values.copy, folders), argv)
 
 
 def _define_flags(values: flags.FlagValues) -> None:

@@ -150,18 +150,19 @@ print("signals", len(count))
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
+        ([], "no command: --processes=2 -- python"),
+        (["--grace=-1", "--", "true"], "grace"),
         (["--", "no-such-program"], "command not found: 'no-such-program'"),
         (["--gpus-per-process=2", "--", sys.executable], "2 x 2 GPUs are not in CUDA_VISIBLE_DEVICES=4"),
     ],
 )
 def test_what_cannot_be_started_is_refused(monkeypatch, capsys, arguments, reason):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
-    with pytest.raises(SystemExit) as ended:
-        launch_module.parse(["--processes=2", *arguments])
-    assert ended.value.code == 2 and reason in capsys.readouterr().err
+    assert launch_module.main(["--processes=2", *arguments]) == 2
+    assert reason in capsys.readouterr().err
 
 
 def test_help_names_the_command(capsys):
-    with pytest.raises(SystemExit):
-        launch_module.parse(["--help"])
-    assert capsys.readouterr().out.startswith("usage: jaxtune launch [-h]")
+    assert launch_module.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "python -m jaxtune.launch --processes 2 -- python" in shown and "--gpus-per-process: GPUs of each" in shown
