@@ -43,8 +43,6 @@ def open_benchmarks(
             options.tasks_apply_chat_template,
         )
         tasks = harness.load_tasks(request)
-        if tasks.generations and mesh.shape["stage"] > 1:
-            raise UserError("--tasks: text cannot be generated with mesh.stage; use mesh.fsdp")
         opened = EvaluatedModel(config, model, {}, {}, {}, None)
         lm = harness.DecoderLM(opened, model.folders.tokenizer, mesh, request.apply_chat_template, beat)
         for kwargs in tasks.generations:  # now, and not after hours of training

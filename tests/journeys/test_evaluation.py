@@ -187,7 +187,7 @@ def test_tasks_that_cannot_score_are_refused_before_the_run_begins(home, monkeyp
             "eval.tasks: 'tiny_chioce' is not a task of lm-eval, nor of eval.tasks_include_path; nearest: tiny_choice"
         )
     else:
-        monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+        monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
         monkeypatch.delitem(sys.modules, "jaxtune.evaluation.lm_evaluation_harness", raising=False)
         monkeypatch.delattr("jaxtune.evaluation.lm_evaluation_harness", raising=False)
         said = "eval.tasks needs a package that is not installed"

@@ -36,7 +36,7 @@ def theirs(folder):
 
 
 def ours(folder, mesh):
-    from jaxtune.evaluation.lm_evaluation_harness import DecoderLM
+    from jaxtune.evaluation.decoder_lm import DecoderLM
 
     model = ModelOptions(path=str(folder), dtype="float32")
     how = {"train": TrainOptions(micro_batch_size=4), "precision": PrecisionOptions("fp32")}

@@ -5,13 +5,15 @@ import sys
 import jax
 import pytest
 from benchmark_tasks import hide_harness_tasks, write_tasks
-from runs import call
+from runs import call, write_model_folder
 
-from jaxtune.config.schema import Config, EvalOptions
+from jaxtune.config.schema import Config, DataOptions, EvalOptions, ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.run.benchmarks import open_benchmarks
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import declare_model
 
 
 @pytest.fixture(scope="module")
@@ -48,36 +50,41 @@ def test_what_cannot_be_asked_is_said(tasks, arguments, said, monkeypatch):
 
 def test_what_the_harness_needs_is_said(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "lm_eval.api.model", None)
+        patch.setitem(sys.modules, "lm_eval.tasks", None)
         patch.delitem(sys.modules, "jaxtune.evaluation.lm_evaluation_harness", raising=False)
         patch.delattr("jaxtune.evaluation.lm_evaluation_harness", raising=False)
         output = call("jaxtune.evaluate", "--model=MODEL", "--tasks=a", code=2)
         assert "pip install 'jaxtune[lm-eval]'" in output
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness (pip install lm-eval) is not installed")
+    from jaxtune.evaluation import decoder_lm
     from jaxtune.evaluation import lm_evaluation_harness as harness
 
     with pytest.raises(UserError, match="include_path=.*absent: is not a folder"):
         harness.EvalRequest(("a",), include_path=str(tmp_path / "absent"))
     with pytest.raises(UserError, match="num_beams=4"):
-        harness._sampling({"do_sample": False, "num_beams": 4})
-    assert harness._sampling({"do_sample": False, "num_beams": 1, "top_p": 0.5}).top_p == 1
+        decoder_lm._sampling({"do_sample": False, "num_beams": 4})
+    assert decoder_lm._sampling({"do_sample": False, "num_beams": 1, "top_p": 0.5}).top_p == 1
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UserError, match="runs in one process"):
         harness.run_tasks(harness.EvalRequest(("a",)), None, None, None, None, None)
 
 
-def test_a_run_refuses_tasks_that_it_cannot_answer(tasks, monkeypatch):
+def test_a_run_refuses_tasks_that_it_cannot_answer(tasks, monkeypatch, tmp_path):
     """Text in a pipeline, whose stages only score; and any task in several processes."""
     hide_harness_tasks(monkeypatch)
-    mesh = make_mesh(MeshOptions(stage=2), jax.devices()[:2])
-    for names, processes, said in (
-        (("tiny_text", "tiny_answer"), 1, "^eval.tasks: text cannot be generated with mesh.stage"),
-        (("tiny_text",), 2, "^eval.tasks: runs in one process, and there are 2"),
-    ):
-        monkeypatch.setattr(jax, "process_count", lambda count=processes: count)
-        config = Config(eval=EvalOptions(tasks=names, tasks_include_path=str(tasks)))
-        with pytest.raises(UserError, match=said):
-            open_benchmarks(config, None, mesh, lambda: None)  # pyright: ignore
+    write_model_folder(tmp_path)
+    options = EvalOptions(tasks=("tiny_text", "tiny_answer"), tasks_include_path=str(tasks))
+    config = Config(
+        model=ModelOptions(path=str(tmp_path)), mesh=MeshOptions(stage=2), eval=options, data=DataOptions(seq_len=32)
+    )
+    mesh = make_mesh(config.mesh, jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        model = declare_model(read_base(config), config, mesh)
+        with pytest.raises(UserError, match="^eval.tasks: text cannot be generated with mesh.stage"):
+            open_benchmarks(config, model, mesh, lambda: None)
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        with pytest.raises(UserError, match="^eval.tasks: runs in one process, and there are 2"):
+            open_benchmarks(config, model, mesh, lambda: None)
 
 
 def test_around_the_table_there_is_nothing(tmp_path, monkeypatch, capfd):
