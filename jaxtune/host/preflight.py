@@ -11,7 +11,7 @@ from jaxtune.host import process
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.monitor import metrics
 from jaxtune.monitor.gpus import Gpus
-from pallas_kernels.flash_attention import fa3
+from pallas_kernels.flash_attention import fa3, flash
 
 
 def check_ready(config: Config, folder: RunFolder) -> None:
@@ -37,8 +37,9 @@ def _check(config: Config, folder: RunFolder) -> None:
     if config.log.gpu_every:
         Gpus()
     attention = config.attention
-    if attention.backend == "fa3" and attention.fallback == "error" and importlib.util.find_spec(fa3.PACKAGE) is None:
-        raise UserError("attention.backend='fa3' needs the package flash-attn3-jax: pip install 'jaxtune[hopper]'")
+    package = {"fa3": fa3, "flash": flash}.get(attention.backend)
+    if package is not None and attention.fallback == "error" and importlib.util.find_spec(package.PACKAGE) is None:
+        raise UserError(f"attention.backend={attention.backend!r} needs the package {package.INSTALL}")
     for path in (folder.path, folder.export, folder.merged):
         check_writable(path, f"train.output_dir={config.train.output_dir}")
     check_writable(cache_folder(config), f"data.cache_dir={config.data.cache_dir or cache_folder(config)}")

@@ -14,21 +14,23 @@ from jaxtune.option_field import Config, Problem, option, problem
 class AttentionOptions:
     """The attention kernel."""
 
-    backend: Literal["auto", "cudnn", "fa3", "mosaic", "triton", "xla"] = option("auto",
-        "attention kernel; auto: the first one tested on this kind of GPU; fa3: FlashAttention 3 for Hopper, a "
-        "separate package (pip install 'jaxtune[hopper]')", basic=True,
+    backend: Literal["auto", "cudnn", "fa3", "flash", "mosaic", "triton", "xla"] = option("auto",
+        "attention kernel; auto: the first one tested on this kind of GPU; fa3: FlashAttention 3 for Hopper; flash: "
+        "FlashAttention 2 or 3, by the GPU; each a package of its own (pip install 'jaxtune[hopper]', "
+        "'jaxtune[flash-cuda12]' or 'jaxtune[flash-cuda13]')", basic=True,
         also="attn_implementation flash_attention flash_attn use_flash_attention")
     fallback: Literal["error", "warn"] = option("error",
         "if that kernel cannot run: refuse and explain why (error), or warn and use auto",
         when="attention.backend != 'auto'")
     documents_per_row: int = option(32,
-        "most documents in a row with fa3; data with more is refused, and the error names the number needed; unused "
-        "slots cost time and memory in the backward pass", "[1, inf)", when="attention.backend == 'fa3'")
+        "most documents in a row with fa3 and flash; data with more is refused, and the error names the number needed; "
+        "unused slots cost memory, and with fa3 time, in the backward pass", "[1, inf)",
+        when="attention.backend in ('fa3', 'flash')")
 
     @property
     def max_documents_per_row(self) -> int | None:
         """The most documents that the kernel supports in a row; None: any number."""
-        return self.documents_per_row if self.backend == "fa3" else None
+        return self.documents_per_row if self.backend in ("fa3", "flash") else None
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class ExpertsOptions:
 
 def check_attention(config: Config) -> Iterator[Problem]:
     """Yield contradictions of section `attention` with others."""
-    if config.attention.backend == "fa3" and config.train.deterministic:
+    if config.attention.backend in ("fa3", "flash") and config.train.deterministic:
         reason = (
             "its backward pass sums in no fixed order, so runs are not bit-identical; set "
             "attention.backend = 'auto' or 'triton', which are deterministic, or train.deterministic = False"

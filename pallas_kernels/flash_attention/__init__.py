@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import registry
-from pallas_kernels.flash_attention import cudnn, fa3, mosaic, mosaic_backward, triton, triton_wide, xla
+from pallas_kernels.flash_attention import cudnn, fa3, flash, mosaic, mosaic_backward, triton, triton_wide, xla
 from pallas_kernels.flash_attention.differentiate import RESIDUALS, attention
 from pallas_kernels.flash_attention.mask import MaskSpec, intervals
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
@@ -21,8 +21,8 @@ __all__ = ["BACKENDS", "RESIDUALS", "MaskSpec", "flash_attention"]
 # In order of preference. 'auto' chooses only a backend that was checked: Triton and XLA by tests/kernels on a CPU,
 # Mosaic by a run on a Hopper GPU, where it was as exact as Triton, and faster. 'auto' never chooses cuDNN, because its
 # gradients differed from run to run on that GPU, nor fa3, because Triton comes first and runs every request that fa3
-# runs. So a run with 'auto' can always be repeated bit by bit. Nor does it choose the kernels for wide heads: on paper
-# XLA is faster for long documents (README.md, "Heads of 512"), and no GPU has run them.
+# runs. So a run with 'auto' can always be repeated bit by bit. Nor does it choose flash, or the kernels for wide heads:
+# no GPU has run them. For wide heads XLA is faster on paper if documents are long (README.md, "Heads of 512").
 BACKENDS = (
     Backend("cudnn", cudnn.attend, cudnn.refuses, {}),
     Backend(
@@ -34,6 +34,7 @@ BACKENDS = (
     Backend("triton", attention(triton.forward, triton.backward), triton.refuses, {ANY_GPU: "interpreted tests"}),
     Backend("triton", attention(triton_wide.forward, triton_wide.backward), triton_wide.refuses, {}),
     Backend("fa3", fa3.attend, fa3.refuses, {}),
+    Backend("flash", flash.attend, flash.refuses, {}),
     Backend("xla", attention(xla.forward, xla.backward), registry.never_refuses, {ANY_GPU: "tests"}),
 )
 
@@ -63,7 +64,8 @@ def flash_attention(
 
     Returns (b, s, h, d); with `return_lse` also the natural logarithm of the denominator, sinks included, as float32
     (b, h, s). Products are computed in the inputs' dtype (bfloat16, float16, float32) and accumulated in float32.
-    Results repeat bit by bit, except for gradients of fa3, and of cuDNN without XLA's option xla_gpu_deterministic_ops.
+    Results repeat bit by bit, except for gradients of fa3 and flash, and of cuDNN without XLA's option
+    xla_gpu_deterministic_ops.
 
     Differentiable in q, k, v and sinks, through both results. Under jax.checkpoint the backward pass runs the forward
     kernel again unless the policy saves the residuals named RESIDUALS (cuDNN always runs it again).

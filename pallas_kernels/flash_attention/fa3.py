@@ -23,38 +23,24 @@ Shapes: b batch, s sequence, h query heads, n key heads, d head dimension.
 import importlib.util
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import cost
 from pallas_kernels.flash_attention.blocks import most_flops
 from pallas_kernels.flash_attention.differentiate import RESIDUALS
+from pallas_kernels.flash_attention.packed_documents import Packing, as_rows, as_tokens, call_kernel, pack
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Device
-from pallas_kernels.manual_axes import vary_over, varying_axes
 
 PACKAGE = "flash_attn3_jax"
+INSTALL = "flash-attn3-jax: pip install 'jaxtune[hopper]'"
 # The backward kernel pads each document to whole blocks: this number of keys, and fewer queries.
 BLOCK = 128
-
-
-class Packing(NamedTuple):
-    """The documents of packed rows.
-
-    Attributes:
-        offsets: position of each document's first token in the sequence of all tokens, ascending; unused entries hold
-            the number of tokens.
-        sees: False for padding.
-        right: whether the kernel can compute this mask.
-    """
-
-    offsets: Int[Array, " documents+1"]
-    sees: Bool[Array, "b s"]
-    right: Bool[Array, ""]
 
 
 def refuses(device: Device, request: AttentionRequest) -> str | None:
@@ -76,10 +62,7 @@ def refuses(device: Device, request: AttentionRequest) -> str | None:
         (request.packed and not variant.causal, "for packed rows it computes only causal attention"),
         (request.packed and variant.documents is None, "packed rows need MaskSpec.documents"),
         (request.packed and variant.window == 1, "a window of 1 hides where documents begin"),
-        (
-            importlib.util.find_spec(PACKAGE) is None,
-            "the package flash-attn3-jax is not installed: pip install 'jaxtune[hopper]'",
-        ),
+        (importlib.util.find_spec(PACKAGE) is None, f"it needs the package {INSTALL}"),
     )
     return next((reason for refused, reason in limits if refused), None)
 
@@ -98,7 +81,7 @@ def attend(
     Rows are packed if `variant.documents` is set.
     """
     importlib.import_module(PACKAGE)
-    packing = None if variant.documents is None else _packing(first, end, variant.window, variant.documents)
+    packing = None if variant.documents is None else pack(first, end, variant.window, variant.documents)
     return _attention(q, k, v, packing, variant), None
 
 
@@ -120,30 +103,11 @@ def _attention_backward(variant, residuals, d_out):
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-def _packing(first: Int[Array, "b s"], end: Int[Array, "b s"], window: int | None, documents: int) -> Packing:
-    """Find the documents of packed rows, at most `documents` per row, from the keys that each query sees.
-
-    A run of padding counts as a document too.
-    """
-    batch, length = first.shape
-    index, sees = jnp.arange(length, dtype=jnp.int32), first < end
-    # A document begins at a row's first token, where padding begins or ends, and where a query's first key is itself.
-    begins = (index == 0) | (sees != jnp.roll(sees, 1, axis=1)) | (sees & (first == index))
-    start = jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
-    # The first key that the kernel computes for each query, given the start of its document.
-    expected = start if window is None else jnp.maximum(start, index - window + 1)
-    as_expected = ~sees | ((first == expected) & (end == index + 1))
-    max_documents = batch * (documents + 1)  # one more per row, for its padding
-    (offsets,) = jnp.nonzero(begins.reshape(-1), size=max_documents + 1, fill_value=first.size)
-    right = jnp.all(as_expected) & (jnp.sum(begins) <= max_documents)
-    return Packing(offsets.astype(jnp.int32), sees, right)
-
-
 def _forward(q, k, v, packing: Packing | None, variant: Variant) -> tuple[Array, Array]:
     """Return the output and the log-sum-exp, which is (b, h, s), or (h, b * s) for packed rows."""
     batch, length, heads, _ = q.shape
     flops = most_flops(variant, q, k, 1, 1, products=2)
-    q, k, v = (_tokens(x, packing) for x in (q, k, v))
+    q, k, v = (as_tokens(x, packing) for x in (q, k, v))
     lse = (batch, heads, length) if packing is None else (heads, batch * length)
     offsets = _offsets(q, packing)
     no_int, no_array = _absent(q, jnp.int32), _absent(q, q.dtype)
@@ -154,7 +118,7 @@ def _forward(q, k, v, packing: Packing | None, variant: Variant) -> tuple[Array,
     # The last two results belong to a kernel that splits the keys; with num_splits=1 they are not used.
     results = ((q.shape, q.dtype), (lse, jnp.float32), ((1,) * 4, jnp.float32), ((1,) * 3, jnp.float32))
     with cost.flops(flops):
-        out, lse, *_ = _call(
+        out, lse, *_ = call_kernel(
             "flash_mha_fwd",
             inputs,
             results,
@@ -169,13 +133,13 @@ def _forward(q, k, v, packing: Packing | None, variant: Variant) -> tuple[Array,
             num_splits=1,
             **_common(variant),
         )
-    return _rows(out, packing, batch), lse
+    return as_rows(out, packing, batch), lse
 
 
 def _backward(q, k, v, packing: Packing | None, out, lse, d_out, variant: Variant) -> tuple[Array, Array, Array]:
     batch, length, heads, _ = q.shape
     flops = most_flops(variant, q, k, 1, 1, products=5)
-    q, k, v, out, d_out = (_tokens(x, packing) for x in (q, k, v, out, d_out))
+    q, k, v, out, d_out = (as_tokens(x, packing) for x in (q, k, v, out, d_out))
     offsets, absent = _offsets(q, packing), _absent(q, jnp.int32)
     if packing is None:
         statistics = (batch, heads, _whole_blocks(length))
@@ -183,7 +147,7 @@ def _backward(q, k, v, packing: Packing | None, out, lse, d_out, variant: Varian
         statistics = (heads, _whole_blocks(batch * length + (offsets[0].size - 1) * BLOCK))
     results = (*((x.shape, x.dtype) for x in (q, k, v)), *((statistics, jnp.float32),) * 2)
     with cost.flops(flops), cost.scratch(_scratch(q, k, packing, variant)):
-        dq, dk, dv, *_ = _call(
+        dq, dk, dv, *_ = call_kernel(
             "flash_mha_bwd",
             (d_out, q, k, v, out, lse, *offsets[:2], absent, absent),
             results,
@@ -194,17 +158,8 @@ def _backward(q, k, v, packing: Packing | None, out, lse, d_out, variant: Varian
             deterministic=False,
             **_common(variant),
         )
-    dq, dk, dv = (_rows(x, packing, batch) for x in (dq, dk, dv))
+    dq, dk, dv = (as_rows(x, packing, batch) for x in (dq, dk, dv))
     return dq, dk, dv
-
-
-def _call(
-    name: str, inputs: tuple[Array, ...], results: tuple[tuple[tuple[int, ...], Any], ...], **attributes: Any
-) -> tuple[Array, ...]:
-    """Call a kernel of the package; its results have these shapes and dtypes and vary over its inputs' mesh axes."""
-    axes = varying_axes(*inputs)
-    kernel = jax.ffi.ffi_call(name, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results])
-    return vary_over(axes, *kernel(*vary_over(axes, *inputs), **attributes))
 
 
 def _common(variant: Variant) -> dict[str, Any]:
@@ -221,24 +176,6 @@ def _common(variant: Variant) -> dict[str, Any]:
         "softcap": 0.0,
         "sm_margin": 0,
     }
-
-
-def _tokens(x: Float[Array, "b s h d"], packing: Packing | None) -> Array:
-    """Return the kernel's view of x: x itself, or for packed rows all tokens in one sequence.
-
-    Padding is set to zero, because it may hold NaN and zero times NaN is NaN.
-    """
-    if packing is None:
-        return x
-    return jnp.where(packing.sees[..., None, None], x, 0).reshape(-1, *x.shape[2:])
-
-
-def _rows(x: Array, packing: Packing | None, batch: int) -> Float[Array, "b s h d"]:
-    """Return the kernel's result by row: zero for padding, all NaN if the kernel cannot compute this mask."""
-    if packing is None:
-        return x
-    x = jnp.where(packing.sees[..., None, None], x.reshape(batch, -1, *x.shape[1:]), 0)
-    return jnp.where(packing.right, x, jnp.nan)
 
 
 def _offsets(q: Array, packing: Packing | None) -> tuple[Array, Array, Array]:

@@ -1,13 +1,10 @@
 """The calls of FlashAttention-3's kernels, which plain jax with the same arguments and layouts emulates here.
 
-The emulation follows the package's C++ (mha_fwd_impl, mha_bwd_impl): buffers are positional, and empty ones omitted;
-packed rows are (tokens, heads, head_dim) with a log-sum-exp of (heads, tokens); tokens outside documents are not
-written; hidden keys have weight 0, but are multiplied.
+The emulation follows the package's C++ (mha_fwd_impl, mha_bwd_impl): buffers are positional, and empty ones omitted.
 """
 
 import sys
 from dataclasses import replace
-from functools import partial
 from types import ModuleType
 
 import jax
@@ -15,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels.attention_cases import Case, arguments, assert_close, in_float64, outputs_and_gradients, poison_unseen
+from kernels.emulated_flash import CASES, Mask, backward, forward
 
 from pallas_kernels.flash_attention import RESIDUALS, MaskSpec, fa3, flash_attention, reference
 from pallas_kernels.flash_attention.mask import intervals
@@ -56,6 +54,13 @@ def emulated(name, results):
     return run
 
 
+def mask_of(attributes, length) -> Mask:
+    assert attributes["max_seqlen_q_has_value"] and attributes["max_seqlen_k_has_value"]
+    assert attributes["softmax_scale_has_value"] and attributes["softcap"] == 0.0
+    window = attributes["window_size_left"], attributes["window_size_right"]
+    return Mask(attributes["softmax_scale_val"], attributes["is_causal"], *window, length)
+
+
 def emulated_forward(buffers, attributes):
     assert attributes.keys() == BOTH | FORWARD_ONLY and len(buffers) == 21
     assert attributes["num_splits"] == 1 and attributes["attention_chunk"] == 0
@@ -65,19 +70,8 @@ def emulated_forward(buffers, attributes):
     kinds = [q.dtype] * 6 + [int32] * 8 + [q.dtype] * 2 + [int32] + [float32] * 3 + [int32]
     assert [x.dtype for x in buffers] == kinds
     assert offsets is offsets_k or offsets.size == offsets_k.size == 0
-    length = attributes["max_seqlen_q"]
-    logits, written = logits_of(q, k, offsets, length, attributes)
-    top = jnp.max(logits, axis=-1)
-    weights = jnp.exp(logits - top[..., None])
-    total = weights.sum(-1)
-    out = jnp.einsum("bnghst,btnd->bsnghd", weights / total[..., None], by_row(v, offsets))
-    out = out.reshape(by_row(q, offsets).shape)
-    lse = (top + jnp.log(total)).reshape(out.shape[0], -1, out.shape[1])
-    out = jnp.where(written[None, :, None, None], out, jnp.nan)
-    lse = jnp.where(written, lse, jnp.nan)
-    if offsets.size:
-        out, lse = out[0], lse[0]
-    return out.astype(q.dtype), lse, jnp.zeros((1,) * 4), jnp.zeros((1,) * 3)
+    out, lse = forward(q, k, v, offsets, mask_of(attributes, attributes["max_seqlen_q"]))
+    return out, lse, jnp.zeros((1,) * 4), jnp.zeros((1,) * 3)
 
 
 def emulated_backward(buffers, attributes):
@@ -85,76 +79,13 @@ def emulated_backward(buffers, attributes):
     assert not attributes["deterministic"]
     d_out, q, k, v, out, lse, offsets, _, *unused = buffers
     assert all(x.size == 0 for x in unused)
-    length, scale = attributes["max_seqlen_q_val"], attributes["softmax_scale_val"]
-    logits, written = logits_of(q, k, offsets, length, attributes)
-    wide, shape = partial(by_row, offsets=offsets), logits.shape
-    grouped = lambda x: wide(x).reshape(shape[0], shape[4], shape[1], shape[2], 1, -1)  # noqa: E731
-    weights = jnp.exp(logits - lse.reshape(*shape[:-1])[..., None])
-    delta = jnp.sum(grouped(d_out) * grouped(out), axis=-1).transpose(0, 2, 3, 4, 1)
-    d_logits = weights * (jnp.einsum("bsnghd,btnd->bnghst", grouped(d_out), wide(v)) - delta[..., None]) * scale
-    dq = jnp.einsum("bnghst,btnd->bsnghd", d_logits, wide(k)).reshape(wide(q).shape)
-    dk = jnp.einsum("bnghst,bsnghd->btnd", d_logits, grouped(q))
-    dv = jnp.einsum("bnghst,bsnghd->btnd", weights, grouped(d_out))
-    made = [jnp.where(written[None, :, None, None], x, jnp.nan) for x in (dq, dk, dv)]
+    length = attributes["max_seqlen_q_val"]
     rows, heads = q.shape[0], q.shape[-2]
     statistics = (rows, heads, -(-length // 128) * 128)
     if offsets.size:
-        made = [x[0] for x in made]
         statistics = (heads, -(-(rows + (offsets.size - 1) * 128) // 128) * 128)
-    return *(x.astype(q.dtype) for x in made), jnp.zeros(statistics), jnp.zeros(statistics)
-
-
-def by_row(x, offsets):
-    """Convert to float32, and packed rows to one row of all tokens."""
-    return (x[None] if offsets.size else x).astype(jnp.float32)
-
-
-def logits_of(q, k, offsets, length, attributes):
-    """FlashAttention's reading of the arguments: logits (b, n, g, 1, s, t), -inf if hidden, and the document tokens."""
-    assert attributes["max_seqlen_q_has_value"] and attributes["max_seqlen_k_has_value"]
-    assert attributes["softmax_scale_has_value"] and attributes["softcap"] == 0.0
-    q, k = by_row(q, offsets), by_row(k, offsets)
-    token = jnp.arange(q.shape[1])
-    left, right = attributes["window_size_left"], attributes["window_size_right"]
-    left = -1 if left >= length - 1 else left
-    right = 0 if attributes["is_causal"] else -1 if right >= length - 1 else right
-    seen = jnp.ones((token.size, token.size), bool)
-    if right >= 0:
-        seen &= token <= token[:, None] + right
-    if left >= 0:
-        seen &= token >= token[:, None] - left
-    written = jnp.ones(token.size, bool)
-    if offsets.size:
-        document = jnp.searchsorted(offsets, token, side="right")
-        seen &= document == document[:, None]
-        written = token < offsets[-1]
-    group = q.shape[2] // k.shape[2]
-    grouped = q.reshape(q.shape[0], q.shape[1], k.shape[2], group, 1, q.shape[3])
-    logits = jnp.einsum("bsnghd,btnd->bnghst", grouped, k) * attributes["softmax_scale_val"]
-    return jnp.where(seen, logits, -jnp.inf), written
-
-
-PACKED = ((17, 1, 1, -3, 30, 1, 9), ())  # with padding between documents, and a row that is all padding
-CASES = {
-    "causal": Case(),
-    "not causal": Case(causal=False),
-    "heads of their own": Case(heads=(4, 4)),
-    "one key head": Case(heads=(4, 1)),
-    "one token": Case(1),
-    "window of 2": Case(window=2),
-    "window": Case(window=20),
-    "window of the row": Case(window=72),
-    "head dim 128, off every block": Case(131, head_dim=128, dtype="bfloat16"),
-    "packed": Case(documents=PACKED),
-    "packed, full rows": Case(documents=((72,), (40, 32))),
-    "packed, one key head": Case(documents=PACKED, heads=(4, 1)),
-    "packed, window": Case(documents=PACKED, window=20),
-    "packed, window of 2": Case(documents=PACKED, window=2, heads=(2, 2)),
-    "packed, long": Case(300, documents=((140, 1, 100), (300,)), window=60),
-    "packed, bfloat16": Case(documents=PACKED, dtype="bfloat16", head_dim=128),
-    "packed, float16": Case(documents=PACKED, dtype="float16"),
-    "all padding": Case(documents=((), ())),
-}
+    made = backward(d_out, q, k, v, out, lse, offsets, mask_of(attributes, length))
+    return *made, jnp.zeros(statistics), jnp.zeros(statistics)
 
 
 def op(q, k, v, first, end, sinks, variant):

@@ -230,11 +230,15 @@ LABELS = {
         ),
         ({"optim.schedule": "wsd"}, "optim.cooldown_steps", "needs steps"),
         (
-            {"attention.backend": "fa3", "train.deterministic": "true"},
+            {"attention.backend": "flash", "train.deterministic": "true"},
             "attention.backend",
             "runs are not bit-identical; set attention.backend = 'auto'",
         ),
-        ({"attention.documents_per_row": "9"}, "attention.documents_per_row", "only when attention.backend == 'fa3'"),
+        (
+            {"attention.documents_per_row": "9"},
+            "attention.documents_per_row",
+            "only when attention.backend in .'fa3', 'flash'",
+        ),
         (
             {"optim.schedule": "constant", "optim.final_lr_fraction": "0.1"},
             "optim.final_lr_fraction",

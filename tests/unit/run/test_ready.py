@@ -82,10 +82,17 @@ def test_a_login_that_wandb_lacks_is_said_before_the_model_is_looked_for(config,
     wandb.teardown()
 
 
-def test_the_package_of_a_kernel_is_looked_for(config, monkeypatch):
+@pytest.mark.parametrize(
+    ("backend", "package"),
+    [
+        ("fa3", r"flash-attn3-jax: pip install 'jaxtune\[hopper\]'"),
+        ("flash", r"dew-flash-attn: pip install 'jaxtune\[fl"),
+    ],
+)
+def test_the_package_of_a_kernel_is_looked_for(config, monkeypatch, backend, package):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    config = dataclasses.replace(config, attention=AttentionOptions(backend="fa3"))
-    with pytest.raises(UserError, match=r"needs the package flash-attn3-jax: pip install 'jaxtune\[hopper\]'"):
+    config = dataclasses.replace(config, attention=AttentionOptions(backend=backend))
+    with pytest.raises(UserError, match=f"needs the package {package}"):
         check_ready(config, run_folder(config))
 
 
