@@ -11,6 +11,16 @@ from jaxtune.hlo import FREE, Computation, Frame, Instruction, Module, results, 
 from pallas_kernels import cost
 from pallas_kernels.aot import COLLECTIVES
 
+# Kinds of FlashAttention's custom calls: 3 in the backends fa3 and flash, 2 in flash.
+_FLASH_ATTENTION = {
+    "flash_mha_fwd": "flash_mha_fwd",
+    "flash_mha_bwd": "flash_mha_bwd",
+    "dew_flash3_mha_varlen_fwd": "flash_mha_fwd",
+    "dew_flash3_mha_varlen_bwd": "flash_mha_bwd",
+    "dew_flash_mha_varlen_fwd": "flash2_mha_fwd",
+    "dew_flash_mha_varlen_bwd": "flash2_mha_bwd",
+}
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -20,7 +30,7 @@ class Launch:
         name: of the instruction.
         kind: 'product', 'FP8 product', 'fusion', 'fill' (with a constant), 'copy', 'host copy' (from or to the host's
             memory), 'library call'; the name of a Pallas kernel, with the prefix 'mosaic_' for Mosaic GPU, or of a
-            kernel of FlashAttention 3; or one of COLLECTIVES.
+            kernel of FlashAttention; or one of COLLECTIVES.
         phase: 'forward', 'recomputed' (forward again, in the backward pass), 'backward' or 'step' (everything else).
         count: launches per step.
         reads: (operand, bytes that a launch reads).
@@ -225,8 +235,8 @@ def _kind(module: Module, instruction: Instruction, work: Instruction, inner: st
             r'[{ ]name ?= ?"(\w+)"', work.attributes
         )
         return ("mosaic_" if "mosaic" in work.target else "") + (name[1] if name else "kernel")
-    if work.target.startswith("flash_mha_"):
-        return work.target
+    if work.target in _FLASH_ATTENTION:
+        return _FLASH_ATTENTION[work.target]
     if work.opcode == "custom-call":
         return "library call"
     if inner is not None:

@@ -98,7 +98,8 @@ SCENARIOS = {
 #
 # FlashAttention 3, on an H100, 4096 causal tokens, head dimension 128: 579 TFLOP/s forward in its paper
 # (arXiv:2407.08608), which shows no causal backward pass: 462 in MagiAttention's comparison (SandAI-org/MagiAttention,
-# docs/source/blog/cp_benchmark.md), which has 662 forward; flash-attn3-jax's own README has 469 and 498. Mosaic:
+# docs/source/blog/cp_benchmark.md), which has 662 forward; flash-attn3-jax's own README has 469 and 498. FlashAttention
+# 2: guesses. Mosaic:
 # numbers of tokamax's kernels (0.0.17, its autotuning data), not of ours, but of the same design and in the same
 # language: 568 forward and 408 backward, which counts 5 products although 7 are executed.
 #
@@ -116,6 +117,8 @@ KERNELS: dict[str, dict[int, float]] = {
     "flash_attention_wide_dkdv": {8: 0.25, 9: 0.12, 10: 0.10, 12: 0.25},
     "flash_mha_fwd": {9: 579 / 989},
     "flash_mha_bwd": {9: 462 / 989},
+    "flash2_mha_fwd": {8: 0.55, 12: 0.55},
+    "flash2_mha_bwd": {8: 0.45, 12: 0.45},
     "mosaic_flash_attention_forward": {9: 568 / 989},
     "mosaic_flash_attention_dq": {9: 408 * 7 / 5 / 989},
     "mosaic_flash_attention_dkdv": {9: 408 * 7 / 5 / 989},

@@ -111,6 +111,8 @@ def test_the_code_may_say_what_memory_a_foreign_kernel_takes():
         ("__gpu$xla.gpu.triton", "jvp(flops=6e+09)/flash_attention_dq/pallas_call", "flash_attention_dq"),
         ("mosaic_gpu_v2", "jvp(flops=6e+09)/flash_attention_dq/mpmd_map", "mosaic_flash_attention_dq"),
         ("flash_mha_bwd", "transpose(jvp())/shard_map/flops=6e+09/scratch=70/ffi_call", "flash_mha_bwd"),
+        ("dew_flash3_mha_varlen_bwd", "transpose(jvp())/shard_map/flops=6e+09/ffi_call", "flash_mha_bwd"),
+        ("dew_flash_mha_varlen_fwd", "jvp()/shard_map/flops=6e+09/ffi_call", "flash2_mha_fwd"),
         ("__cudnn$fmhaSoftmax", "jvp()/dot_product_attention_fwd", "library call"),
     ],
 )

@@ -55,8 +55,13 @@ def test_every_gpu_has_rates_of_kernels_and_is_on_the_page_of_gpus():
     page = (Path(__file__).parents[3] / "docs" / "guides" / "which_gpu.md").read_text()
     for name, gpu in GPUS.items():
         assert re.search(rf"\b{name}\b", page)
-        for kind, rates in KERNELS.items():  # Mosaic and FlashAttention 3 run on Hopper only
-            assert set(rates) == {9} if kind.startswith(("mosaic_", "flash_mha_")) else gpu.capability[0] in rates
+        for kind, rates in KERNELS.items():
+            if kind.startswith(("mosaic_", "flash_mha_")):  # Mosaic and FlashAttention 3 run on Hopper only
+                assert set(rates) == {9}
+            elif kind.startswith("flash2_mha_"):
+                assert set(rates) == {8, 12}
+            else:
+                assert gpu.capability[0] in rates
 
 
 def test_a_large_product_on_an_h100_is_as_the_table_says():
