@@ -268,6 +268,12 @@ def test_layers_that_predict_more_tokens_are_known(kind, name):
         ("qwen3_5_moe", f"{MTP} mtp.layers.0.mlp.shared_expert_gate mtp.layers.0.mlp.experts.3.up_proj"),
         ("exaone_moe", f"{MTP} mtp.layers.0.mlp.up_proj"),
         (
+            "ernie4_5_moe",
+            "model.mtp_emb_norm.0 model.mtp_hidden_norm.0 model.mtp_linear_proj.0 model.mtp_block.0.mlp.up_proj "
+            "model.mtp_block.0.input_layernorm model.mtp_block.0.post_attention_layernorm "
+            "model.mtp_block.0.self_attn.q_proj",
+        ),
+        (
             "nemotron_h",
             "mtp.layers.0.enorm mtp.layers.0.hnorm mtp.layers.0.eh_proj mtp.layers.0.norm mtp.layers.0.mixer.q_proj "
             "mtp.layers.1.norm mtp.layers.1.mixer.gate mtp.layers.1.mixer.experts.3.up_proj "
