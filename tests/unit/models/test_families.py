@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import transformers
 from family_configs import FAMILIES as ROWS
-from published_configs import FORMS
+from published_configs import FORMS, MODELS
 
 from jaxtune.config.schema import ModelOptions
 from jaxtune.errors import UserError
@@ -302,10 +302,11 @@ def test_the_published_form_of_every_family_is_known():
     assert FORMS.keys() == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("kind", FORMS)
-def test_the_published_form_is_read_as_transformers_reads_it(kind):
-    written = FORMS[kind] | {"model_type": kind}
-    assert read_spec(written) == read_spec(newest_form(kind, **copy.deepcopy(FORMS[kind])))
+@pytest.mark.parametrize("name", [*FORMS, *MODELS])
+def test_the_published_form_is_read_as_transformers_reads_it(name):
+    written = MODELS.get(name) or FORMS[name] | {"model_type": name}
+    fields = {key: value for key, value in copy.deepcopy(written).items() if key != "model_type"}
+    assert read_spec(written) == read_spec(newest_form(written["model_type"], **fields))
 
 
 def test_keys_and_values_that_no_layer_reads_may_be_in_the_files():
