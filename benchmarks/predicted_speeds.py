@@ -70,6 +70,8 @@ ROWS = {
         {"memory.remat": "block"},
     ),
     "LoRA on NF4 Qwen3.5 27B": ("qwen3_5_27b_qlora", "Qwen/Qwen3.5-27B", "h100", 1, NONE),
+    "LoRA on NF4 Gemma 4 31B": ("gemma4_31b_qlora", "google/gemma-4-31B-it", "h100", 1, NONE),
+    "LoRA, bf16 Gemma 4 26B-A4B": ("gemma4_lora", "google/gemma-4-26B-A4B-it", "h100", 1, {}),
     **CLUSTERS,
 }
 

@@ -324,13 +324,13 @@ FORMS: dict[str, dict[str, Any]] = {
         routed_scaling_factor=2.5, n_group=1, topk_group=1, scoring_func="sigmoid", topk_method="noaux_tc",
         tokenizer_class="GPT2Tokenizer",
     ),
-    # No publisher's file was found: the defaults of transformers' class, with scaled embeddings.
+    # The config of Trinity-Nano-Preview, as quoted in public code.
     "afmoe": _form(
-        2048, 6144, 4, 16, 16, 200_192, 16_384, head_dim=128, rms_norm_eps=1e-5, rope_theta=10_000, rope_scaling=None,
-        sliding_window=1024, global_attn_every_n_layers=4, layer_types=WINDOWED, num_dense_layers=1, num_experts=64,
-        num_experts_per_tok=6, num_shared_experts=2, moe_intermediate_size=1408, route_scale=1.0, route_norm=True,
+        1024, 3072, 4, 8, 2, 200_192, 131_072, head_dim=128, rms_norm_eps=1e-5, rope_theta=10_000, rope_scaling=None,
+        sliding_window=2048, global_attn_every_n_layers=4, layer_types=WINDOWED, num_dense_layers=2, num_experts=128,
+        num_experts_per_tok=8, num_shared_experts=1, moe_intermediate_size=256, route_scale=2.826, route_norm=True,
         score_func="sigmoid", n_group=1, topk_group=1, num_expert_groups=1, num_limited_groups=1, mup_enabled=True,
-        attention_bias=False, output_router_logits=False, tie_word_embeddings=False,
+        load_balance_coeff=0.001, use_grouped_mm=True, initializer_range=0.02, tie_word_embeddings=False,
     ),
     # The config of Olmo-Hybrid-7B, as quoted in public code.
     "olmo_hybrid": _form(
@@ -364,5 +364,34 @@ FORMS: dict[str, dict[str, Any]] = {
         3072, 12_288, 4, 24, 2, 49_152, 16_384, rope_theta=999_999.4420358813, sliding_window=4096, norm_epsilon=1e-5,
         norm_type="layer_norm", mlp_type="default", use_bias=True, hidden_act="gelu_pytorch_tanh",
         residual_dropout=0.0, embedding_dropout=0.0,
+    ),
+}  # fmt: skip
+
+# Models whose files have other entries than those of their family above, as quoted in public code.
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3.6-27B": dict(
+        model_type="qwen3_5", tie_word_embeddings=False, language_model_only=False,
+        text_config=QWEN3_5 | dict(
+            model_type="qwen3_5_text", hidden_size=5120, intermediate_size=17_408, num_attention_heads=24,
+            num_key_value_heads=4, linear_num_value_heads=48, tie_word_embeddings=False, partial_rotary_factor=0.25,
+            attn_output_gate=True, output_gate_type="swish", mtp_use_dedicated_embeddings=False, pad_token_id=None,
+        ),
+    ),
+    "Devstral-Small-2-24B": dict(
+        model_type="mistral3",
+        text_config=FORMS["ministral3"] | dict(
+            model_type="ministral3", hidden_size=5120, intermediate_size=32_768, tie_word_embeddings=False,
+            rope_parameters=dict(
+                beta_fast=32.0, beta_slow=1.0, factor=48.0, llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0,
+                original_max_position_embeddings=8192, rope_theta=1e8, rope_type="yarn", type="yarn",
+            ),
+        ),
+    ),
+    "Devstral-2-123B": FORMS["ministral3"] | dict(
+        model_type="ministral3", tie_word_embeddings=False,
+        rope_parameters=dict(
+            beta_fast=4.0, beta_slow=1.0, factor=64.0, llama_4_scaling_beta=0.0, mscale=1.0, mscale_all_dim=0.0,
+            original_max_position_embeddings=4096, rope_theta=1e6, rope_type="yarn", type="yarn",
+        ),
     ),
 }  # fmt: skip

@@ -150,8 +150,8 @@ class Predictor(Block):
     h' = layer(W [norm(embedding); norm(h)]) and its norm are equations 21 and 22; embedding and head are the body's.
     The embedding is the first half of W's input, as in vLLM (qwen3_next_mtp.py, deepseek_mtp.py: `cat([inputs_embeds,
     hidden_states])`); the paper writes h first. h has passed the body's last norm, or that of the module before, as in
-    vLLM and SGLang; the paper does not say. For DeepSeek and GLM, vLLM sets the embedding at position 0 to zero, which
-    neither the paper nor this does.
+    vLLM and SGLang; the paper does not say. For DeepSeek, GLM and ERNIE, vLLM sets the embedding at position 0 to zero,
+    which neither the paper nor this does.
     """
 
     def __init__(self, spec: ModelSpec, layer: Layer):
@@ -160,17 +160,20 @@ class Predictor(Block):
         self.hidden_norm = NormLayer(spec.hidden, spec.norm)
         # Its output is sharded as in a feed-forward, because no other dimension could be over the tensor axis.
         self.projection = Linear(spec, layer, "projection", (spec.hidden, 2 * spec.hidden), ("mlp", "embed"))
-        self.output_norm = NormLayer(spec.hidden, spec.norm)
+        self.output_norm = NormLayer(spec.hidden, spec.norm) if layer.output_norm else None
 
     def __call__(
         self, x: tuple[Float[Array, "b s d"], Float[Array, "b s d"]], inputs: Inputs, cache: Any, call: ForwardOptions
     ) -> tuple[tuple[Float[Array, "b s d"], Float[Array, "b s d"]], Any, Sums]:
-        """Return ((the head's input, embedding), the layer's cache, its sums), from (hidden states, embedding)."""
+        """Return ((the head's input, embedding), the layer's cache, its sums), from (hidden states, embedding).
+
+        Without an output norm the first is not normalised yet: `Decoder.predict_further` applies the body's.
+        """
         hidden, embedding = x
         both = jnp.concatenate([self.embedding_norm(embedding), self.hidden_norm(hidden)], axis=-1)
         y = jax.reshard(self.projection(both, call), by_residual())
         y, cache, sums = super().__call__(y, inputs, cache, call)
-        return (jax.reshard(self.output_norm(y), by_token(None)), embedding), cache, sums
+        return (jax.reshard(_apply_norm(y, self.output_norm), by_token(None)), embedding), cache, sums
 
 
 def _attention(spec: ModelSpec, layer: Layer, heads: Heads) -> Attention | LatentAttention:
@@ -385,7 +388,7 @@ class Decoder(nnx.Module):
         """
         embedding = jax.reshard(self.embed_tokens(tokens, call._replace(noise=None)), by_token(None))
         (hidden, _), _, sums = self.mtp[module]((hidden, embedding), inputs, None, call)
-        return hidden, sums
+        return hidden if self.spec.mtp[module].output_norm else self.norm(hidden), sums
 
     @jax.named_scope("embedding")
     def embed_tokens(self, tokens: Int[Array, "b s"], call: ForwardOptions) -> Float[Array, "b s d"]:

@@ -165,6 +165,7 @@ class Layer:
         residual_scale: factor on the two outputs that are added to the residual stream (Granite).
         scaled: whether the layer's output is multiplied by a number in the files (Gemma 4).
         predictor: whether it is the layer of a multi-token-prediction module (`decoder.Predictor`).
+        output_norm: whether a module has a norm of its own before the head; otherwise it is the body's last one.
     """
 
     mixer: Mixer | None
@@ -174,6 +175,7 @@ class Layer:
     residual_scale: float = 1.0
     scaled: bool = False
     predictor: bool = False
+    output_norm: bool = True
 
     def __post_init__(self):
         slots = {self.mixer, self.feed_forward} - {None}

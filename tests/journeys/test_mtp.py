@@ -1,7 +1,7 @@
-"""A model with a multi-token-prediction module: trained with it, resumed to equal bits, evaluated, exported."""
+"""A model with a multi-token-prediction module: trained with it, resumed, evaluated, exported, loaded."""
 
 import pytest
-from journey import check_resumed_run
+from journey import check_resumed_run, load_in_transformers
 from runs import metrics, write_conversations
 from safetensors.numpy import load_file
 from tiny import write_model_folder
@@ -24,3 +24,4 @@ def test_trains_resumes_exactly_and_exports(tmp_path):
     before, after = (load_file(path / "model.safetensors") for path in (base, folder / "export"))
     assert before.keys() == after.keys() and "1 module for further tokens" in output and "will lack" not in output
     assert all((before[name] != after[name]).any() for name in before if name.startswith("mtp."))
+    load_in_transformers(folder / "export")

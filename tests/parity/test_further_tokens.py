@@ -35,8 +35,10 @@ from jaxtune.weights.values import config_for_model, initial_parameters, read_pa
 ROWS, LENGTHS, WEIGHT = 2, [21, 1, 2, 24], 0.5
 QWEN, DEEPSEEK = "qwen3_5_text, delta nets", "deepseek_v3, latent attention"
 EXAONE, NEMOTRON = "exaone_moe, windows, groups, a shared expert", "nemotron_h, experts in a latent"
+ERNIE = "ernie4_5_moe, shared experts"
 # For each family: the entry of config.json, the number of modules, fields that make a model's first layers like a
-# module's, and a module's tensors with {} for the layer's number: two norms, projection, last norm, layers.
+# module's, and a module's tensors with {} for the layer's number: two norms, projection, last norm (None: the body's),
+# layers.
 CASES = {
     QWEN: (
         "mtp_num_hidden_layers",
@@ -58,6 +60,12 @@ CASES |= {
         1,
         dict(layers_block_type=["full_attention", "moe"]),
         tuple(f"mtp.layers.{end}" for end in ("0.enorm", "0.hnorm", "0.eh_proj", "1.final_layernorm", "0", "1")),
+    ),
+    ERNIE: (
+        "num_nextn_predict_layers",
+        1,
+        dict(moe_layer_start_index=1),
+        tuple(end and f"model.mtp_{end}.0" for end in ("emb_norm", "hidden_norm", "linear_proj", None, "block")),
     ),
 }
 COPIES = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}  # in DeepSeek-V3's modules
@@ -92,6 +100,8 @@ def save_model(family, folder):
         with torch.no_grad():
             for parameter in (*one.parameters(), *added.parameters()):
                 parameter.add_(torch.randn_like(parameter) * 0.05)
+        if names[3] is None:
+            one.model.norm = reference.model.norm
         modules.append((added, one))
     tensors = load_file(folder / "model.safetensors") | in_files(family, reference, modules, lambda p: p.data, folder)
     if family == DEEPSEEK:
@@ -113,10 +123,13 @@ def in_files(family, reference, modules, value, folder):
 
     tensors, first = {}, reference.config.num_hidden_layers
     for number, (added, one) in enumerate(modules):
-        first_norm, second_norm, projection, last, *layers = (name.format(first + number) for name in CASES[family][3])
+        first_norm, second_norm, projection, last, *layers = (
+            name and name.format(first + number) for name in CASES[family][3]
+        )
         of_added = first_norm, second_norm, projection
         tensors |= {f"{name}.weight": value(of.weight) for name, of in zip(of_added, added, strict=True)}
-        tensors[f"{last}.weight"], other = value(last_norm(one).weight), copy.deepcopy(one)
+        tensors |= {f"{last}.weight": value(last_norm(one).weight)} if last else {}
+        other = copy.deepcopy(one)
         with torch.no_grad():
             for ours, parameter in zip(other.parameters(), one.parameters(), strict=True):
                 found = value(parameter)
@@ -169,7 +182,7 @@ def read(config, mesh):
     return model, read_parameters(model, model.whole)
 
 
-ALL = [*in_groups(QWEN), *in_groups(DEEPSEEK, EXAONE, NEMOTRON, marks=[pytest.mark.nightly])]
+ALL = [*in_groups(QWEN), *in_groups(DEEPSEEK, EXAONE, NEMOTRON, ERNIE, marks=[pytest.mark.nightly])]
 
 
 @pytest.mark.parametrize("case", ALL, indirect=True)
@@ -302,8 +315,8 @@ def test_a_base_without_a_module_is_refused(case, one_device, tmp_path):
             described, tensors | copied, "layers.5.embed_tokens.weight in .* differs from model.embed_tokens.weight"
         )
     else:
-        other = FORMS["ernie4_5_moe"] | {"model_type": "ernie4_5_moe"}
-        refused(other, tensors, "of model_type='ernie4_5_moe' are not trained here; those of deepseek_v3, exaone_moe,")
+        other = FORMS["llama"] | {"model_type": "llama"}
+        refused(other, tensors, "of model_type='llama' are not trained here; those of deepseek_v3, ernie4_5_moe,")
         refused(described | {entry: 2}, tensors, f"{entry}=2; mtp.weight trains at most 1 of qwen3_5_text")
 
 

@@ -1,15 +1,38 @@
 """ERNIE 4.5 with experts: chosen by corrected scores, some shared; by default a dense first layer."""
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from jaxtune.errors import UserError
 from jaxtune.models.families import ernie4_5, glm4_moe, llama, qwen3_moe
+from jaxtune.models.families.mtp_tensors import LAYER, MtpTensors
 from jaxtune.models.places import Tensor
-from jaxtune.models.spec import Experts, ModelSpec
+from jaxtune.models.spec import Experts, Layer, ModelSpec
 
 CORRECTION = Tensor("model.layers.{layer}.mlp.moe_statics.e_score_correction_bias", stacked=True)
 NAMES = llama.NAMES | qwen3_moe.MIXTURE | glm4_moe.SHARED | {"mlp.router.correction": CORRECTION}
 IGNORABLE, MORE_TOKENS = llama.IGNORABLE, "mtp"
+
+
+def layer_of_module(last: Layer, config: Mapping[str, Any]) -> Layer:
+    """Return the layer of a module: a dense one, because experts end with the model's last layer."""
+    return dataclasses.replace(last, feed_forward=llama.dense(dict(config)))
+
+
+# The body's last norm comes before the head, as in the publisher's server (FastDeploy, ernie4_5_mtp.py) and trainer.
+MTP = MtpTensors(
+    entry="num_nextn_predict_layers",
+    names={
+        **{name: hf.replace(LAYER, "model.mtp_block.0.") for name, hf in llama.NAMES.items()},
+        "embedding_norm.weight": "model.mtp_emb_norm.0.weight",
+        "hidden_norm.weight": "model.mtp_hidden_norm.0.weight",
+        "projection.weight": "model.mtp_linear_proj.0.weight",
+    },
+    tensors=r"^model\.mtp_",
+    most=1,
+    layer=layer_of_module,
+)
 DEFAULTS = {
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-5,

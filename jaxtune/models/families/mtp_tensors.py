@@ -20,7 +20,8 @@ class MtpTensors:
     Attributes:
         entry: the entry of config.json with their number.
         names: the tensor of each parameter of a module, as in the family's NAMES; the number of a module's layer is one
-            after the last layer of the model or of the module before.
+            after the last layer of the model or of the module before. Without `output_norm.weight` the body's last norm
+            comes before the head.
         tensors: a regex for all their tensors. A group in it matches the layer's number.
         copies: tensors of a module that are copies of the embedding and of the head, by the parameter they copy.
         most: the largest number of modules that have different names; None: any number.
@@ -108,4 +109,5 @@ def add_modules(spec: ModelSpec, tensors: MtpTensors, config: Mapping[str, Any],
     if not attention:
         raise UserError(f"mtp.weight: a module has a layer with attention, and no layer of this {spec.family} has any")
     layer = attention[-1] if tensors.layer is None else tensors.layer(attention[-1], text)
-    return dataclasses.replace(spec, mtp=(dataclasses.replace(layer, predictor=True),) * count)
+    layer = dataclasses.replace(layer, predictor=True, output_norm="output_norm.weight" in tensors.names)
+    return dataclasses.replace(spec, mtp=(layer,) * count)

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import transformers
 from family_configs import FAMILIES as ROWS
-from published_configs import FORMS
+from published_configs import FORMS, MODELS
 
 from jaxtune.config.schema import ModelOptions
 from jaxtune.errors import UserError
@@ -268,6 +268,12 @@ def test_layers_that_predict_more_tokens_are_known(kind, name):
         ("qwen3_5_moe", f"{MTP} mtp.layers.0.mlp.shared_expert_gate mtp.layers.0.mlp.experts.3.up_proj"),
         ("exaone_moe", f"{MTP} mtp.layers.0.mlp.up_proj"),
         (
+            "ernie4_5_moe",
+            "model.mtp_emb_norm.0 model.mtp_hidden_norm.0 model.mtp_linear_proj.0 model.mtp_block.0.mlp.up_proj "
+            "model.mtp_block.0.input_layernorm model.mtp_block.0.post_attention_layernorm "
+            "model.mtp_block.0.self_attn.q_proj",
+        ),
+        (
             "nemotron_h",
             "mtp.layers.0.enorm mtp.layers.0.hnorm mtp.layers.0.eh_proj mtp.layers.0.norm mtp.layers.0.mixer.q_proj "
             "mtp.layers.1.norm mtp.layers.1.mixer.gate mtp.layers.1.mixer.experts.3.up_proj "
@@ -296,10 +302,11 @@ def test_the_published_form_of_every_family_is_known():
     assert FORMS.keys() == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("kind", FORMS)
-def test_the_published_form_is_read_as_transformers_reads_it(kind):
-    written = FORMS[kind] | {"model_type": kind}
-    assert read_spec(written) == read_spec(newest_form(kind, **copy.deepcopy(FORMS[kind])))
+@pytest.mark.parametrize("name", [*FORMS, *MODELS])
+def test_the_published_form_is_read_as_transformers_reads_it(name):
+    written = MODELS.get(name) or FORMS[name] | {"model_type": name}
+    fields = {key: value for key, value in copy.deepcopy(written).items() if key != "model_type"}
+    assert read_spec(written) == read_spec(newest_form(written["model_type"], **fields))
 
 
 def test_keys_and_values_that_no_layer_reads_may_be_in_the_files():
