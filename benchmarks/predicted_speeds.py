@@ -1,11 +1,16 @@
 """The tables of predicted speeds: predictions of `jaxtune plan` for common models and recipes; no step is run.
 
     JAX_PLATFORMS=cpu python benchmarks/predicted_speeds.py --out=benchmarks/results/predicted_speeds.json [--only=fp8]
+    JAX_PLATFORMS=cpu python benchmarks/predicted_speeds.py --versions=jaxtune/plan/jax_versions.json
 
-Rows that are already in the file are kept unless --only selects them. Each row takes a minute or two.
+Rows that are already in the file are kept unless --only selects them. Each row takes a minute or two. --versions
+predicts five recipes with the installed jax and adds them to the file by which `jaxtune plan` says whether another jax
+is faster: run it once with each version.
 """
 
 import argparse
+import dataclasses
+import datetime
 import json
 import os
 import sys
@@ -14,9 +19,12 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
+import jax
+
 from jaxtune.config import load_recipe, resolve
 from jaxtune.plan import calibration
 from jaxtune.plan.prediction import TargetGpus, predict
+from pallas_kernels.gpus import GPUS
 
 QWEN = ("0.6B", "1.7B", "4B", "8B")
 NONE = {"memory.remat": "none"}
@@ -34,9 +42,13 @@ _MIXTURE = _BF16 | {
 }
 _MAXTEXT = _TITAN | {"data.seq_len": "4096", "memory.remat": "none"}
 _LLAMA, _CONTEXT = "meta-llama/Llama-3.1-", {"mesh.context": "2", "memory.remat": "block"}
+# torchtitan's GPUs have 2.4 TB/s. Their limit of 500 W is not modelled: no source says what it costs.
+GPUS["h100 of 2.4 TB/s"] = dataclasses.replace(GPUS["h100"], memory_bandwidth=2_400_000_000_000)
+# Experts in place on their devices, as AutoModel has them, and tokens sent to them.
+_EXCHANGE = {"mesh.expert": "8", "experts.dispatch": "all_to_all"}
 CLUSTERS = {
-    "torchtitan 8B, 8": ("qwen_full", f"{_LLAMA}8B", "h100", 8, _TITAN),
-    "torchtitan 8B, 128": ("qwen_full", f"{_LLAMA}8B", "h100", 8, _TITAN, 16),
+    "torchtitan 8B, 8": ("qwen_full", f"{_LLAMA}8B", "h100 of 2.4 TB/s", 8, _TITAN),
+    "torchtitan 8B, 128": ("qwen_full", f"{_LLAMA}8B", "h100 of 2.4 TB/s", 8, _TITAN, 16),
     "AutoModel LoRA 32B, 8": ("qwen_lora", "Qwen/Qwen2.5-32B", "h100", 8, _LORA | {"train.grad_accum_steps": "4"}),
     "AutoModel LoRA 32B, 16": ("qwen_lora", "Qwen/Qwen2.5-32B", "h100", 8, _LORA | {"train.grad_accum_steps": "2"}, 2),
     "AutoModel LoRA 70B, 8": ("qwen_lora", f"{_LLAMA}70B", "h100", 8, _LORA | {"train.grad_accum_steps": "4"}),
@@ -48,6 +60,13 @@ CLUSTERS = {
         "h100",
         8,
         _MIXTURE | {"train.micro_batch_size": "4", "train.grad_accum_steps": "16"},
+    ),
+    "AutoModel 30B-A3B, 8, EP 8": (
+        "qwen_full",
+        "Qwen/Qwen3-30B-A3B",
+        "h100",
+        8,
+        _MIXTURE | _EXCHANGE | {"train.micro_batch_size": "4", "train.grad_accum_steps": "16"},
     ),
     "AutoModel gpt-oss-20b, 8": ("qwen_full", "openai/gpt-oss-20b", "h100", 8, _MIXTURE),
     "MaxText 7B, 8": ("qwen_full", "meta-llama/Llama-2-7b-hf", "h100", 8, _MAXTEXT),
@@ -73,6 +92,15 @@ ROWS = {
     "LoRA on NF4 Gemma 4 31B": ("gemma4_31b_qlora", "google/gemma-4-31B-it", "h100", 1, NONE),
     "LoRA, bf16 Gemma 4 26B-A4B": ("gemma4_lora", "google/gemma-4-26B-A4B-it", "h100", 1, {}),
     **CLUSTERS,
+}
+
+# Rows that are predicted with each version of jax, by their names in jax_versions.json.
+OF_VERSIONS = {
+    "LoRA 0.6B": "LoRA, bf16 0.6B",
+    "LoRA 8B": "LoRA, bf16 8B",
+    "LoRA on NF4 8B": "LoRA on NF4 8B",
+    "LoRA in FP8 8B": "LoRA, FP8 8B",
+    "full 8-bit AdamW 8B": "full, 8-bit AdamW, 3 rows 8B",
 }
 
 
@@ -105,12 +133,29 @@ def line(name: str, row: dict) -> str:
     return f"| {name} | {speed['central'] / 1e3:.1f} | {spread} | {mfu:.0%} | {row['memory_gb']:.1f} |"
 
 
+def predict_with_this_jax(file: Path) -> None:
+    """Add the installed jax to a file of predicted speeds by version, in tokens a second on one H100."""
+    speeds = {}
+    for name, row in OF_VERSIONS.items():
+        predicted = predict_row(*ROWS[row])
+        speeds[name] = round(predicted["tokens_per_second"]["central"])
+        print(f"jax {jax.__version__}, {name}: {speeds[name]:,}, memory.remat={predicted['remat']}", flush=True)
+    written = json.loads(file.read_text()) if file.exists() else {}
+    written[jax.__version__] = {"date": f"{datetime.date.today()}", "tokens_per_second": speeds}
+    ordered = sorted(written.items(), key=lambda item: [int(number) for number in item[0].split(".")])
+    file.write_text(json.dumps(dict(ordered), indent=1) + "\n")
+
+
 def main() -> None:
     """Predict the missing or selected rows, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    files = parser.add_mutually_exclusive_group(required=True)
+    files.add_argument("--out", type=Path)
+    files.add_argument("--versions", type=Path)
     parser.add_argument("--only", help="repeat the prediction of rows whose name contains this text")
     options = parser.parse_args()
+    if options.versions:
+        return predict_with_this_jax(options.versions)
     rows = json.loads(options.out.read_text()) if options.out.exists() else {}
     for name, row in ROWS.items():
         if name not in rows or (options.only and options.only in name):

@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+VERSIONS = ROOT / "jaxtune" / "plan" / "jax_versions.json"
 SIZES = ("0.6B", "1.7B", "4B", "8B")
 
 
@@ -63,6 +64,19 @@ def predicted_variants() -> str:
             for name, cells in names.items()
         ),
     )
+
+
+def versions() -> str:
+    """Predicted speed by version of jax, and how much slower than with the fastest one."""
+    speeds = {name: row["tokens_per_second"] for name, row in json.loads(VERSIONS.read_text()).items()}
+    recipes = next(iter(speeds.values()))
+
+    def cell(recipe: str, version: str) -> str:
+        rate, best = speeds[version][recipe], max(rates[recipe] for rates in speeds.values())
+        return f"{rate / 1e3:.1f}" + (f" ({rate / best - 1:.1%})" if rate < best else "")
+
+    head = ["Qwen3 on one H100, thousands of tokens a second", *(f"jax {version}" for version in speeds)]
+    return table(head, ([recipe, *(cell(recipe, version) for version in speeds)] for recipe in recipes))
 
 
 def _speed(row: dict[str, Any]) -> str:
@@ -172,6 +186,7 @@ def tokenising() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "predicted": predicted,
     "predicted variants": predicted_variants,
+    "versions": versions,
     "clusters": clusters,
     "scaling": scaling,
     "measured": measured,

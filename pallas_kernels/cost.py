@@ -1,7 +1,8 @@
 """Annotations of cost that XLA cannot know, for readers of the compiled program.
 
-XLA does not know the operations inside a kernel, the memory that a foreign kernel allocates, or the trip count of a
-loop that ends on a computed value. The annotations are in jax's name stack, which the compiled program keeps.
+XLA does not know the operations inside a kernel and how many of them depend on values, the memory that a foreign kernel
+allocates, or the trip count of a loop that ends on a computed value. The annotations are in jax's name stack, which the
+compiled program keeps.
 """
 
 import re
@@ -15,6 +16,11 @@ def flops(count: float) -> AbstractContextManager[object]:
     return jax.named_scope(f"flops={count:.6g}")
 
 
+def filled(fraction: float) -> AbstractContextManager[object]:
+    """Annotate calls of kernels that skip empty blocks of rows with the expected fraction of the blocks with rows."""
+    return jax.named_scope(f"filled={fraction:.4f}")
+
+
 def scratch(most: float) -> AbstractContextManager[object]:
     """Annotate a foreign kernel's call with the bytes that it allocates itself while it runs, at most."""
     return jax.named_scope(f"scratch={most:.0f}")
@@ -26,8 +32,9 @@ def iterations(most: int) -> AbstractContextManager[object]:
 
 
 def read_flops(operation: str) -> float | None:
-    """Read the annotation of `flops` from the name stack of an instruction; None if it has none."""
-    return _last(r"flops=([\d.e+]+)", operation)
+    """Read `flops` times `filled` from the name stack of an instruction; None if it has no annotation of `flops`."""
+    count, fraction = _last(r"flops=([\d.e+]+)", operation), _last(r"filled=([\d.]+)", operation)
+    return None if count is None else count * (1.0 if fraction is None else fraction)
 
 
 def read_iterations(operation: str) -> int | None:

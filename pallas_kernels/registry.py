@@ -1,5 +1,6 @@
 """Choose the backend of an op: a table of which requests each can run and where it was checked; choices are logged."""
 
+import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,26 @@ class CannotRun(ValueError):
 
 def never_refuses(device: Device, request: Any) -> None:
     """The `refuses` of a backend that runs every request on every device."""
+
+
+def imported_at_call(module: str, function: str) -> Callable:
+    """Return a function of a module that is imported when the function is called: Mosaic GPU takes long to import."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return getattr(importlib.import_module(module), function)(*arguments, **options)
+
+    return call
+
+
+def on_hopper(refuses: Callable[[Device, Any], str | None]) -> Callable[[Device, Any], str | None]:
+    """Return the `refuses` of a backend for Hopper GPUs only, which calls `refuses` if the device is one."""
+
+    def on_device(device: Device, request: Any) -> str | None:
+        if device.capability != (9, 0):
+            return "it needs a Hopper GPU (compute capability 9.0)"
+        return refuses(device, request)
+
+    return on_device
 
 
 def choose(

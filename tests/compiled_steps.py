@@ -11,6 +11,7 @@ from published_configs import GEMMA4_31B
 from jaxtune.config import load_recipe, resolve
 from jaxtune.host.process import compiler_options
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.plan.launches import read_program
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.base import read_base
 from pallas_kernels import aot
@@ -143,6 +144,29 @@ def _compiled_step(
         program = assemble(read_base(config), config, mesh)
     jit = {"donate_argnums": 0, "compiler_options": compiler_options()}
     return aot.compile_for(gpu, program.step, *program.arguments, mesh=mesh, **jit)
+
+
+def products_over_needed(compiled: aot.Compiled, size: str, rows: int, trained: bool = False) -> float:
+    """FLOPs of the matrix products that a step of Qwen3 executes, over those that it needs; rows: of the whole step.
+
+    Of adapters of rank 16 (trained=False) without rematerialisation: forward, and backward to the inputs; of adapters
+    also to their weights. Of all weights with memory.remat=block: also to the weights; each layer once more, without
+    the product whose result only the next layer reads; and the head once more, tile by tile.
+    """
+    hidden, layers, intermediate, heads = SIZES[size]
+    keys = 8 * 128
+    linears = [(hidden, heads * 128), (hidden, keys), (hidden, keys), (heads * 128, hidden)]
+    linears += [(hidden, intermediate)] * 2
+    down, head = (intermediate, hidden), hidden * 151_936
+    matrices = sum(a * b for a, b in [*linears, down])
+    again = sum(a * b for a, b in linears)
+    adapters = 16 * sum(a + b for a, b in [*linears, down])
+    if trained:
+        multiplied = layers * (3 * matrices + again) + 4 * head
+    else:
+        multiplied = layers * (2 * matrices + 3 * adapters) + 2 * head
+    products = [launch for launch in read_program(compiled.hlo).launches if "product" in launch.kind]
+    return sum(launch.flops * launch.count for launch in products) / (2 * rows * LENGTH * multiplied)
 
 
 def check_row(cells: str, memory: aot.CompiledMemory) -> None:

@@ -4,14 +4,15 @@
     python -m jaxtune.plan --config=qwen_full --model=Qwen/Qwen3-8B --gpu=h100 --gpus=8 --hosts=2
     python -m jaxtune.plan --config=qwen_full --model=Qwen/Qwen3-8B --gpus=8 --price=2.50
     python -m jaxtune.plan --config=qwen_lora:Qwen/Qwen3-8B --gpu=rtx4090 --fit
+    python -m jaxtune.plan --config=qwen_lora:Qwen/Qwen3-8B --gpu=rtx4090,l40s,h100 --gpus=1,2 --fit
     python -m jaxtune.plan qwen_lora:Qwen/Qwen3-8B qwen_qlora_nf4:Qwen/Qwen3-8B --gpu=l40s
     python -m jaxtune.plan --config=qwen_lora:Qwen/Qwen3-8B --gpu=h200 --calibration=benchmarks/results/nvidia_h200.json
 
 The step of the run is compiled for these GPUs (pip install 'jaxtune[aot]'). The compiler reports its memory; a time
 model predicts its time, with a range. jaxtune/plan/rates.py has all assumptions of this model; --calibration replaces
 them by rates that were measured on such a GPU (benchmarks/gpu_suite.py --only assumptions). No weight is read. --fit
-looks for the fastest micro-batch, rematerialisation policy and, if necessary, quantization of the base. Several recipes
-are compared.
+looks for the fastest micro-batch, rematerialisation policy and, if necessary, quantization of the base. Several
+recipes, kinds of GPU (--gpu=any: all) and numbers of GPUs are compared, by speed and price.
 """
 
 import sys
@@ -55,15 +56,16 @@ def _compare(parsed: dict[str, tuple[flags.FlagValues, Config]]) -> int:
 
 
 def _define_flags(values: flags.FlagValues) -> None:
-    flags.DEFINE_enum("gpu", "h100", list(GPUS), "kind of GPU", flag_values=values)
-    meaning = "GPUs per host; default: device.gpus of the recipe, or 1"
-    flags.DEFINE_integer("gpus", None, meaning, lower_bound=1, flag_values=values)
+    meaning = f"kinds of GPU to compare, with commas between them: {', '.join(GPUS)}; any: all"
+    flags.DEFINE_list("gpu", ["h100"], meaning, flag_values=values)
+    meaning = "GPUs per host, or several numbers with commas between them; default: device.gpus of the recipe, or 1"
+    flags.DEFINE_list("gpus", None, meaning, flag_values=values)
     flags.DEFINE_integer("hosts", 1, "number of hosts", lower_bound=1, flag_values=values)
     flags.DEFINE_string("model", None, "model instead of the recipe's: hub id or folder", flag_values=values)
     meaning = "result file of benchmarks/gpu_suite.py on such a GPU: its measured rates replace the assumed ones"
     flags.DEFINE_string("calibration", None, meaning, flag_values=values)
-    meaning = "price of a GPU for an hour, in any currency: adds what tokens and the run cost"
-    flags.DEFINE_float("price", None, meaning, lower_bound=0.0, flag_values=values)
+    meaning = "price of a GPU for an hour, in any currency; of several kinds: h100=2.50,l40s=0.80; default: a rough one"
+    flags.DEFINE_string("price", None, meaning, flag_values=values)
     flags.DEFINE_bool("fit", False, "find the fastest options that fit, and print them", flag_values=values)
     flags.DEFINE_bool("json", False, "print the plan as JSON", flag_values=values)
 

@@ -1,15 +1,20 @@
 """Search for the fastest options that fit, by planning; model, data and tokens per step stay the same."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxtune.config import checks
 from jaxtune.config.schema import Config
-from jaxtune.plan.prediction import Plan
+from jaxtune.plan.prediction import Plan, TargetGpus, memory_limit
 from jaxtune.training.memory import POLICIES
 
+# Makes the plan of a config; None: the config cannot fit, so its step was not compiled.
+Planner = Callable[[Config], Plan | None]
+
 GAIN = 1.01  # a larger micro-batch must be faster by this factor
+# The same step needs about the same memory on another kind of GPU. By this factor more than the limit, it cannot fit.
+SURELY = 1.1
 OPTIONS = (
     ("memory", "remat"),
     ("memory", "unroll"),
@@ -19,8 +24,8 @@ OPTIONS = (
 )
 
 
-def fastest(config: Config, planned: Callable[[Config], Plan]) -> Plan | None:
-    """The plan of the fastest config that fits; None if no config fits. planned: makes a plan of a config.
+def fastest(config: Config, planned: Planner) -> Plan | None:
+    """The plan of the fastest config that fits; None if no config fits.
 
     The first rematerialisation policy that fits is taken. The micro-batch grows as long as that is faster, and shrinks
     only until it fits. The base of adapters is quantized only if nothing else fits. In the end layers are unrolled, if
@@ -28,13 +33,62 @@ def fastest(config: Config, planned: Callable[[Config], Plan]) -> Plan | None:
     """
     best = _fastest_in_a_loop(_replace_options(config, memory={"unroll": False}) or config, planned)
     unrolled = best and _replace_options(best.config, memory={"unroll": True})
-    if best is None or unrolled is None:
-        return best
-    plan = planned(unrolled)
-    return plan if plan.fits and _rate(plan) >= GAIN * _rate(best) else best
+    plan = planned(unrolled) if unrolled else None
+    return plan if best and plan and plan.fits and _rate(plan) >= GAIN * _rate(best) else best
 
 
-def _fastest_in_a_loop(config: Config, planned: Callable[[Config], Plan]) -> Plan | None:
+def faster_quantized(best: Plan, planned: Planner) -> Plan | None:
+    """The plan with the base in NF4 if it is faster than the best one, which recomputes something for want of memory.
+
+    It is not the best plan, because quantization changes the losses.
+    """
+    if best.config.memory.remat == "none":
+        return None  # decoding weights only costs time
+    plans = (_first_fit(other, planned) for other in _quantized(best.config))
+    return next((plan for plan in plans if plan and _rate(plan) >= GAIN * _rate(best)), None)
+
+
+def fastest_on_each(
+    config: Config,
+    machines: Sequence[TargetGpus],
+    plan_on: Callable[[Config, TargetGpus], Plan],
+    state_on: Callable[[Config, TargetGpus], int],
+) -> dict[TargetGpus, Plan | None]:
+    """The plan of the fastest config that fits on each machine; None where no config fits.
+
+    A plan takes a minute, so few are made. Machines with much memory and many GPUs come first: a step that needs more
+    there than a smaller machine has is not planned on the smaller one, nor is one whose state alone does not fit
+    (state_on: its bytes on a GPU, which takes seconds). Options that are the fastest on a kind of GPU are taken on
+    fewer of them too, if they fit.
+    """
+    needs: list[tuple[tuple, int, int]] = []  # options, number of GPUs, bytes of a GPU
+    states: dict[tuple, int] = {}  # by quantization and machine
+    best: dict[TargetGpus, Plan | None] = {}
+
+    def plan_if_it_can_fit(other: Config, where: TargetGpus) -> Plan | None:
+        options, count, limit = _options(other), where.gpus * where.hosts, memory_limit(where.gpu)
+        if any(known == options and many >= count and size > SURELY * limit for known, many, size in needs):
+            return None
+        kind = (other.quant.format, where.gpus, where.hosts)
+        if kind not in states:
+            states[kind] = state_on(other, where)
+        if states[kind] > limit:
+            return None
+        plan = plan_on(other, where)
+        needs.append((options, count, plan.needed))
+        return plan
+
+    for where in sorted(machines, key=lambda where: (-memory_limit(where.gpu), where.gpu, -where.hosts * where.gpus)):
+        more = [plan for other, plan in best.items() if other.gpu == where.gpu and plan]
+        same = plan_if_it_can_fit(more[-1].config, where) if more else None
+        if same and same.fits:
+            best[where] = same
+        else:
+            best[where] = fastest(config, lambda other, where=where: plan_if_it_can_fit(other, where))
+    return {where: best[where] for where in machines}
+
+
+def _fastest_in_a_loop(config: Config, planned: Planner) -> Plan | None:
     # Lazy, because each plan compiles a step: the search ends at the first that fits. Quantization comes last, since it
     # changes the arithmetic.
     smaller = (other for base in (config, *_quantized(config)) for other in (base, *_micro_batches(base, smaller=True)))
@@ -53,18 +107,19 @@ def _fastest_in_a_loop(config: Config, planned: Callable[[Config], Plan]) -> Pla
 
 def overrides(config: Config, chosen: Config) -> list[str]:
     """The flags that turn `config` into `chosen`."""
-    values = (
-        (f"{section}.{name}", [getattr(getattr(c, section), name) for c in (config, chosen)])
-        for section, name in OPTIONS
-    )
-    return [f"--config.{key}={new}" for key, (old, new) in values if old != new]
+    changed = zip(OPTIONS, _options(config), _options(chosen))
+    return [f"--config.{section}.{name}={new}" for (section, name), old, new in changed if old != new]
 
 
-def _first_fit(config: Config, planned: Callable[[Config], Plan]) -> Plan | None:
+def _options(config: Config) -> tuple:
+    return tuple(getattr(getattr(config, section), name) for section, name in OPTIONS)
+
+
+def _first_fit(config: Config, planned: Planner) -> Plan | None:
     changed = (_replace_options(config, memory={"remat": remat}) for remat in POLICIES)
     # POLICIES are in the order in which a run tries them, the fastest first.
     plans = (planned(other) for other in changed if other is not None)
-    return next((plan for plan in plans if plan.fits), None)
+    return next((plan for plan in plans if plan is not None and plan.fits), None)
 
 
 def _micro_batches(config: Config, smaller: bool) -> Iterator[Config]:

@@ -12,32 +12,62 @@ from absl import flags
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.plan import calibration
-from jaxtune.plan.fit import fastest, overrides
-from jaxtune.plan.prediction import Plan, TargetGpus, predict
-from jaxtune.plan.summary import as_json, comparison, line, size_in_gb, table
+from jaxtune.plan.fit import faster_quantized, fastest_on_each, overrides
+from jaxtune.plan.prediction import Plan, TargetGpus, memory_limit, predict, state_bytes
+from jaxtune.plan.prices import Price, read_prices
+from jaxtune.plan.summary import Row, as_json, comparison, line, machine, size_in_gb, table
+from pallas_kernels.gpus import GPUS
 
 
 def plan_one(values: flags.FlagValues, config: Config) -> int:
-    """Print a plan, with --fit the fastest one that fits; return the exit code."""
+    """Print a plan, with --fit the fastest one that fits, or a comparison of machines; return the exit code."""
     _use_cpu()
     config = _with_model(config, values.model)
-    where = _where(values, config)
-    plan = _fastest(config, *where) if values.fit else predict(config, *where)
-    print(json.dumps(as_json(plan), indent=2) if values.json else table(plan, values.price))
-    if values.fit and not values.json:
-        print(f"\nfastest options that fit: {' '.join(overrides(config, plan.config)) or 'those of the recipe'}")
-    return 0 if plan.fits else 2
+    machines = _machines(values, config)
+    if len(machines) > 1:
+        return compare({values.config: (values, config)})
+    where, price = machines[0], _prices(values, machines)[machines[0].gpu]
+    search = _Planner({where.gpu: calibration.find(where.gpu, values.calibration)})
+    if not values.fit:
+        plan = search.plan(config, where)
+        print(json.dumps(as_json(plan), indent=2) if values.json else table(plan, price))
+        return 0 if plan.fits else 2
+    plan = fastest_on_each(config, [where], search.plan_loudly, state_bytes)[where]
+    if plan is None:
+        raise UserError(f"--fit: nothing fits into {size_in_gb(memory_limit(where.gpu))}; {search.least()}")
+    if values.json:
+        print(json.dumps(as_json(plan), indent=2))
+        return 0
+    print(table(plan, price))
+    if quantized := faster_quantized(plan, lambda other: search.plan_loudly(other, where)):
+        speed = f"{quantized.speeds['central'].tokens_per_second:,.0f} tokens/s"
+        print(f"\nfaster, but with other losses: {' '.join(overrides(config, quantized.config))}: {speed}")
+    print(f"\nfastest options that fit: {' '.join(overrides(config, plan.config)) or 'those of the recipe'}")
+    return 0
 
 
 def compare(parsed: Mapping[str, tuple[flags.FlagValues, Config]]) -> int:
-    """Print plans of several recipes as a table; return the exit code."""
+    """Print plans of several recipes and machines as a table; return the exit code."""
     _use_cpu()
-    plans = {
-        recipe: predict(_with_model(config, values.model), *_where(values, config))
-        for recipe, (values, config) in parsed.items()
-    }
-    print(comparison(plans, next(iter(parsed.values()))[0].price))
-    return 0 if all(plan.fits for plan in plans.values()) else 2
+    rows: list[Row] = []
+    for recipe, (values, recipes_own) in parsed.items():
+        if values.json:
+            raise UserError("--json prints one plan: leave it out, or give one recipe, --gpu and --gpus")
+        config = _with_model(recipes_own, values.model)
+        machines = _machines(values, config)
+        prices = _prices(values, machines)
+        search = _Planner({where.gpu: calibration.find(where.gpu, values.calibration) for where in machines})
+        if values.fit:
+            plans = fastest_on_each(config, machines, search.plan_loudly, state_bytes)
+        else:
+            plans = {where: search.plan(config, where) for where in machines}
+        for where, plan in plans.items():
+            options = overrides(config, plan.config) if values.fit and plan else []
+            rows.append(Row(recipe, where, plan, prices[where.gpu], tuple(options)))
+    print(comparison(rows))
+    fit = [row.plan is not None and row.plan.fits for row in rows]
+    # Machines are compared to choose one of them, recipes to know of each.
+    return 0 if (any(fit) if len(parsed) == 1 else all(fit)) else 2
 
 
 def _use_cpu() -> None:
@@ -51,22 +81,31 @@ def _use_cpu() -> None:
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
 
-def _fastest(config: Config, where: TargetGpus, measured: calibration.Calibration | None) -> Plan:
-    plans = []
+class _Planner:
+    """Makes plans, by measured rates where there are some, and remembers them."""
 
-    def make_plan(other: Config) -> Plan:
-        plans.append(predict(other, where, measured))
+    def __init__(self, measured: Mapping[str, calibration.Calibration | None]):
+        self.measured = measured
+        self.plans: list[Plan] = []
+
+    def plan(self, config: Config, where: TargetGpus) -> Plan:
+        self.plans.append(predict(config, where, self.measured[where.gpu]))
+        return self.plans[-1]
+
+    def plan_loudly(self, config: Config, where: TargetGpus) -> Plan:
+        plan = self.plan(config, where)
         # Progress goes to stderr, because stdout may be JSON.
-        print(line(plans[-1]), file=sys.stderr, flush=True)
-        return plans[-1]
-
-    if plan := fastest(config, make_plan):
+        print(f"{machine(where)}: {line(plan)}", file=sys.stderr, flush=True)
         return plan
-    least = min(plans, key=lambda plan: plan.needed)
-    raise UserError(
-        f"--fit: nothing fits into {size_in_gb(least.limit)}; the least that was tried: {line(least)}. "
-        "More GPUs (--gpus with mesh.fsdp=-1), shorter rows (data.seq_len) or adapters (lora.enabled) need less"
-    )
+
+    def least(self) -> str:
+        """Say what needs least of what was planned, and what would need less."""
+        least = min(self.plans, key=lambda plan: plan.needed, default=None)
+        tried = f"the least that was tried: {line(least)}" if least else "the state alone needs more"
+        return (
+            f"{tried}. More GPUs (--gpus with mesh.fsdp=-1), shorter rows (data.seq_len) or adapters (lora.enabled) "
+            "need less"
+        )
 
 
 def _with_model(config: Config, model: str | None) -> Config:
@@ -75,9 +114,21 @@ def _with_model(config: Config, model: str | None) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=model, revision=None))
 
 
-def _where(values: flags.FlagValues, config: Config) -> tuple[TargetGpus, calibration.Calibration | None]:
-    """The GPUs, and the calibration measured on one."""
-    gpus = [one for one in (values.gpus, config.device.gpus) if one is not None] or [1]
-    if min(gpus) != max(gpus):
-        raise UserError(f"--gpus={gpus[0]}: device.gpus is {gpus[1]}; leave one of them out")
-    return TargetGpus(values.gpu, gpus[0], values.hosts), calibration.find(values.gpu, values.calibration)
+def _machines(values: flags.FlagValues, config: Config) -> list[TargetGpus]:
+    """The machines to plan for: each kind of GPU in each number."""
+    gpus = list(GPUS) if values.gpu == ["any"] else values.gpu
+    for gpu in gpus:
+        if gpu not in GPUS:
+            raise UserError(f"--gpu={','.join(values.gpu)}: {gpu!r} is not a GPU that is known: {', '.join(GPUS)}, any")
+    counts = values.gpus or [config.device.gpus or 1]
+    for count in counts:
+        if not (isinstance(count, int) or (count.isdigit() and int(count) > 0)):
+            raise UserError(f"--gpus={','.join(values.gpus)}: {count!r} is not a number of GPUs; write --gpus=1,2,4")
+        if config.device.gpus not in (None, int(count)):
+            raise UserError(f"--gpus={count}: device.gpus is {config.device.gpus}; leave one of them out")
+    machines = [TargetGpus(gpu, int(count), values.hosts) for gpu in gpus for count in counts]
+    return list(dict.fromkeys(machines))
+
+
+def _prices(values: flags.FlagValues, machines: list[TargetGpus]) -> dict[str, Price]:
+    return read_prices(values.price, list(dict.fromkeys(where.gpu for where in machines)))

@@ -15,7 +15,7 @@ from jaxtune.host import process
 from jaxtune.models.parameters import abstract
 from jaxtune.monitor.throughput import flops_per_token
 from jaxtune.parallel.mesh import data_shards, make_mesh
-from jaxtune.plan import calibration, rates
+from jaxtune.plan import calibration, jax_versions, rates
 from jaxtune.plan.launches import Launch, LaunchedProgram, count_executed, read_program
 from jaxtune.plan.models import config_of
 from jaxtune.plan.sampling_memory import sampling_bytes
@@ -139,6 +139,19 @@ def xla_options(gpu: str) -> process.Options:
     return {"xla_gpu_collect_cost_model_stats": True} if GPUS[gpu].capability in _XLA_KNOWS else {}
 
 
+def memory_limit(gpu: str) -> int:
+    """Return the bytes of a GPU that a process may use."""
+    return int(float(process.MEMORY_FRACTION) * GPUS[gpu].memory)
+
+
+def state_bytes(config: Config, where: TargetGpus) -> int:
+    """Return the bytes of a GPU that parameters, optimizer state, a batch and a teacher take; compiles nothing."""
+    mesh = make_mesh(config.mesh, aot.devices(where.gpu, where.hosts, where.gpus), config.parallel)
+    config = with_sizes(config)
+    run = assemble(base_of(config), config, mesh)
+    return memory.need_of(run, where.gpus, held=kept_bytes(config, mesh, base_of)).state
+
+
 def predict(config: Config, where: TargetGpus, measured: calibration.Calibration | None = None) -> Plan:
     """Plan a config as `train` would compile it on these GPUs; measured: rates in place of assumed ones.
 
@@ -182,7 +195,7 @@ def _predict(config: Config, where: TargetGpus, measured: calibration.Calibratio
     sampling = max(0, sampling_bytes(run, config, where.gpu, mesh) - need.temporaries)
     tokens = config.data.seq_len * config.train.micro_batch_size * config.train.grad_accum_steps * data_shards(mesh)
     scenarios = calibration.scenarios(measured.values if measured else {})
-    limit = int(float(process.MEMORY_FRACTION) * GPUS[where.gpu].memory)
+    limit = memory_limit(where.gpu)
     notes = _notes(program, config, where.gpu, scenarios["central"])
     if need.device <= limit < need.device + sampling:
         notes.append("the step fits, and sampling does not: lower rollout.completions_at_once")
@@ -316,7 +329,8 @@ def _short(file: str) -> str:
 
 
 def _notes(program: LaunchedProgram, config: Config, gpu: str, central: rates.Rates) -> list[str]:
-    notes = []
+    slower = jax_versions.say_slower(jax.__version__)
+    notes = [slower] if slower else []
     kinds = {launch.kind for launch in program.launches}
     if GPUS[gpu].capability != (9, 0):
         notes.append("products: throughput by shape was measured only on Hopper, and is scaled to this GPU")

@@ -2,18 +2,39 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jaxtune.errors import sized
 from jaxtune.plan.fit import OPTIONS
-from jaxtune.plan.prediction import Plan
+from jaxtune.plan.prediction import Plan, TargetGpus
+from jaxtune.plan.prices import Price
 from pallas_kernels.gpus import GPUS
 
 
-def table(plan: Plan, price: float | None = None, groups: int = 10) -> str:
-    """The plan as text, with the `groups` most expensive groups of launches; price: of a GPU for an hour."""
-    parts = (_head(plan), _memory(plan), _speed(plan), [] if price is None else _cost(plan, price))
+@dataclass(frozen=True)
+class Row:
+    """A row of a comparison.
+
+    Attributes:
+        recipe: as given.
+        where: the machine.
+        plan: None if nothing fits there.
+        price: of a GPU of the machine.
+        options: flags that --fit has found.
+    """
+
+    recipe: str
+    where: TargetGpus
+    plan: Plan | None
+    price: Price
+    options: tuple[str, ...] = ()
+
+
+def table(plan: Plan, price: Price, groups: int = 10) -> str:
+    """The plan as text, with the `groups` most expensive groups of launches."""
+    parts = (_head(plan), _memory(plan), _speed(plan), _cost(plan, price))
     parts = (*parts, _assumptions(plan), _most_expensive(plan, groups), _rest(plan))
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -27,22 +48,56 @@ def line(plan: Plan) -> str:
     )
 
 
-def comparison(plans: Mapping[str, Plan], price: float | None = None) -> str:
-    """A table with one row per plan, and the time model's assumptions; all plans must be for the same GPUs.
+def machine(where: TargetGpus) -> str:
+    """A machine in a few characters, such as 2 x 8 x h100 for two hosts of 8 GPUs."""
+    hosts = f"{where.hosts} x " if where.hosts > 1 else ""
+    return f"{hosts}{where.gpus} x {where.gpu}"
 
-    price: of a GPU for an hour, which adds a column.
+
+def comparison(rows: Sequence[Row]) -> str:
+    """A table of plans, and the time model's assumptions if they are of one kind of GPU.
+
+    If there are several machines, the cheapest and the fastest ones are named.
     """
-    head = "" if price is None else f" {'1M tokens':>10}"
-    rows = [f"{'GB/GPU':>9} {'':12} {'step, ms':>9} {'tokens/s':>9} {'range':>18} {'MFU':>6}{head}  recipe"]
-    for name, plan in plans.items():
-        central, fast, slow = (plan.speeds[scenario] for scenario in ("central", "optimistic", "pessimistic"))
+    head = f"{'step, ms':>9} {'tokens/s':>9} {'range':>18} {'MFU':>6} {'1M tokens':>10}"
+    lines = [f"{'GB/GPU':>9} {'':12} {head}  {'machine':<12} recipe"]
+    for row in rows:
+        where = f"  {machine(row.where):<12} {' '.join((row.recipe, *row.options))}"
+        if row.plan is None:
+            lines.append(f"{'':9} {'nothing fits':12} {'':{len(head)}}{where}")
+            continue
+        central, fast, slow = (row.plan.speeds[scenario] for scenario in ("central", "optimistic", "pessimistic"))
         spread = f"{slow.tokens_per_second:,.0f} - {fast.tokens_per_second:,.0f}"
-        cost = "" if price is None else f" {_million_tokens(plan, price, 'central'):10,.3f}"
-        rows.append(
-            f"{plan.needed / 1e9:9.2f} {'fits' if plan.fits else 'does not fit':12} {1e3 * central.seconds:9,.1f} "
-            f"{central.tokens_per_second:9,.0f} {spread:>18} {central.mfu:6.1%}{cost}  {name}"
+        lines.append(
+            f"{row.plan.needed / 1e9:9.2f} {'fits' if row.plan.fits else 'does not fit':12} "
+            f"{1e3 * central.seconds:9,.1f} {central.tokens_per_second:9,.0f} {spread:>18} {central.mfu:6.1%} "
+            f"{_million_tokens(row.plan, row.price, 'central'):10,.3f}{where}"
         )
-    return "\n".join([*rows, "", *_assumptions(next(iter(plans.values())))])
+    lines += ["", *_best(rows), *_prices(rows)]
+    planned = [row.plan for row in rows if row.plan]
+    if planned and len({row.where.gpu for row in rows}) == 1:
+        lines += ["", *_assumptions(planned[0])]
+    return "\n".join(lines)
+
+
+def _best(rows: Sequence[Row]) -> list[str]:
+    """The cheapest and the fastest row that fits, if there are several machines."""
+    fitting = [(row, row.plan) for row in rows if row.plan and row.plan.fits]
+    if not fitting or len({row.where for row in rows}) == 1:
+        return []
+    cheapest = min(fitting, key=lambda pair: _million_tokens(pair[1], pair[0].price, "central"))
+    quickest = max(fitting, key=lambda pair: pair[1].speeds["central"].tokens_per_second)
+    return [
+        f"{what:<9} {machine(row.where)}, {' '.join((row.recipe, *row.options))}: "
+        f"{_million_tokens(plan, row.price, 'central'):,.3f} for 1M tokens, "
+        f"{plan.speeds['central'].tokens_per_second:,.0f} tokens/s"
+        for what, (row, plan) in (("cheapest:", cheapest), ("fastest:", quickest))
+    ]
+
+
+def _prices(rows: Sequence[Row]) -> list[str]:
+    prices = {row.where.gpu: row.price for row in rows}
+    return [f"price of a GPU and hour: {gpu} {price}" for gpu, price in prices.items()]
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -82,8 +137,8 @@ def _speed(plan: Plan) -> list[str]:
     ]
 
 
-def _cost(plan: Plan, price: float) -> list[str]:
-    hour = price * plan.where.gpus * plan.where.hosts
+def _cost(plan: Plan, price: Price) -> list[str]:
+    hour = price.per_hour * plan.where.gpus * plan.where.hosts
     million, low, high = (_million_tokens(plan, price, name) for name in ("central", "optimistic", "pessimistic"))
     lines = [f"  hour       {hour:,.2f}", f"  1M tokens  {million:,.3f} ({low:,.3f} - {high:,.3f})"]
     if steps := plan.config.train.max_steps:
@@ -91,12 +146,12 @@ def _cost(plan: Plan, price: float) -> list[str]:
         lines += [
             f"  {steps:,} steps  {run:,.2f} ({low:,.2f} - {high:,.2f}), without start, evaluations and checkpoints"
         ]
-    return [f"cost at {price:g} per GPU and hour, by the predicted speed", *lines]
+    return [f"cost by the predicted speed; a GPU and hour: {price}", *lines]
 
 
-def _million_tokens(plan: Plan, price: float, scenario: str) -> float:
+def _million_tokens(plan: Plan, price: Price, scenario: str) -> float:
     """Return the price of a million tokens of full rows, on all GPUs of the plan."""
-    per_second = price * plan.where.gpus * plan.where.hosts / 3600
+    per_second = price.per_hour * plan.where.gpus * plan.where.hosts / 3600
     return 1e6 * per_second / plan.speeds[scenario].tokens_per_second
 
 

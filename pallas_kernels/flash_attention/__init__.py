@@ -7,17 +7,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import registry
-from pallas_kernels.flash_attention import cudnn, fa3, flash, mosaic, mosaic_backward, triton, triton_wide, xla
+from pallas_kernels.flash_attention import cudnn, fa3, flash, triton, triton_wide, xla
 from pallas_kernels.flash_attention.differentiate import RESIDUALS, attention
 from pallas_kernels.flash_attention.mask import MaskSpec, intervals
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import current_device
 from pallas_kernels.manual_axes import vary_over, varying_axes
-from pallas_kernels.registry import ANY_GPU, Backend
+from pallas_kernels.registry import ANY_GPU, Backend, imported_at_call, on_hopper
 
 __all__ = ["BACKENDS", "RESIDUALS", "MaskSpec", "flash_attention"]
 
-
+_MOSAIC = "pallas_kernels.flash_attention.mosaic"
 # In order of preference. 'auto' chooses only a backend that was checked: Triton and XLA by tests/kernels on a CPU,
 # Mosaic by a run on a Hopper GPU, where it was as exact as Triton, and faster. 'auto' never chooses cuDNN, because its
 # gradients differed from run to run on that GPU, nor fa3, because Triton comes first and runs every request that fa3
@@ -27,8 +27,8 @@ BACKENDS = (
     Backend("cudnn", cudnn.attend, cudnn.refuses, {}),
     Backend(
         "mosaic",
-        attention(mosaic.forward, mosaic_backward.backward),
-        mosaic.refuses,
+        attention(imported_at_call(_MOSAIC, "forward"), imported_at_call(f"{_MOSAIC}_backward", "backward")),
+        on_hopper(imported_at_call(_MOSAIC, "refuses")),
         {(9, 0): "benchmarks/results/nvidia_h200.json"},
     ),
     Backend("triton", attention(triton.forward, triton.backward), triton.refuses, {ANY_GPU: "interpreted tests"}),

@@ -71,9 +71,7 @@ class KernelCall:
 
 
 def refuses(device: Device, request: AttentionRequest) -> str | None:
-    """Return why these kernels cannot run a request on a device, or None."""
-    if device.capability != (9, 0):
-        return "it needs a Hopper GPU (compute capability 9.0)"
+    """Return why these kernels cannot run a request on a Hopper GPU, or None."""
     if request.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it multiplies bfloat16 and float16, not {jnp.dtype(request.dtype).name}"
     if request.head_dim not in (64, 128):

@@ -7,20 +7,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import registry
-from pallas_kernels.fp8_matmul import cublaslt, mosaic, reference
+from pallas_kernels.fp8_matmul import cublaslt, reference
 from pallas_kernels.fp8_matmul.derivative import without_derivative
 from pallas_kernels.fp8_matmul.quantize import block_scales, quantize
 from pallas_kernels.fp8_matmul.request import request_for
 from pallas_kernels.gpus import current_device
-from pallas_kernels.registry import ANY_GPU, Backend
+from pallas_kernels.registry import ANY_GPU, Backend, imported_at_call, on_hopper
 
 __all__ = ["BACKENDS", "block_scales", "fp8_matmul", "quantize"]
 
+_MOSAIC = "pallas_kernels.fp8_matmul.mosaic"
 # In order of preference. XLA calls cuBLASLt for a plain expression, which tests/kernels checks on a CPU. 'auto' does
 # not choose Mosaic until a run on a GPU is recorded in benchmarks/results.
 BACKENDS = (
     Backend("cublaslt", cublaslt.multiply, cublaslt.refuses, {ANY_GPU: "tests of the expression"}),
-    Backend("mosaic", mosaic.multiply, mosaic.refuses, {}),
+    Backend("mosaic", imported_at_call(_MOSAIC, "multiply"), on_hopper(imported_at_call(_MOSAIC, "refuses")), {}),
     Backend("xla", reference.multiply, registry.never_refuses, {ANY_GPU: "tests"}),
 )
 

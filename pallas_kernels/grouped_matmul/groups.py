@@ -27,6 +27,11 @@ class Groups:
     first: Int[Array, " g+1"]
     backend: str = "auto"
 
+    def filled(self, items: float, rows: int) -> float:
+        """Return the expected fraction of `rows` in blocks that have items; a group fills its last block by half."""
+        block, groups = rows / len(self.block_group), len(self.first) - 1
+        return min(1.0, (items + groups * block / 2) / rows)
+
 
 class Arrangement(NamedTuple):
     """The assignment of items to rows, by group.

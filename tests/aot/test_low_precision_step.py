@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from compiled_steps import SIZES, check_row, compile_recipe_step
+from compiled_steps import SIZES, check_row, compile_recipe_step, products_over_needed
 
 # recipe, memory.remat, rows of 2048 tokens, maximum gigabytes
 STEPS = [
@@ -41,6 +41,15 @@ def test_every_product_of_a_frozen_weight_is_an_fp8_call_and_no_weight_is_copied
     # Each product may slice the stack, on some versions in a fusion with a copy; no other type of copy is allowed.
     assert made in ({"u8": 14}, {"u8": 28})
     assert not re.search(r" transpose\(%?\w*(u8|f8)", compiled.hlo)
+
+
+@pytest.mark.every_jax
+def test_no_product_runs_twice():
+    """Of adapters on FP8 products, and of all weights with what memory.remat=block recomputes."""
+    fp8 = compile_recipe_step("qwen_fp8", "8B", "none", rows=3)
+    assert products_over_needed(fp8, "8B", rows=4 * 3) == pytest.approx(1, abs=0.02)
+    whole = compile_recipe_step("qwen_full_8bit", "8B", "block", rows=1)
+    assert products_over_needed(whole, "8B", rows=1, trained=True) == pytest.approx(1, abs=0.02)
 
 
 @pytest.mark.every_jax

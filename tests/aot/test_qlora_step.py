@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
-from compiled_steps import CONFIGS, SIZES, check_row, compile_recipe_step
+from compiled_steps import CONFIGS, SIZES, check_row, compile_recipe_step, products_over_needed
 
 # recipe, model, remat, rows of 2048 tokens, maximum gigabytes
 STEPS = [
@@ -91,6 +91,12 @@ def test_a_weight_is_dequantized_for_each_product_and_never_kept(remat):
     assert not re.search(rf"bf16\[{layers},({hidden},{intermediate}|{intermediate},{hidden})\]", compiled.hlo)
     assert not re.search(rf"f32\[({hidden},{intermediate}|{intermediate},{hidden})\]", compiled.hlo)
     assert compiled.custom_calls["__cublas$lt$matmul"] >= 40
+
+
+@pytest.mark.every_jax
+def test_no_product_runs_twice():
+    compiled = compile_recipe_step("qwen_qlora_nf4", "8B", "none")
+    assert products_over_needed(compiled, "8B", rows=4 * 2) == pytest.approx(1, abs=0.02)
 
 
 def test_four_gpus_gather_codes_not_weights():

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not installed")
 
 import compiled_steps
-from compiled_steps import LENGTH, SIZES, check_row
+from compiled_steps import LENGTH, SIZES, check_row, products_over_needed
 
 from jaxtune.plan.launches import read_program
 
@@ -54,6 +54,13 @@ def test_without_remat_nothing_runs_twice():
     kept, block = (compiled_step("8B", remat).custom_calls for remat in ("none", "block"))
     assert (kept["mosaic_gpu_v2"], block["mosaic_gpu_v2"]) == (3, 4)
     assert kept["__cublas$lt$matmul"] <= block["__cublas$lt$matmul"] - 6
+
+
+@pytest.mark.every_jax
+@pytest.mark.parametrize("size", ["0.6B", "8B"])
+def test_no_product_runs_twice(size):
+    """XLA of jax 0.11 would compute six of a layer's seven products a second time (host/process.py)."""
+    assert products_over_needed(compiled_step(size), size, rows=4 * 2) == pytest.approx(1, abs=0.02)
 
 
 @pytest.mark.parametrize("size", SMALL_AND_LARGE)

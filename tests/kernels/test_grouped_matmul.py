@@ -39,6 +39,15 @@ def test_rows_are_sorted_by_group_in_whole_blocks(items, block):
     np.testing.assert_array_equal(np.diff(groups.first), -(-counts // block))
 
 
+@pytest.mark.parametrize("share", [1, 4])
+def test_the_expected_fraction_of_filled_blocks_is_that_of_balanced_items(share):
+    """With a share of 4, three in four items have a group on another device, and no row here."""
+    items = np.random.default_rng(0).integers(0, 32 * share, 8192 * share)
+    groups, _, item_of = arranged(jnp.asarray(np.minimum(items, 32)), 32, "auto", 64)
+    filled = int(groups.first[-1]) / len(groups.block_group)
+    assert groups.filled(8192, len(item_of)) == pytest.approx(filled, rel=0.03)
+
+
 @pytest.mark.parametrize("backend", ["xla", "triton"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equals_a_loop_over_groups(dtype, backend, monkeypatch):

@@ -89,6 +89,12 @@ def test_sections_and_columns_are_named_without_the_rest_of_their_room(module, h
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
+def test_training_imports_kernels_of_hopper_and_plots_only_when_it_uses_them():
+    heavy = {"jax.experimental.mosaic.gpu", "matplotlib", "wandb"}
+    code = f"import sys, jaxtune.train; print(*{heavy} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == ""
+
+
 def test_flags_and_recipes_are_read_before_what_takes_seconds_to_import(tmp_path):
     recipe = tmp_path / "mine.py"
     recipe.write_text("from jaxtune.config import new_config as get_config\n")

@@ -26,7 +26,7 @@ from jaxtune.parallel.layout import RULES, Axes, Layout, P, Rules, axes_of, by_t
 from jaxtune.parallel.random import Noise
 from jaxtune.precision.matmul import LowPrecision
 from jaxtune.quant.array import QuantizedArray
-from pallas_kernels import registry
+from pallas_kernels import cost, registry
 from pallas_kernels.gpus import Device, current_device
 from pallas_kernels.grouped_matmul import Arrangement, Groups, arrange, block_of, triton
 from pallas_kernels.registry import ANY_GPU, Backend, CannotRun
@@ -150,12 +150,15 @@ def compute_grouped(
     local_experts = routing.probability.shape[-1] // shards(expert_axes, mesh)
     positions = x.shape[1] // shards(RULES.value.positions, mesh)
 
-    def run_rows(values: Any, rows: Float[Array, "m d"], groups: Groups, noise: Noise | None) -> Float[Array, "m d"]:
+    def run_rows(
+        values: Any, rows: Float[Array, "m d"], groups: Groups, noise: Noise | None, items: float
+    ) -> Float[Array, "m d"]:
+        """Run the device's experts; items: rows with a token if routing is balanced, for cost estimates."""
         experts = nnx.merge(graph, values)
         if summed_over and experts.down.bias is not None:  # outputs are summed over devices: only one adds the bias
             is_first = jax.lax.axis_index(summed_over) == 0
             experts.down.bias.set_value(jnp.where(is_first, experts.down.bias.get_value(), 0))
-        with RULES(ON_DEVICE):
+        with RULES(ON_DEVICE), cost.filled(groups.filled(items, len(rows))):
             return experts(rows[:, None], call._replace(groups=groups, noise=noise))[:, 0]
 
     def run_received(values: Any, x: Array, expert: Array, token: Array) -> Array:
@@ -164,7 +167,8 @@ def compute_grouped(
         rows = arrange(expert, local_experts, backend)
         token_of = jnp.take(token, rows.item_of, mode="clip")
         noise = noise and _row_noise(noise, token_of, positions)
-        y = run_rows(values, to_rows(x[None], rows.item_of, rows.row_of), rows.groups, noise)
+        items = len(expert) / max(1.0, call.capacity_factor or 1.0)
+        y = run_rows(values, to_rows(x[None], rows.item_of, rows.row_of), rows.groups, noise, items)
         return to_rows(y[None], rows.row_of, rows.item_of)
 
     def on_device(values: Any, x: Array, routing: Routing, noise: Noise | None) -> Array:
@@ -182,7 +186,8 @@ def compute_grouped(
         rows = _arrange(routing, expert_axes, backend)
         token_of = rows.item_of // routing.chosen.shape[-1]
         noise = noise and _row_noise(noise, token_of, positions)
-        y = run_rows(values, to_rows(x, token_of, rows.row_of), rows.groups, noise)
+        items = routing.chosen.size / shards(expert_axes, mesh)
+        y = run_rows(values, to_rows(x, token_of, rows.row_of), rows.groups, noise, items)
         total = from_rows(y, rows.item_of, rows.row_of, routing.weights)
         total = jax.lax.psum(total, summed_over) if summed_over else total
         return jax.lax.psum_scatter(total, expert_axes, scatter_dimension=0, tiled=True) if expert_axes else total

@@ -9,9 +9,10 @@ from jaxtune.errors import UserError
 from jaxtune.plan import __main__ as plan
 from jaxtune.plan import calibration
 from jaxtune.plan.launches import Launch, LaunchedProgram
-from jaxtune.plan.prediction import Speed
+from jaxtune.plan.prediction import Speed, TargetGpus
+from jaxtune.plan.prices import Price
 from jaxtune.plan.rates import KERNELS, SCENARIOS, gaps_ms, step_ms
-from jaxtune.plan.summary import comparison
+from jaxtune.plan.summary import Row, comparison
 from pallas_kernels.gpus import GPUS, peak_flops
 
 # Made up for these tests.
@@ -172,6 +173,7 @@ def compare(assumptions) -> str:
     plan = SimpleNamespace(
         needed=1e9, fits=True, speeds=dict.fromkeys(SCENARIOS, Speed(1.0, 2.0, 0.3)), assumptions=assumptions
     )
-    text = comparison({"one": plan, "other": plan})
+    plan.where = TargetGpus("h100")
+    text = comparison([Row(recipe, plan.where, plan, Price(1.0)) for recipe in ("one", "other")])
     assert all(len(line) <= 120 for line in text.splitlines())
     return " ".join(text.split())

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxtune.config import dataset, new_config, resolve
-from jaxtune.plan.fit import fastest, overrides
+from jaxtune.plan.fit import faster_quantized, fastest, fastest_on_each, overrides
+from jaxtune.plan.prediction import TargetGpus, memory_limit
 
 
 @pytest.fixture
@@ -53,3 +54,41 @@ def test_the_fastest_that_fits(config, limit, gain, expected):
 
 def test_nothing_fits(config):
     assert fastest(config, planner(3)) is None
+
+
+def test_few_plans_are_made_for_several_machines(config):
+    """Memory needs are in units of a GB; an H100 has 79, an RTX 4090 23.9."""
+    made = []
+
+    def plan_on(other, where):
+        plan = planner(memory_limit(where.gpu) / 1e9)(other)
+        plan.needed, plan.where = plan.needed * 1e9, where
+        made.append((where, other.memory.remat, other.memory.unroll, other.train.micro_batch_size))
+        return plan
+
+    h100, pair, small = TargetGpus("h100", 1), TargetGpus("h100", 2), TargetGpus("rtx4090", 1)
+    best = fastest_on_each(config, [small, h100, pair], plan_on, lambda other, where: 0)
+    assert list(best) == [small, h100, pair]
+    # What the larger number of GPUs had is taken on one GPU, without a search.
+    assert [of[1:] for of in made if of[0] == h100] == [("none", True, 4)]
+    # The small GPU does not try what is known to need more than it has: 32 GB with two rows, 48 with four.
+    assert ("none", False, 2) not in [of[1:] for of in made if of[0] == small]
+    assert best[small] and best[small].config.memory.remat == "block"
+
+
+def test_nothing_is_compiled_where_the_state_does_not_fit(config):
+    def plan_on(other, where):
+        raise AssertionError("compiled")
+
+    where = TargetGpus("rtx4090", 1)
+    assert fastest_on_each(config, [where], plan_on, lambda other, where: 2**36) == {where: None}
+
+
+def test_a_quantized_base_is_named_if_it_makes_recomputation_unnecessary(config):
+    """It is not chosen, because it changes the losses."""
+    best = fastest(config, planner(18))
+    quantized = faster_quantized(best, planner(22))
+    assert best.config.quant.format is None and best.config.memory.remat == "block"
+    assert quantized.config.quant.format == "nf4" and quantized.config.memory.remat == "none"
+    assert faster_quantized(best, planner(18)).config.memory.remat == "dots"
+    assert faster_quantized(fastest(config, planner(33)), planner(33)) is None

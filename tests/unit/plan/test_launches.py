@@ -97,6 +97,8 @@ def test_the_code_may_say_how_often_a_loop_runs_at_most():
 def test_the_code_may_say_what_a_kernel_computes():
     assert cost.read_flops("jit(step)/flops=1.5e+11/flash_attention_dq/pallas_call") == 1.5e11
     assert cost.read_flops("jit(step)/dot_general") is None
+    # The kernel skips blocks without rows, here three in four.
+    assert cost.read_flops("transpose(jvp(experts/filled=0.2500))/flops=4e+09/grouped_matmul/pallas_call") == 1e9
 
 
 def test_the_code_may_say_what_memory_a_foreign_kernel_takes():

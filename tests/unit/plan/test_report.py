@@ -9,6 +9,7 @@ from jaxtune.config.schema import Config, MemoryOptions
 from jaxtune.plan import __main__ as plan
 from jaxtune.plan import hints, prediction, summary
 from jaxtune.plan.prediction import Collective, Speed, TargetGpus
+from jaxtune.plan.prices import Price
 
 FACTORS = {"central": 1.0, "optimistic": 2.0, "pessimistic": 0.5}
 
@@ -26,8 +27,8 @@ def test_a_price_gives_what_tokens_and_the_run_cost():
     speeds = {name: Speed(1.0, 1e5 * factor, 0.4) for name, factor in FACTORS.items()}
     config = SimpleNamespace(train=SimpleNamespace(max_steps=3600))
     planned = SimpleNamespace(where=TargetGpus("h100", 4, 2), speeds=speeds, tokens=100_000, config=config)
-    assert summary._cost(planned, 2.5) == [
-        "cost at 2.5 per GPU and hour, by the predicted speed",
+    assert summary._cost(planned, Price(2.5)) == [
+        "cost by the predicted speed; a GPU and hour: 2.5",
         "  hour       20.00",
         "  1M tokens  0.056 (0.028 - 0.111)",
         "  3,600 steps  20.00 (10.00 - 40.00), without start, evaluations and checkpoints",
