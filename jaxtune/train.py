@@ -12,6 +12,7 @@ from jaxtune import command
 if __name__ == "__main__":  # flags and recipe are read before what takes seconds to import
     sys.exit(command.main("train"))
 
+from contextlib import ExitStack
 from functools import partial
 
 from absl.flags import FlagValues
@@ -58,11 +59,14 @@ def train(config: Config) -> bool:
         trace_on_signal(),
         memory.explain_out_of_memory(config),
         mirror_sync.mirror_run(config, folder) as mirror,
+        ExitStack() as at_end,
     ):
-        return _train(config, folder, mirror, goodput)
+        return _train(config, folder, mirror, goodput, at_end)
 
 
-def _train(config: Config, folder: RunFolder, mirror: mirror_sync.Mirror | None, goodput: Goodput) -> bool:
+def _train(
+    config: Config, folder: RunFolder, mirror: mirror_sync.Mirror | None, goodput: Goodput, at_end: ExitStack
+) -> bool:
     # ---- devices, and the checkpoint to continue from, if any; errors that need no model are raised first ----
     check_ready(config, folder)
     if not config.data.datasets:
@@ -99,7 +103,7 @@ def _train(config: Config, folder: RunFolder, mirror: mirror_sync.Mirror | None,
     model = program.model
     inputs = add_scores(inputs, config, model, mesh, goodput)  # of a reference or a teacher: no step runs these
     feed = inputs.feed
-    train_step, evaluate = step_functions(config, program, compiled, inputs, mesh, folder, goodput)
+    train_step, evaluate = step_functions(config, program, compiled, inputs, mesh, folder, goodput, at_end)
 
     # ---- weights and the optimizer's state: from the checkpoint, or initial ones ----
     with goodput.measure("weights" if saved is None else "restore"):

@@ -31,6 +31,11 @@ class CompletionServer:
     """The log-probability of every token; None: the server does not know them."""
     routed_experts: Callable[[list[int]], Any] | None = None
     """(tokens of a prompt and its completion) -> the field of a choice; None: it has none."""
+    weights: Callable[[str], None] | None = lambda path: None
+    """Is called with the folder of weights to load in place of those there are; None: not available, as on a vLLM
+    without VLLM_SERVER_DEV_MODE."""
+    busy: int = 0
+    """Requests to forget prefixes that fail, because others use them."""
     key: str | None = None
     models: list[str] = field(default_factory=lambda: ["base"])
     adapters: dict[str, str] = field(default_factory=dict)
@@ -99,10 +104,17 @@ class CompletionServer:
                     if self.adapters.pop(body["lora_name"], None) is None:
                         return 404, _error(f"The lora adapter '{body['lora_name']}' cannot be found.")
                     return 200, "Success: removed."
+                case "/collective_rpc" if self.weights is not None:
+                    assert body["method"] == "reload_weights"
+                    self.weights(body["kwargs"]["weights_path"])
+                    return 200, {"results": [None]}
+                case "/reset_prefix_cache" if self.weights is not None:
+                    self.busy -= 1
+                    return 200, {"success": self.busy < 0}
         return 404, {"detail": "Not Found"}
 
     def _completions(self, body: dict[str, Any]) -> tuple[int, Any]:
-        if body["model"] not in (*self.models, *self.adapters):
+        if "model" in body and body["model"] not in (*self.models, *self.adapters):
             return 404, _error(f"The model `{body['model']}` does not exist.")
         choices = []
         for index, prompt in enumerate(body["prompt"]):

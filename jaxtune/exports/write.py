@@ -55,6 +55,37 @@ def export_full(
     Tensors are gathered and written one at a time. A tied head is not written, and padded rows are cut. config.json,
     the tokenizer's files and the tensors outside the decoder are copied byte for byte.
     """
+    tensors, copies = _whole_tensors(model, parameters, config)
+    warn_lost_layers(model, config)
+    decides = config.decision.loss is not None and bool(model.spec.labels)
+    changes = _classifier_config(model, config) if model.spec.labels and not decides else {}
+    if quantize is not None:
+        options, dtype_of_others = served_as(config.serve, quantize), config.model.dtype
+        selected = quantizable(model.spec, model.whole, options, f"--quantize={quantize}", copies)
+        changes["quantization_config"] = hf.quantization_config(options, dtype_of_others, selected.unquantized)
+        tensors = hf.quantize(tensors, options, selected.weights)
+        _say_quantized(selected, quantize, dtype_of_others)
+    tensors = _named_as_in_files(model, config, tensors)
+    if decides:
+        tensors = jev_tensors(tensors, model.spec.hidden)
+    hf.write(output, tensors, config.export.max_shard_bytes)
+    if multihost.is_main():
+        options = (config.model.dtype, model.spec.vocabulary, changes, model.base.described)
+        hf.write_config(model.folders.config, output, *options)
+        if decides:
+            write_jev_config(output, model.spec.hidden)
+        _write_tokenizer(model, config, output)
+        _write_ends(model, config, output)
+
+
+def export_weights(model: Model, parameters: Parameters, config: Config, output: Path) -> None:
+    """Write only the safetensors of `export_full`, for a server that has the other files of the model."""
+    tensors, _ = _whole_tensors(model, parameters, config)
+    hf.write(output, _named_as_in_files(model, config, tensors), config.export.max_shard_bytes)
+
+
+def _whole_tensors(model: Model, parameters: Parameters, config: Config) -> tuple[Iterator[hf.OutputTensor], list[str]]:
+    """Return the tensors of the whole model, with adapters merged, and the names of its copied tensors."""
     dtype = jnp.dtype(config.model.dtype)
 
     def merge(name: str, index: tuple[int, ...]) -> jax.Array:
@@ -73,30 +104,14 @@ def export_full(
 
     copies, copied = copied_by_modules(model.spec, config, model.folder), copied_layers(model, config)
     tensors = _tensors(model, model.whole, dtype, merge, copies)
-    warn_lost_layers(model, config)
     if model.spec.untouched is not None or copied:
         # The other parts of a larger model and the copied layers are read from the base and written unchanged.
         tensors = hf.with_untouched(model.folder, tensors, partial(families.is_untouched, model.spec))
-    decides = config.decision.loss is not None and bool(model.spec.labels)
-    changes = _classifier_config(model, config) if model.spec.labels and not decides else {}
-    if quantize is not None:
-        options, dtype_of_others = served_as(config.serve, quantize), config.model.dtype
-        selected = quantizable(model.spec, model.whole, options, f"--quantize={quantize}", [*copied, *copies])
-        changes["quantization_config"] = hf.quantization_config(options, dtype_of_others, selected.unquantized)
-        tensors = hf.quantize(tensors, options, selected.weights)
-        _say_quantized(selected, quantize, dtype_of_others)
-    if not config.model.from_scratch:
-        tensors = hf.named_as_in_files(model.folder, tensors)
-    if decides:
-        tensors = jev_tensors(tensors, model.spec.hidden)
-    hf.write(output, tensors, config.export.max_shard_bytes)
-    if multihost.is_main():
-        options = (config.model.dtype, model.spec.vocabulary, changes, model.base.described)
-        hf.write_config(model.folders.config, output, *options)
-        if decides:
-            write_jev_config(output, model.spec.hidden)
-        _write_tokenizer(model, config, output)
-        _write_ends(model, config, output)
+    return tensors, [*copied, *copies]
+
+
+def _named_as_in_files(model: Model, config: Config, tensors: Iterator[hf.OutputTensor]) -> Iterator[hf.OutputTensor]:
+    return tensors if config.model.from_scratch else hf.named_as_in_files(model.folder, tensors)
 
 
 def _say_quantized(selected: Quantizable, kind: str, dtype: str) -> None:

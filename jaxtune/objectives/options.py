@@ -166,8 +166,8 @@ class RolloutOptions:
         "mixtures of experts: the update sends each token to the experts that it went to when the completion was "
         "sampled (R3, 2025); their weights are the router's own", when="rollout.rewards")
     server: str | None = option(None,
-        "URL of an OpenAI-compatible server, such as vLLM, which receives the adapters and generates completions; "
-        "several with commas between them; unset: the devices of the run generate them", basic=True)
+        "URL of an OpenAI-compatible server, such as vLLM, which receives the adapter, or all weights, and generates "
+        "completions; several with commas between them; unset: the devices of the run generate them", basic=True)
     server_seconds: int = option(600, "time limit for a response of the server", "seconds [1, inf)",
         when="rollout.server is not None")
     ahead: int = option(0,
@@ -420,9 +420,6 @@ def check_rollout(config: Config) -> Iterator[Problem]:
         yield problem(config, "rollout.correction", reason)
     if config.mesh.stage != 1:
         yield problem(config, by, "not available with mesh.stage: use mesh.fsdp", "mesh.stage")
-    if options.server is not None and not config.lora.enabled:
-        reason = "a server receives adapters, not full weights: set lora.enabled, or leave it out"
-        yield problem(config, "rollout.server", reason, "lora.enabled")
 
 
 def _unread(section: Any) -> list[str]:

@@ -24,7 +24,7 @@ class RolloutsAhead:
     def __init__(self, make: MakeGroups):
         self._make = make
         self._asked: dict[int, Future[list[Rollout]]] = {}  # by the number of a step's first completion
-        self._jobs: SimpleQueue[tuple[Future[list[Rollout]], Any, PromptBatch]] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Future[list[Rollout]], Any, PromptBatch] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def get(self, prepare: Callable[[], Any], prompts: PromptBatch) -> tuple[list[Rollout], float]:
@@ -45,13 +45,20 @@ class RolloutsAhead:
         begun = time.perf_counter()
         return self._asked.pop(prompts.first).result(), time.perf_counter() - begun
 
+    def close(self) -> None:
+        """Drop what was asked for, and let the thread end; call it after what `make` waits for was dropped, too."""
+        for future in self._asked.values():
+            future.cancel()
+        self._jobs.put(None)
+
     def _work(self) -> None:
         failed = False
-        while not failed:
-            future, weights, prompts = self._jobs.get()
-            try:
-                future.set_result(self._make(weights, prompts))
-            except BaseException as error:  # raised by `get`, which ends the run: what it asked for later is not made
-                future.set_exception(error)
-                failed = True
-            del future, weights, prompts  # while the thread waits
+        while not failed and (job := self._jobs.get()) is not None:
+            future, weights, prompts = job
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._make(weights, prompts))
+                except BaseException as error:  # raised by `get`, which ends the run: no later rollouts are made
+                    future.set_exception(error)
+                    failed = True
+            del job, future, weights, prompts  # while the thread waits

@@ -1,7 +1,5 @@
 """Where completions come from: the devices of the run, or a server."""
 
-import hashlib
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +11,6 @@ from jax.experimental import multihost_utils
 
 from jaxtune.config.schema import Config
 from jaxtune.data.formats.prompts import Prompts
-from jaxtune.exports.write import export_adapter
 from jaxtune.inference.decode import Sampling
 from jaxtune.inference.generation import (
     Completion,
@@ -29,6 +26,7 @@ from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import recipe_of
 from jaxtune.rollout import completion_server
+from jaxtune.rollout.sent_weights import SentWeights, WrittenWeights
 from jaxtune.rollout.server_pool import ServerPool
 from jaxtune.weights.model import Model
 
@@ -62,17 +60,19 @@ class Completer(NamedTuple):
         prepare: (trained, frozen) -> the weights as `complete` needs them. Only this runs programs on the devices, if a
             server samples.
         complete: samples from these weights.
+        close: ends its use; `complete` of another thread that still waits for a server raises CancelledError.
     """
 
     prepare: Callable[[Parameters, Parameters], Any]
     complete: Complete
+    close: Callable[[], None] = lambda: None
 
 
 def completer(config: Config, model: Model, tokenizer, run: Path) -> Completer:
     """Return the source of completions, the devices or rollout.server; run: the run folder."""
     if config.rollout.server is None:
         return complete_on_devices(config, model, tokenizer)
-    return complete_by_server(config, model, tokenizer, run / "rollout_adapter")
+    return complete_by_server(config, model, tokenizer, run / "rollout_weights")
 
 
 def complete_on_devices(config: Config, model: Model, tokenizer) -> Completer:
@@ -117,50 +117,30 @@ def completions_at_once(config: Config, mesh: jax.sharding.Mesh) -> int:
 
 
 def complete_by_server(config: Config, model: Model, tokenizer, folder: Path) -> Completer:
-    """Get completions from an OpenAI-compatible server, after sending it the adapter; only process 0 talks to it.
-
-    The weights to sample from are an adapter's folder. With rollout.ahead several are written before they are sent.
-    """
+    """Get completions from OpenAI-compatible servers, after sending them the weights; only process 0 talks to them."""
     options = config.rollout
-    # The hash of the folder is part of the adapter's name on the server. So two runs of the same name, or a run and its
-    # evaluation, unload only their own adapters.
-    folder_hash = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:6]
-    servers, name = ServerPool((options.server or "").split(",")), f"{config.train.run_name or 'run'}-{folder_hash}"
+    servers = ServerPool((options.server or "").split(","))
+    sent = SentWeights(config, model, folder, servers)
     sampling = {key: getattr(options, key) for key in Sampling._fields} | {"top_k": options.top_k or 0}
     ends = {"stop": stops_of(config, model, tokenizer), "strings": options.stop}
     how = {**sampling, **ends, "max_tokens": options.max_new_tokens, "seed": config.train.seed}
     how |= {"vocabulary": model.spec.vocabulary, "log_probs": options.corrects != "none"}
     how["routed"] = model.spec if options.replay_routing else None
 
-    # The adapters of later steps, of the step that waits for completions, and of an evaluation.
-    folders = itertools.cycle([folder / str(n) for n in range(options.ahead + 3)] if options.ahead else [folder])
-    versions = itertools.count()
-    sent = -1, ""  # the version, and its name on the server
-
-    def prepare(trained: Parameters, frozen: Parameters) -> tuple[int, Path]:
-        export_adapter(model, {**frozen, **trained}, config, written_to := next(folders))
-        return next(versions), written_to
-
     def complete(
-        weights: tuple[int, Path],
+        weights: WrittenWeights,
         prompts: list[list[int]],
         numbers: Sequence[int],
         written: Sequence[int] | None = None,
     ) -> list[Completion]:
-        nonlocal sent
-        (version, adapter), is_main = weights, multihost.is_main()
-        # The turns of a step's episodes are sampled by one adapter.
-        if sent[0] != version:
-            names = (
-                servers.ask_each(lambda url: completion_server.send_adapter(url, name, adapter)) if is_main else [""]
-            )
-            sent = version, names[0]
+        is_main = multihost.is_main()
+        served = sent.send(weights) if is_main else None
         table = np.zeros((len(prompts), 2 + options.max_new_tokens), np.int32)  # finished, length, tokens
         scores = np.zeros((len(prompts), options.max_new_tokens), np.float32)
         made = []
         if is_main:
             timeout = options.server_seconds
-            made = completion_server.complete(servers, sent[1], prompts, numbers, written, timeout=timeout, **how)
+            made = completion_server.complete(servers, served, prompts, numbers, written, timeout=timeout, **how)
             for row, of_row, completion in zip(table, scores, made):
                 row[:2] = completion.finished, len(completion.tokens)
                 row[2 : 2 + len(completion.tokens)] = completion.tokens
@@ -172,7 +152,11 @@ def complete_by_server(config: Config, model: Model, tokenizer, folder: Path) ->
         ]
         return _share_routing(model.spec, prompts, completions, made) if options.replay_routing else completions
 
-    return Completer(prepare, complete)
+    def close() -> None:
+        servers.close()
+        sent.close()
+
+    return Completer(sent.write, complete, close)
 
 
 def _share_routing(

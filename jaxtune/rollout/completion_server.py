@@ -1,4 +1,4 @@
-"""A client of an OpenAI-compatible inference server, such as vLLM, which generates completions and loads adapters.
+"""A client of an OpenAI-compatible inference server, such as vLLM, which generates completions and loads weights.
 
 Prompts and completions are sent as tokens, never as text, so that training sees exactly the sampled tokens. The key in
 the environment variable OPENAI_API_KEY is sent with every request. The server is not trusted: answers are limited in
@@ -20,7 +20,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import NoneType
@@ -42,6 +42,8 @@ MAX_BYTES = 2**24
 """Limit of an answer's size; an answer of 100,000 tokens, with its text and its prompt, takes a tenth of it."""
 ROUTED_BYTES = 12
 """Bytes of the number of an expert, an integer of 64 bits at most, in base64."""
+RELOAD, FORGET = "collective_rpc", "reset_prefix_cache"
+"""Endpoints of vLLM that exist with VLLM_SERVER_DEV_MODE=1."""
 _TOO_BUSY = (429, 502, 503, 504)
 
 Wait = Callable[[float], None]
@@ -49,7 +51,7 @@ Wait = Callable[[float], None]
 
 def complete(
     servers: ServerPool,
-    model: str,
+    model: str | None,
     prompts: Sequence[Sequence[int]],
     numbers: Sequence[int],
     written: Sequence[int] | None = None,
@@ -74,6 +76,7 @@ def complete(
     Args:
         servers: Servers; each completes a part of the prompts.
         model: The servers' name for the model: the base model, or an adapter by the name that send_adapter returns.
+            None: the base model, by whatever name a vLLM serves it.
         prompts: Tokens of each prompt.
         numbers: A number for each prompt, which determines its random numbers together with `seed`. The same prompt
             with another number gets another completion.
@@ -115,7 +118,7 @@ def complete(
         there = written[index] if written else 0
         # One prompt a request: a request has one seed, so equal prompts in it would get equal completions.
         body = {
-            "model": model,
+            **({} if model is None else {"model": model}),
             "prompt": [list(prompts[index])],
             "n": 1,
             "max_tokens": max_tokens - there,
@@ -125,7 +128,7 @@ def complete(
         }
         most = len(prompts[index]) + max_tokens - there
         more = 0 if routed is None else most * math.prod(routed.routed_shape) * ROUTED_BYTES
-        answer = _call(url, "completions", body, timeout, wait, more_bytes=more)
+        answer = _call(url, "v1/completions", body, timeout, wait, more_bytes=more)
         completion, routing = _completion(url, answer, log_probs)
         if len(completion.tokens) > max_tokens - there:
             raise UserError(
@@ -139,13 +142,14 @@ def complete(
         read = len(prompts[index]) + len(completion.tokens) - 1
         return completion._replace(routed_experts=read_routed_experts(url, routing, read, routed))
 
-    return _in_parallel(lambda index: servers.ask(index, lambda url: one(url, index)), len(prompts))
+    return _in_parallel(lambda index: servers.ask(index, lambda url: one(url, index)), len(prompts), servers)
 
 
-def _in_parallel(one: Callable[[int], Completion], count: int) -> list[Completion]:
+def _in_parallel(one: Callable[[int], Completion], count: int, servers: ServerPool) -> list[Completion]:
     """Return one(0), one(1), ..., called in up to PARALLEL threads; after an error, what has not begun is dropped.
 
-    The threads are daemons: a process that ends does not wait for answers. With an executor it would.
+    The threads are daemons: a process that ends does not wait for answers. With an executor it would. Once `servers`
+    is closed, nothing waits for answers, and the threads drop them.
     """
     futures, numbers = [Future[Completion]() for _ in range(count)], SimpleQueue[int]()
     for number in range(count):
@@ -155,15 +159,17 @@ def _in_parallel(one: Callable[[int], Completion], count: int) -> list[Completio
         with contextlib.suppress(Empty):
             while True:
                 number = numbers.get_nowait()
-                try:
-                    futures[number].set_result(one(number))
-                except BaseException as error:  # raised by `result`
-                    futures[number].set_exception(error)
+                with contextlib.suppress(InvalidStateError):  # cancelled: nothing waits for it any more
+                    try:
+                        futures[number].set_result(one(number))
+                    except BaseException as error:  # raised by `result`
+                        futures[number].set_exception(error)
 
-    for _ in range(min(PARALLEL, count)):
-        threading.Thread(target=work, name="completion", daemon=True).start()
     try:
-        return [future.result() for future in futures]
+        with servers.awaiting(futures):
+            for _ in range(min(PARALLEL, count)):
+                threading.Thread(target=work, name="completion", daemon=True).start()
+            return [future.result() for future in futures]
     finally:
         with contextlib.suppress(Empty):
             while True:
@@ -192,11 +198,47 @@ def send_adapter(url: str, name: str, folder: Path, *, timeout: float = 300.0, w
     served = f"{name}-{_digest(folder)}"
     # Unload first: with --max-loras=1 loading evicts the earlier adapter, which vLLM then fails to unload. Unload even
     # an adapter with the same digest, because an earlier run may have loaded it from a folder that is gone.
-    for entry in _entries(url, _call(url, "models", None, timeout, wait), "data"):
+    for entry in _entries(url, _call(url, "v1/models", None, timeout, wait), "data"):
         if re.fullmatch(rf"{re.escape(name)}-[0-9a-f]{{12}}", str(entry.get("id"))):
-            _call(url, "unload_lora_adapter", {"lora_name": entry["id"]}, timeout, wait, fine=(404,))
-    _call(url, "load_lora_adapter", {"lora_name": served, "lora_path": str(folder.resolve())}, timeout, wait)
+            _call(url, "v1/unload_lora_adapter", {"lora_name": entry["id"]}, timeout, wait, fine=(404,))
+    _call(url, "v1/load_lora_adapter", {"lora_name": served, "lora_path": str(folder.resolve())}, timeout, wait)
     return served
+
+
+def send_weights(url: str, folder: Path, *, timeout: float, wait: Wait = time.sleep) -> None:
+    """Load the safetensors in `folder` on a vLLM, in place of all weights that it has.
+
+    The server reads the folder itself. It also forgets the prefixes that it computed with the weights before.
+
+    Args:
+        url: Address of the server, which must not be completing anything.
+        folder: Folder with the safetensors of a whole model; the server must see it at the same path.
+        timeout: Seconds within which the weights must be loaded.
+        wait: Function that sleeps between attempts.
+
+    Raises:
+        UserError: The server cannot be reached, does not load the weights, or is busy with other requests.
+    """
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
+    _call(url, RELOAD, body, timeout, wait)
+    for pause in (*PAUSES, None):
+        answer = _call(url, FORGET, {}, timeout, wait)
+        if _succeeded(url, answer):
+            return
+        if pause is not None:
+            wait(pause)
+    raise UserError(
+        f"{url} does not forget the prefixes that it computed with earlier weights, because it is busy with other "
+        "requests; a server of rollout.server must serve only this run"
+    )
+
+
+def _succeeded(url: str, body: bytes) -> bool:
+    """Return whether an answer says "success"; a vLLM that does not say it has succeeded."""
+    try:
+        return json.loads(body or b"{}").get("success", True) is True
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise _not_openai(url, body) from error
 
 
 def _seed(seed: int, number: int, written: int) -> int:
@@ -257,7 +299,7 @@ def _call(
     fine: Collection[int] = (),
     more_bytes: int = 0,
 ) -> bytes:
-    """Send POST /v1/endpoint, or GET without a body, with retries, and return the answer.
+    """Send POST /endpoint, or GET without a body, with retries, and return the answer.
 
     `fine`: status codes that count as success. `more_bytes`: by which an answer may exceed MAX_BYTES.
     """
@@ -285,7 +327,7 @@ def _request(url: str, endpoint: str, body: dict[str, Any] | None) -> urllib.req
     if not _is_address(url):
         shown = url.rpartition("@")[2]  # the part before the @ may be a password
         raise UserError(f"{shown!r} is not the address of a server; use one like http://localhost:8000, without a user")
-    request = urllib.request.Request(f"{url.rstrip('/').removesuffix('/v1')}/v1/{endpoint}")
+    request = urllib.request.Request(f"{url.rstrip('/').removesuffix('/v1')}/{endpoint}")
     if body is not None:
         request.data = json.dumps(body).encode()
         request.add_header("Content-Type", "application/json")
@@ -399,9 +441,14 @@ def _clip(text: str, limit: int = 500) -> str:
 def _advice(endpoint: str, status: int) -> str:
     if status in (401, 403):
         return "; the key is taken from the environment variable OPENAI_API_KEY"
-    if endpoint in ("load_lora_adapter", "unload_lora_adapter"):
+    if endpoint in ("v1/load_lora_adapter", "v1/unload_lora_adapter"):
         return (
             "; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, --enable-lora, and a "
             "--max-lora-rank of at least the adapter's rank, on a machine that can read the adapter's folder"
+        )
+    if endpoint in (RELOAD, FORGET):
+        return (
+            "; to train all weights, start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment, on a machine that can "
+            "read the run's folder; or set lora.enabled, because adapters need no such server"
         )
     return ""

@@ -4,6 +4,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,10 +63,12 @@ class Rollouts(NamedTuple):
     Attributes:
         prepare: as in `Completer`.
         make: samples from the prepared weights, and rewards.
+        close: as in `Completer`.
     """
 
     prepare: Callable[[Parameters, Parameters], Any]
     make: MakeRollout
+    close: Callable[[], None] = lambda: None
 
 
 def make_rollout_step(
@@ -74,6 +77,7 @@ def make_rollout_step(
     sampled: Rollouts,
     train_step: Callable[..., tuple[State, dict[str, Any]]],
     run: Path,
+    at_end: ExitStack,
 ) -> Callable[..., tuple[State, dict[str, Any]]]:
     """Wrap `train_step`: return a function (state, frozen, prompts of a step, learning rate) -> (state, metrics).
 
@@ -82,7 +86,8 @@ def make_rollout_step(
     completions/clipped_ratio; without a server, entropy; and with a correction, the metrics of `EngineComparison`.
     With rollout.ahead, completions/seconds_waited is the time for which the step waited for its completions.
 
-    run: the run folder; with log.jsonl, it gets the completions of the first prompt of each step.
+    run: the run folder; with log.jsonl, it gets the completions of the first prompt of each step. at_end: called when
+    the run ends, however it does; it drops the rollouts of later steps, after `sampled` was closed.
 
     Raises UserError for rollout.ahead in a run of several processes.
     """
@@ -107,12 +112,14 @@ def make_rollout_step(
 
         return replace_alike(make_groups(asked.first, asked.prompts), asked, make_groups, useful)
 
-    ahead = RolloutsAhead(groups_of)
+    ahead = RolloutsAhead(groups_of) if config.rollout.ahead else None
+    if ahead is not None:
+        at_end.callback(ahead.close)
 
     def step(state: State, frozen: Parameters, asked: PromptBatch, rate: Any) -> tuple[State, dict[str, Any]]:
         nonlocal silent
         prepare = partial(sampled.prepare, state.trained, frozen)
-        groups, waited = ahead.get(prepare, asked) if config.rollout.ahead else (groups_of(prepare(), asked), 0.0)
+        groups, waited = ahead.get(prepare, asked) if ahead is not None else (groups_of(prepare(), asked), 0.0)
         made = concatenate(groups)
         silent = silent + 1 if np.isnan(made.rewards).all() else 0
         if silent and multihost.is_main():
@@ -132,7 +139,7 @@ def make_rollout_step(
             written.write(asked.first // taken + 1, _lines(made, above, group_size))
         batch = _batch(config, program, made, above)
         of_completions = spread(made.rewards, group_size) | means(made)
-        if config.rollout.ahead:
+        if ahead is not None:
             of_completions["completions/seconds_waited"] = waited
         # In a single iteration the policy is the one that sampled, unless a correction says otherwise: the importance
         # ratio is 1 and needs no old scores.
@@ -161,13 +168,14 @@ def make_rollouts(
     run: the run folder, for adapters that are sent to the server. toolbox: tools and environments, with which
     completions are episodes. `make` raises UserError as `rewards_of` and, with a server, as
     `completion_server.complete`. With rollout.ahead two threads call it; it serves one after the other, because the
-    server has one adapter of the run.
+    server has one version of the weights.
     """
     factors = _weights(functions, config.rollout.reward_weights)
-    prepare, complete = completer(config, model, tokenizer, run)
+    prepare, complete, close = completer(config, model, tokenizer, run)
     if toolbox is not None:
         play = EpisodePlayer(config, tokenizer, stops_of(config, model, tokenizer), toolbox, complete)
-        return Rollouts(prepare, _one_at_a_time(lambda *asked: reward_episodes(functions, factors, play(*asked))))
+        reward = _one_at_a_time(lambda *asked: reward_episodes(functions, factors, play(*asked)))
+        return Rollouts(prepare, reward, close)
 
     def make(weights: Any, prompts: list[Prompt], numbers: Sequence[int]) -> Rollout:
         completions = complete(weights, [prompt.tokens for prompt in prompts], numbers)
@@ -179,7 +187,7 @@ def make_rollouts(
         each = _call_rewards(functions, prompts, texts, completions)
         return Rollout(prompts, completions, texts, dict(zip(functions, each.T)), total(each, factors))
 
-    return Rollouts(prepare, _one_at_a_time(make))
+    return Rollouts(prepare, _one_at_a_time(make), close)
 
 
 def _one_at_a_time(make: MakeRollout) -> MakeRollout:

@@ -2,8 +2,10 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from jaxtune.errors import UserError, counted
 
@@ -20,6 +22,28 @@ class ServerPool:
 
     def __init__(self, urls: Sequence[str]):
         self._urls, self._lock = list(urls), threading.Lock()
+        self._awaited: set[Future[Any]] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """Cancel the answers that are awaited, now or later: whoever waits for one gets CancelledError."""
+        with self._lock:
+            self._closed = True
+            for future in self._awaited:
+                future.cancel()
+
+    @contextmanager
+    def awaiting(self, futures: Sequence[Future[Any]]) -> Iterator[None]:
+        """Let `close` cancel these answers of servers."""
+        with self._lock:
+            self._awaited.update(futures)
+        if self._closed:
+            self.close()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._awaited.difference_update(futures)
 
     def ask(self, number: int, call: Callable[[str], T]) -> T:
         """Return call(url) of one server, chosen by the number; of another one if it cannot be reached.

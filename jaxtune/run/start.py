@@ -1,6 +1,7 @@
 """The start of a run: checks of the declared model, the functions that the loop calls, and the first state."""
 
 import logging
+from contextlib import ExitStack
 
 import jax
 
@@ -52,21 +53,23 @@ def step_functions(
     mesh: jax.sharding.Mesh,
     folder: RunFolder,
     goodput: Goodput,
+    at_end: ExitStack,
 ) -> tuple[TrainStep, Evaluate | None]:
     """Return the step and the evaluation (None without validation data) that the loop calls.
 
     With reward functions, or a teacher of own answers, a step first samples completions of its prompts, and the
-    evaluation scores completions too.
+    evaluation scores completions too. at_end: is called when the run ends, however it does.
     """
     feed = inputs.feed
     if not isinstance(feed, PromptFeed):
         rows = feed.eval_rows
         return compiled, make_evaluate(config, program.model, rows, mesh, goodput.beat) if rows else None
     if config.distill.own_answers:
-        return _distillation_functions(config, program, compiled, inputs, feed, folder, goodput)
+        return _distillation_functions(config, program, compiled, inputs, feed, folder, goodput, at_end)
     opened = inputs.tokenizer, inputs.rewards, folder.path, inputs.toolbox
     make_rollout = rollouts.make_rollouts(config, program.model, *opened)
-    step = rollouts.make_rollout_step(config, program, make_rollout, compiled, folder.path)
+    step = rollouts.make_rollout_step(config, program, make_rollout, compiled, folder.path, at_end)
+    at_end.callback(make_rollout.close)
     if feed.eval_prompts is None:
         return step, None
     return step, rollouts.make_evaluate(config, make_rollout, feed.eval_prompts, feed.rows_per_step, goodput.beat)
@@ -80,12 +83,14 @@ def _distillation_functions(
     feed: PromptFeed,
     folder: RunFolder,
     goodput: Goodput,
+    at_end: ExitStack,
 ) -> tuple[TrainStep, Evaluate | None]:
     """As `step_functions`, for a teacher that scores the student's own answers; its weights are read here."""
     model, objective, tokenizer = program.model, program.objective, inputs.tokenizer
     with goodput.measure("teacher"):
         score = own_answers.make_score_answers(config, model, objective, inputs.teacher)
     parts = own_answers.Distillation(objective, completer(config, model, tokenizer, folder.path), score)
+    at_end.callback(parts.completer.close)
     step = own_answers.make_distillation_step(config, parts, tokenizer, compiled, folder.path)
     if feed.eval_prompts is None:
         return step, None

@@ -2,11 +2,14 @@
 
 import json
 import shutil
+from functools import partial
+from pathlib import Path
 
 import pytest
 from completion_server import CompletionServer
 from nightly_rows import nightly_except
 from runs import call, metrics, recipe_command
+from safetensors.numpy import load_file
 
 REWARDS = '''
 def letters(completions, **columns):
@@ -124,7 +127,6 @@ def test_what_cannot_be_rewarded_is_refused(home, data):
     assert "not a multiple of rollout.group_size=3" in refused(**{"rollout.group_size": 3})
     assert "no prompt of at most 4 tokens" in refused(**{"data.seq_len": 16})
     assert "has no function nobody" in refused(**{"rollout.rewards": f"('{home / 'rewards.py'}:nobody',)"})
-    assert "a server receives adapters" in refused(**{"rollout.server": "http://localhost:1", "lora.enabled": False})
     assert "use mesh.fsdp" in refused(**{"mesh.stage": 2})
     for key, value in (
         ("data.packing_method", "sequential"),
@@ -199,3 +201,38 @@ def test_a_server_makes_completions_ahead_and_a_resumed_run_asks_for_them_again(
     assert all(row["completions/seconds_waited"] >= 0 for row in resumed)
     compared = ("loss", "grad_norm", "reward", "completions/mean_length")
     assert [[row[key] for key in compared] for row in resumed] == [[row[key] for key in compared] for row in rows]
+
+
+@pytest.mark.parametrize("ahead", nightly_except([0], [0, 2]))
+def test_servers_get_all_weights_before_they_complete_and_a_resumed_run_sends_its_own_first(home, data, ahead):
+    """Each reads whole files, which are removed when others take their place."""
+
+    def load(name, path):
+        tensors = load_file(f"{path}/model.safetensors")
+        assert tensors.keys() == initial.keys() and all(tensors[key].shape == initial[key].shape for key in initial)
+        loaded.append((name, path, b"".join(tensors[key].tobytes() for key in sorted(tensors))))
+
+    loaded, initial = [], load_file(home / "model" / "model.safetensors")
+    script = lambda prompt, seed: [seed % 200, seed % 150, 67, 68]  # noqa: E731
+    with CompletionServer(script) as first, CompletionServer(script) as second:
+        first.weights, second.weights = partial(load, "first"), partial(load, "second")
+        options = OPTIONS | data | {"rollout.server": f"{first.url},{second.url}", "rollout.ahead": ahead}
+        options |= {"rollout.correction": "token_truncate", "rollout.correction_min": 1.0, "lora.enabled": False}
+        options |= {"optim.learning_rate": 1e-3, "train.max_steps": 3 + ahead, "ckpt.save_steps": 1}
+        command = recipe_command(home, "qwen_grpo.py", f"whole-{ahead}", **options)
+        call(*command)
+        assert [name for name, *_ in loaded] == ["first", "second"] * 3
+        weights = [content for _, _, content in loaded]
+        assert weights[0::2] == weights[1::2] and len(set(weights)) == 3
+        assert weights[0] == b"".join(initial[key].tobytes() for key in sorted(initial))
+        paths = [path for path, _ in first.requests]
+        assert paths[:2] == ["/collective_rpc", "/reset_prefix_cache"] and "/v1/models" not in paths
+        assert len({path for _, path, _ in loaded}) == 3 and not any(Path(path).exists() for _, path, _ in loaded)
+        loaded.clear()
+        shutil.rmtree(home / "runs" / f"whole-{ahead}" / "checkpoints" / str(3 + ahead))
+        shutil.rmtree(home / "runs" / f"whole-{ahead}" / "export")
+        first.requests.clear()
+        assert f"resumed from step {2 + ahead}" in call(*command)
+        assert first.requests[0][0] == "/collective_rpc"
+        if not ahead:
+            assert [content for _, _, content in loaded] == weights[4:]

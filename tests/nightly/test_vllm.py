@@ -1,24 +1,36 @@
-"""A real vLLM, its build for CPUs, writes the completions of a run and loads its adapters.
+"""A real vLLM, its build for CPUs, writes the completions of runs and loads their adapters, or all their weights.
 
 VLLM names the program `vllm` if it is installed already; else the test installs it, which takes about four minutes.
 """
 
+import contextlib
 import json
 import os
+import random
+import re
 import shutil
 import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from runs import call, metrics, recipe_command, write_model_folder
 
+from jaxtune.data.chat.sandbox import Template
+from jaxtune.hf.chat_templates import find_template
+from jaxtune.rollout.completion_server import send_weights
+from jaxtune.rollout.tools import load_tools
+
 TAKES_LONG = True
 COVERS = ("jaxtune/rollout", "jaxtune/objectives/grpo.py", "jaxtune/objectives/rollout_correction.py")
+AGREES = 0.02
+"""Mean difference of log-probabilities that bfloat16 explains, in nats."""
 # Sizes that vLLM's attention on CPUs has.
 SIZES: dict[str, Any] = dict(
     hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64
@@ -27,6 +39,8 @@ REWARDS = """
 def letters(completions, **columns):
     return [sum("a" <= letter <= "z" for letter in text) / max(1, len(text)) for text in completions]
 """
+CALCULATOR = "jaxtune.recipes.qwen_grpo_tools:calculate"
+PRODUCTS = {f"{a}*{b}": str(a * b) for a in range(2, 10) for b in range(2, 10) if a * b >= 10}
 
 
 @pytest.fixture(scope="module")
@@ -41,37 +55,110 @@ def vllm(tmp_path_factory):
     return str(folder / "bin" / "vllm")
 
 
-@pytest.fixture
-def home(tmp_path):
-    """Return a folder with a tiny model, prompts and a reward function."""
-    write_model_folder(tmp_path / "model", **SIZES)
-    prompts = [{"prompt": f"say {i}"} for i in range(30)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    return tmp_path
+def conversation(question: str, product: str) -> list[dict[str, Any]]:
+    """Return a conversation of three answers: the calculator is called twice with the question."""
+    function = {"name": "calculate", "arguments": {"expression": question}}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    told = {"role": "tool", "content": product}
+    return [{"role": "user", "content": question}, *[called, told] * 2, {"role": "assistant", "content": product}]
 
 
-def serve(vllm: str, home: Path, *options: str) -> tuple[subprocess.Popen, str]:
-    """Start the server; return its process and address when it is ready."""
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Return a folder with a tiny model of random weights, prompts, a reward function, and conversations with calls.
+
+    Each text that the chat template writes is a token, so that episodes are short.
+    """
+    home = tmp_path_factory.mktemp("home")
+    write_lines(home / "prompts.jsonl", [{"prompt": f"say {i}"} for i in range(30)])
+    (home / "rewards.py").write_text(REWARDS)
+    asked = [([{"role": "user", "content": question}], product) for question, product in PRODUCTS.items()]
+    write_lines(home / "products.jsonl", [{"prompt": prompt, "answer": product} for prompt, product in asked])
+    tools = [load_tools([CALCULATOR])[0].schema]
+    rows = [{"messages": conversation(*pair), "tools": json.dumps(tools)} for pair in PRODUCTS.items()] * 16
+    random.Random(0).shuffle(rows)
+    write_lines(home / "taught.jsonl", rows)
+    template = Template(find_template("qwen3_nothinking", {"<|im_start|>": 0, "<|im_end|>": 0}))
+    text = template.render(messages=conversation("@", "@"), tools=tools)[0]
+    words = set(re.split(r"@|<\|im_\w+\|>|(?<=</think>\n\n)", text)) - {"", "\n"}
+    write_model_folder(home / "model", words=tuple(sorted(words)), max_position_embeddings=256, **SIZES)
+    return home
+
+
+@contextlib.contextmanager
+def serve(vllm: str, home: Path, *options: str, **variables: str) -> Iterator[str]:
+    """Run the server; yield its address when it is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     unwanted = ("PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS")
     environment = {name: value for name, value in os.environ.items() if name not in unwanted} | variables
-    environment |= {"DO_NOT_TRACK": "1", "PATH": f"{Path(vllm).parent}:{os.environ['PATH']}"}
-    command = [vllm, "serve", str(home / "model"), "--host=127.0.0.1", f"--port={port}", "--enable-lora"]
-    command += ["--max-lora-rank=64", "--max-model-len=128", "--enforce-eager", "--dtype=bfloat16", *options]
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    environment["PATH"] = f"{Path(vllm).parent}:{os.environ['PATH']}"
+    command = [vllm, "serve", str(home / "model"), "--host=127.0.0.1", f"--port={port}", *options]
+    command += ["--max-model-len=256", "--enforce-eager", "--dtype=bfloat16"]
     with (home / "vllm.log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 600
-    while True:
-        assert process.poll() is None and time.monotonic() < deadline, (home / "vllm.log").read_text()[-4000:]
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5)
-            return process, url
-        except (urllib.error.URLError, OSError):
-            time.sleep(1)
+    try:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 900
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, (home / "vllm.log").read_text()[-4000:]
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5)
+                break
+            except (urllib.error.URLError, OSError):
+                time.sleep(1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def reloading(vllm, home):
+    """Return the address of a server whose weights can all be replaced."""
+    with serve(vllm, home, VLLM_SERVER_DEV_MODE="1") as url:
+        yield url
+
+
+def train(home: Path, recipe: str, name: str, **options: Any) -> list[dict[str, Any]]:
+    """Train with a recipe of rollouts; return the rows of metrics."""
+    shared = {
+        "model.path": home / "model",
+        "data.datasets[0].path": home / "prompts.jsonl",
+        "data.datasets[0].type": "auto",
+        "data.datasets[0].subset": None,
+        "data.validation_split": 0,
+        "train.micro_batch_size": 8,
+        "train.grad_accum_steps": 2,
+        "export.at_end": False,
+    }
+    call(*recipe_command(home, recipe, name, **shared | options))
+    return [row for row in metrics(home / "runs" / name) if "loss" in row]
+
+
+def train_letters(home: Path, name: str, **options: Any) -> list[dict[str, Any]]:
+    """Train on rewards for small letters."""
+    shared = {
+        "chat.template": "chatml",
+        "data.seq_len": 64,
+        "rollout.rewards": f"('{home / 'rewards.py'}:letters',)",
+        "rollout.max_new_tokens": 12,
+        "rollout.group_size": 4,
+    }
+    return train(home, "qwen_grpo.py", name, **shared | options)
+
+
+def check_agreement(rows: list[dict[str, Any]], steps: int) -> None:
+    """The server's log-probabilities are the run's, within what bfloat16 explains."""
+    differences = [row["sampling/sampling_logp_difference/mean"] for row in rows]
+    print("difference of log-probabilities:", differences)
+    assert len(rows) == steps and max(differences) < AGREES
+    assert all(row["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=0.1) for row in rows)
 
 
 @pytest.mark.timeout(3600)
@@ -79,31 +166,61 @@ def serve(vllm: str, home: Path, *options: str) -> tuple[subprocess.Popen, str]:
     ("temperature", "options"), [(1.0, ()), (0.7, ("--logprobs-mode=processed_logprobs",))], ids=["raw", "processed"]
 )
 def test_a_run_samples_from_vllm_whose_probabilities_are_its_own_within_bfloat16(vllm, home, temperature, options):
-    process, url = serve(vllm, home, *options)
-    try:
-        run_options = {
-            "model.path": home / "model",
-            "chat.template": "chatml",
-            "data.datasets[0].path": home / "prompts.jsonl",
-            "data.datasets[0].type": "auto",
-            "data.datasets[0].subset": None,
-            "data.validation_split": 0,
-            "data.seq_len": 64,
-            "rollout.rewards": f"('{home / 'rewards.py'}:letters',)",
-            "rollout.server": url,
-            "rollout.temperature": temperature,
-            "rollout.max_new_tokens": 12,
-            "rollout.group_size": 4,
-            "train.micro_batch_size": 8,
-            "train.grad_accum_steps": 2,
+    adapters = ("--enable-lora", "--max-lora-rank=64")
+    with serve(vllm, home, *adapters, *options, VLLM_ALLOW_RUNTIME_LORA_UPDATING="True") as url:
+        how = {"rollout.server": url, "rollout.temperature": temperature, "train.max_steps": 3}
+        rows = train_letters(home, f"served-{temperature}", **how)
+    check_agreement(rows, 3)
+
+
+def score(url: str, tokens: list[int]) -> np.ndarray:
+    """Return the server's log-probability of each token but the first."""
+    body = {"prompt": [tokens], "max_tokens": 1, "prompt_logprobs": 0}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        (choice,) = json.load(answer)["choices"]
+    return np.array([of[str(token)]["logprob"] for of, token in zip(choice["prompt_logprobs"][1:], tokens[1:])])
+
+
+@pytest.mark.timeout(3600)
+def test_vllm_gets_all_weights_of_each_step(home, reloading):
+    """Its probabilities are the run's in each step; those of the weights before the first step are others."""
+    tokens = [int(token) for token in np.random.default_rng(0).integers(97, 123, 64)]
+    how = {"rollout.server": reloading, "lora.enabled": False, "optim.learning_rate": 3e-3, "train.max_steps": 4}
+    rows = train_letters(home, "whole", **how)
+    trained = score(reloading, tokens)
+    check_agreement(rows, 4)
+    send_weights(reloading, home / "model", timeout=600)
+    moved = np.abs(trained - score(reloading, tokens)).mean()
+    print("change of log-probabilities by three steps:", moved)
+    assert moved > 10 * AGREES
+
+
+@pytest.mark.timeout(3600)
+def test_a_model_calls_a_tool_twice_and_answers_on_vllm(home, reloading):
+    """Observations are not trained: the server has no probabilities of them, which would differ from the model's."""
+    chat = {"chat.template": "qwen3_nothinking", "data.seq_len": 128, "lora.enabled": False}
+    teaching = {"optim.name": "muon", "optim.learning_rate": 2e-2, "train.max_steps": 150, "eval.steps": 0}
+    data = {"data.datasets[0].path": home / "taught.jsonl", "export.at_end": True, "train.grad_accum_steps": 1}
+    train(home, "qwen_lora.py", "taught", **chat | teaching | data)
+    rows = train(
+        home,
+        "qwen_grpo_tools.py",
+        "episodes",
+        **chat,
+        **{
+            "model.path": home / "runs" / "taught" / "export",
+            "data.datasets[0].path": home / "products.jsonl",
+            "rollout.server": reloading,
+            "rollout.max_new_tokens": 48,
+            "optim.learning_rate": 1e-4,
             "train.max_steps": 3,
-        }
-        call(*recipe_command(home, "qwen_grpo.py", "served", **run_options))
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-    rows = [row for row in metrics(home / "runs" / "served") if "loss" in row]
-    differences = [row["sampling/sampling_logp_difference/mean"] for row in rows]
-    print("difference of log-probabilities:", differences)
-    assert len(rows) == 3 and max(differences) < 0.02
-    assert all(row["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=0.1) for row in rows)
+        },
+    )
+    lines = [json.loads(line) for line in (home / "runs" / "episodes" / "completions.jsonl").read_text().splitlines()]
+    played = [[message["role"] for message in line["completion"]] for line in lines]
+    print("calls:", [row["tools/call_frequency"] for row in rows], "reward:", [row["reward"] for row in rows])
+    print("difference:", [row["sampling/sampling_logp_difference/max"] for row in rows])
+    assert played.count(["assistant", "tool"] * 2 + ["assistant"]) > len(played) / 2
+    check_agreement(rows, 3)

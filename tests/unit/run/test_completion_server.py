@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from concurrent.futures import CancelledError
 from functools import partial
 
 import numpy as np
@@ -12,7 +13,7 @@ from completion_server import CompletionServer
 
 from jaxtune.errors import UserError
 from jaxtune.rollout import completion_server
-from jaxtune.rollout.completion_server import PAUSES, Completion, complete, send_adapter
+from jaxtune.rollout.completion_server import PAUSES, Completion, complete, send_adapter, send_weights
 from jaxtune.rollout.server_pool import ServerPool
 
 STOP = 2
@@ -321,6 +322,57 @@ def test_a_server_that_loads_no_adapters_is_told_how_to_start_it(server, adapter
     server.updates = False
     with pytest.raises(UserError, match=r"answers 404: Not Found; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=Tr"):
         send_adapter(server.url, "run", adapter(b"one"))
+
+
+def test_all_weights_are_loaded_and_prefixes_of_those_before_forgotten(server, tmp_path):
+    """Then the base model is asked, by whatever name it is served."""
+    loaded, pauses = [], []
+    server.weights, server.busy = loaded.append, 2
+    send_weights(server.url + "/v1", tmp_path, timeout=10.0, wait=pauses.append)
+    assert loaded == [str(tmp_path.resolve())] and pauses == list(PAUSES[:2])
+    assert [path for path, _ in server.requests] == ["/collective_rpc", *["/reset_prefix_cache"] * 3]
+    assert ask(server, [[10]], model=None)[0].finished
+
+
+def test_a_server_that_others_use_is_not_sampled_with_their_prefixes(server, tmp_path):
+    server.busy = 100
+    with pytest.raises(UserError, match="does not forget the prefixes .* must serve only this run"):
+        send_weights(server.url, tmp_path, timeout=10.0, wait=lambda seconds: None)
+
+
+def test_a_server_that_loads_no_weights_is_told_how_to_start_it(server, tmp_path):
+    server.weights = None
+    with pytest.raises(UserError, match="collective_rpc answers 404: Not Found; .* start vLLM with VLLM_SERVER_DEV"):
+        send_weights(server.url, tmp_path, timeout=10.0)
+
+
+def test_nothing_waits_for_answers_of_servers_that_are_closed(server):
+    """Neither for a request that is under way, nor for one that comes later."""
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def script(prompt, seed):
+        asked.set()
+        may_answer.wait(timeout=60)
+        return [5]
+
+    server.script, pool = script, ServerPool([server.url])
+    raised: list[BaseException] = []
+
+    def wait_for_answer():
+        try:
+            ask(pool, [[10]])
+        except CancelledError as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=wait_for_answer)
+    waiting.start()
+    assert asked.wait(timeout=60)
+    pool.close()
+    waiting.join(timeout=60)
+    assert len(raised) == 1
+    may_answer.set()
+    with pytest.raises(CancelledError):
+        ask(pool, [[10]])
 
 
 def test_a_folder_without_an_adapter_is_refused(server, tmp_path):

@@ -1,7 +1,11 @@
 """Rows of completions: which tokens are trained, and the order of the rows."""
 
+import contextlib
 import statistics
+import threading
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from contextlib import ExitStack
 from functools import partial
 from threading import Event
 from types import SimpleNamespace
@@ -133,7 +137,7 @@ def test_steps_without_any_reward_end_the_run(tmp_path, monkeypatch):
 
     program = SimpleNamespace(model=SimpleNamespace(graph=None, linears=None))
     sampled = rollouts.Rollouts(lambda trained, frozen: trained, make)
-    step = rollouts.make_rollout_step(config, program, sampled, lambda state, *_: (state, {}), tmp_path)  # pyright: ignore
+    step = rollouts.make_rollout_step(config, program, sampled, lambda state, *_: (state, {}), tmp_path, ExitStack())  # pyright: ignore
     state, batch = SimpleNamespace(trained={}), PromptBatch([Prompt("", [1], {})], 0)
     for _ in range(3):
         step(state, {}, batch, 0.0)
@@ -174,12 +178,49 @@ def test_an_error_of_a_later_step_is_raised_in_it():
         ahead.get(dict, second)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_of_a_run_drops_later_rollouts_and_ends_their_thread(tmp_path, fails):
+    """After an error, too. What is being made then gets an error, and what was asked for after it is not made."""
+    begun, dropped, calls = Event(), Event(), []
+
+    def make(weights, prompts, numbers):
+        calls.append(prompts[0].given)
+        if prompts[0].given != "0":
+            begun.set()
+            dropped.wait(timeout=60)
+            raise CancelledError
+        return rewarded(0, 1.0)
+
+    def train_step(state, *_):
+        if fails:
+            raise UserError("the run ends")
+        return state, {}
+
+    program: Any = SimpleNamespace(model=SimpleNamespace(graph=None, linears=None))
+    options = RolloutOptions(("r.py:r",), server="http://localhost:1", ahead=2, group_size=2, correction="none")
+    config, at_end = Config(rollout=options, log=LogOptions(jsonl=False)), ExitStack()
+    sampled = rollouts.Rollouts(lambda trained, frozen: None, make, dropped.set)
+    threads = set(threading.enumerate())
+    steps = [PromptBatch([Prompt(str(number), [number], {})], 2 * number) for number in range(3)]
+    with pytest.raises(UserError, match="the run ends") if fails else contextlib.nullcontext(), at_end:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rollouts, "_batch", lambda *_: {})
+            step = rollouts.make_rollout_step(config, program, sampled, train_step, tmp_path, at_end)
+            at_end.callback(sampled.close)
+            step(SimpleNamespace(trained={}), {}, steps[0]._replace(later=steps[1:]), 0.0)  # pyright: ignore
+        begun.wait(timeout=60)
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert calls in (["0"], ["0", "1"])
+
+
 def test_several_processes_do_not_sample_ahead(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     config: Any = Config(rollout=RolloutOptions(("r.py:r",), server="http://localhost:1", ahead=1))
     nothing: Any = None
     with pytest.raises(UserError, match="rollout.ahead=1: not available in a run of several processes"):
-        rollouts.make_rollout_step(config, nothing, nothing, nothing, tmp_path)
+        rollouts.make_rollout_step(config, nothing, nothing, nothing, tmp_path, ExitStack())
 
 
 def test_an_evaluation_says_how_far_its_rewards_spread_over_prompts():

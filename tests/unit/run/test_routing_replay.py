@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import io
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from jaxtune.optim.options import OptimOptions
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.precision.options import PrecisionOptions
-from jaxtune.rollout import completers, rollouts
+from jaxtune.rollout import completers, rollouts, sent_weights
 from jaxtune.rollout.episodes import Episode
 from jaxtune.rollout.groups import Rollout
 from jaxtune.training.assembly import assemble
@@ -85,7 +86,7 @@ def step_metrics(monkeypatch, folder, mesh, replay: bool) -> dict[str, float]:
     values = values_of(program.model.parameters)
     trained, frozen = ({name: values[name] for name in part} for part in (program.model.trained, program.model.frozen))
     sampled = rollouts.Rollouts(prepare, make)
-    step = rollouts.make_rollout_step(config, program, sampled, jax.jit(program.step), folder)
+    step = rollouts.make_rollout_step(config, program, sampled, jax.jit(program.step), folder, ExitStack())
     prompts = [Prompt("", [5, 6, 7], {}), Prompt("", [9, 8, 7, 6, 5], {})]
     _, metrics = step(program.start(trained), frozen, PromptBatch(prompts, 0), jnp.float32(1e-3))
     return metrics
@@ -173,14 +174,13 @@ def ask(monkeypatch, tmp_path, one_device):
     """Return a function: (the server's field for prompt and completion, replay) -> the completions of two prompts."""
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr(completers, "stops_of", lambda *_: frozenset({3}))
-    monkeypatch.setattr(completers, "export_adapter", lambda *_: None)
-    monkeypatch.setattr(completers.completion_server, "send_adapter", lambda *_: "base")
+    monkeypatch.setattr(sent_weights, "export_weights", lambda *_: None)
     monkeypatch.setattr(completers.completion_server, "MAX_BYTES", 200)  # the experts may exceed it
     model = declare_model(Base(SPEC), config_of(), one_device)
 
     def ask(field: Any, replay: bool = True) -> list[Completion]:
         with CompletionServer(lambda prompt, seed: [prompt[-1] + 1, 3], routed_experts=field) as server:
-            source = completers.complete_by_server(config_of(replay, server.url), model, None, tmp_path)
+            source = completers.complete_by_server(config_of(replay, server.url), model, None, tmp_path / "weights")
             return source.complete(source.prepare({}, {}), [[10], [20, 21, 22]], [0, 1])
 
     return ask

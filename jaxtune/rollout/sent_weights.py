@@ -1,0 +1,72 @@
+"""The weights of a run on the servers that complete for it: an adapter, or all weights."""
+
+import hashlib
+import itertools
+import shutil
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxtune.config.schema import Config
+from jaxtune.exports.write import export_adapter, export_weights
+from jaxtune.models.decoder import Parameters
+from jaxtune.parallel import multihost
+from jaxtune.rollout import completion_server
+from jaxtune.rollout.server_pool import ServerPool
+from jaxtune.weights.model import Model
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenWeights:
+    """Weights that servers can read from a folder, which is removed together with this object.
+
+    So it is there until no step waits for completions by these weights, and servers have others.
+    """
+
+    folder: Path
+
+
+class SentWeights:
+    """Writes weights and sends them to the servers."""
+
+    def __init__(self, config: Config, model: Model, folder: Path, servers: ServerPool):
+        """Prepare `folder`, in which each version of the weights gets a folder, for the servers to read."""
+        self._config, self._model, self._folder, self._servers = config, model, folder, servers
+        # The hash of the folder is part of the adapter's name on the server. So two runs of the same name, or a run
+        # and its evaluation, unload only their own adapters.
+        folder_hash = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:6]
+        self._name = f"{config.train.run_name or 'run'}-{folder_hash}"
+        self._numbers = itertools.count()
+        self._last: WrittenWeights | None = None  # what the servers have
+        self._served: str | None = None
+        self.close()  # a run that was killed may have left weights
+
+    def write(self, trained: Parameters, frozen: Parameters) -> WrittenWeights:
+        """Write weights for `send`: the adapter, or all if the run has none. All processes call this."""
+        written = WrittenWeights(self._folder / str(next(self._numbers)))
+        export = export_adapter if self._config.lora.enabled else export_weights
+        export(self._model, {**frozen, **trained}, self._config, written.folder)
+        if multihost.is_main():
+            weakref.finalize(written, shutil.rmtree, written.folder, ignore_errors=True)
+        return written
+
+    def send(self, written: WrittenWeights) -> str | None:
+        """Send weights to the servers, unless they have them; return the model's name to request completions with.
+
+        The turns of a step's episodes are sampled by one version. Raises UserError as `completion_server`'s functions.
+        """
+        if self._last is not written:
+            names = self._servers.ask_each(lambda url: self._send(url, written.folder))
+            self._last, self._served = written, names[0]
+        return self._served
+
+    def close(self) -> None:
+        """Remove what is written."""
+        if multihost.is_main():
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _send(self, url: str, folder: Path) -> str | None:
+        if self._config.lora.enabled:
+            return completion_server.send_adapter(url, self._name, folder)
+        completion_server.send_weights(url, folder, timeout=self._config.rollout.server_seconds)
+        return None
