@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.chunks import CHUNK
+from pallas_kernels.triton_call import plgpu
 
 
 def rows_of(chunk: Any) -> pl.Slice:

@@ -10,7 +10,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.adamw_8bit.adam import SIGNED, Adam, AdamStep, Factors, QuantizedMoment, Updated, block_of, inverse
@@ -19,6 +18,7 @@ from pallas_kernels.gpus import Device
 from pallas_kernels.manual_axes import vary_over, varying_axes
 from pallas_kernels.quant_matmul.triton import AMPERE, span, whole_array_spec
 from pallas_kernels.stochastic_rounding import random_bits, round_to_dtype
+from pallas_kernels.triton_call import plgpu, triton_call
 
 # Elements that a program updates, and its warps: a thread has 16 elements, which are 16 bytes of codes.
 ELEMENTS, WARPS = 2048, 4
@@ -79,14 +79,15 @@ def update(
     # Sizes of Triton's arrays are powers of 2; elements beyond a block are masked.
     columns = pl.next_power_of_2(size)
     rows = ELEMENTS // columns
-    after, *moments = pl.pallas_call(
+    after, *moments = triton_call(
         partial(_kernel, request=request, adam=adam, rows=rows, columns=columns),
         grid=(pl.cdiv(blocks, rows),),
         in_specs=[whole_array_spec(x) for x in operands],
         out_specs=[whole_array_spec(x) for x in out],
         out_shape=out,
         input_output_aliases={number: number for number in range(len(out))},
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        num_warps=WARPS,
+        num_stages=1,
         interpret=interpret,
         name="adamw_8bit",
     )(*operands)

@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import cost
 from pallas_kernels.flash_attention.blocks import key_blocks, most_flops, query_blocks, seen_keys, whole_blocks
 from pallas_kernels.flash_attention.tiles import Tile
 from pallas_kernels.flash_attention.variant import Variant
+from pallas_kernels.triton_call import triton_call
 
 
 def rows_of(block, size: int) -> pl.Slice:
@@ -138,7 +138,7 @@ def forward(
     ranges = key_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
     seen = seen_keys(first, end, shapes.keys)
     sinks = jnp.full(shapes.heads, -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
-    kernel = pl.pallas_call(
+    kernel = triton_call(
         partial(kernels.forward, shapes=shapes, variant=variant),
         grid=(shapes.q_blocks * shapes.splits, shapes.heads, shapes.batch),
         in_specs=[
@@ -153,7 +153,8 @@ def forward(
         ],
         out_specs=[shapes.queries_of_head(), shapes.row_of_head()],
         out_shape=[shapes.like(q), shapes.per_query],
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         interpret=interpret,
         name=f"{kernels.name}_forward",
     )
@@ -188,7 +189,7 @@ def backward(
 def _dq(kernels, q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):
     shapes = kernels.shapes(q, k, tile)
     ranges = key_blocks(first, end, shapes.keys, tile.block_q, tile.block_k)
-    kernel = pl.pallas_call(
+    kernel = triton_call(
         partial(kernels.dq, shapes=shapes, variant=variant),
         grid=(shapes.q_blocks * shapes.splits, shapes.heads, shapes.batch),
         in_specs=[
@@ -205,7 +206,8 @@ def _dq(kernels, q, k, v, d_out, lse, delta, first, end, variant, tile, interpre
         ],
         out_specs=shapes.queries_of_head(),
         out_shape=shapes.like(q),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         interpret=interpret,
         name=f"{kernels.name}_dq",
     )
@@ -221,7 +223,7 @@ def _dkdv(kernels, q, k, v, d_out, lse, delta, first, end, variant, tile, interp
     queries = pl.BlockSpec((None, shapes.queries, shapes.group, shapes.head_dim), lambda j, n, b: (b, 0, n, 0))
     keys = pl.BlockSpec((None, shapes.keys, None, shapes.head_dim), lambda j, n, b: (b, 0, n, 0))
     row_of_group = pl.BlockSpec((None, shapes.group, shapes.queries), lambda j, n, b: (b, n, 0))
-    kernel = pl.pallas_call(
+    kernel = triton_call(
         partial(kernels.dkdv, shapes=shapes, variant=variant),
         grid=(shapes.k_blocks * shapes.splits, shapes.kv_heads, shapes.batch),
         in_specs=[
@@ -237,7 +239,8 @@ def _dkdv(kernels, q, k, v, d_out, lse, delta, first, end, variant, tile, interp
         ],
         out_specs=[keys, keys],
         out_shape=[shapes.like(k), shapes.like(v)],
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         interpret=interpret,
         name=f"{kernels.name}_dkdv",
     )

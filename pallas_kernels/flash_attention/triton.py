@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.flash_attention import launch
@@ -24,6 +23,7 @@ from pallas_kernels.flash_attention.launch import Kernels, Shapes, rows_of
 from pallas_kernels.flash_attention.tiles import tiles_for
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Capability, Device, current_device
+from pallas_kernels.triton_call import plgpu
 
 AMPERE: Capability = (8, 0)
 WIDEST = 256  # head dimension; wider heads have kernels of their own (triton_wide.py)

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.flash_attention import launch
@@ -25,6 +24,7 @@ from pallas_kernels.flash_attention.tiles import Tile
 from pallas_kernels.flash_attention.triton import AMPERE, LOG2_E, WIDEST, Bounds, over_blocks, range_of, unit_of
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Capability, Device, current_device
+from pallas_kernels.triton_call import plgpu
 
 SLICE = 64  # columns of the head that a step of the loop over the head reads
 

@@ -15,11 +15,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.chunks import CHUNK, decays
 from pallas_kernels.in_chunks import dot, ends, pair, rows_of
+from pallas_kernels.triton_call import plgpu
 
 # Size of the blocks that are inverted by elimination. With quarters, the products that join them spill on sm_80.
 HALF = CHUNK // 2

@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import cost
 from pallas_kernels.chunks import CHUNK, sum_decays, whole_chunks
 from pallas_kernels.gated_delta_rule import kernels
 from pallas_kernels.gpus import Device, current_device
+from pallas_kernels.triton_call import triton_call
 
 # The name of the outputs and states in policies of jax.checkpoint: a policy that saves them avoids a second run.
 RESIDUALS = "gated_delta_rule"
@@ -191,7 +191,7 @@ class _Call:
 
     def _run(self, kernel: Callable, programs: int, flops: int, inputs: tuple, outputs: tuple) -> Any:
         stages = self.stages if kernel in (kernels.forward, kernels.backward) else 1
-        call = pl.pallas_call(
+        call = triton_call(
             partial(kernel, scale=self.scale, columns=COLUMNS),
             grid=(programs, *self.grid),
             in_specs=[self._part(layout) for _, layout in inputs],
@@ -200,7 +200,8 @@ class _Call:
                 jax.ShapeDtypeStruct(self.shapes[layout], dtype, manual_axis_type=self.varying)
                 for layout, dtype in outputs
             ],
-            compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=stages),
+            num_warps=WARPS,
+            num_stages=stages,
             interpret=self.interpret,
             name=f"gated_delta_{kernel.__name__}",
         )

@@ -6,12 +6,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import cost
 from pallas_kernels.gpus import Device
 from pallas_kernels.grouped_matmul.groups import Groups
+from pallas_kernels.triton_call import plgpu, triton_call
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,15 @@ def multiply(
     width = weight.shape[2 if transposed else 1]
     tile = tile or GroupedTile.fitting(block, width, x.shape[1], x.shape[1], x.dtype.itemsize)
     out = jax.ShapeDtypeStruct((len(x), width), x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
-    call = pl.pallas_call(
+    call = triton_call(
         partial(_kernel, tile=tile, transposed=transposed),
         # A program's rows are one block, so they have one group and one weight.
         grid=(len(groups.block_group), pl.cdiv(width, tile.columns)),
         in_specs=[_whole(groups.block_group), _whole(x), _whole(weight)],
         out_specs=_whole(out),
         out_shape=out,
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         interpret=interpret,
         name="grouped_matmul" + "_transposed" * transposed,
     )
@@ -116,14 +117,15 @@ def outer(
     tile = tile or GroupedTile.fitting(dy.shape[1], x.shape[1], len(x), block, x.dtype.itemsize)
     shape = (len(groups.first) - 1, dy.shape[1], x.shape[1])
     out = jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
-    call = pl.pallas_call(
+    call = triton_call(
         # A step divides a block, so no step reads rows of two groups.
         partial(_outer_kernel, tile=tile, steps=block // tile.step),
         grid=(pl.cdiv(shape[1], tile.rows), pl.cdiv(shape[2], tile.columns), shape[0]),
         in_specs=[_whole(groups.first), _whole(dy), _whole(x)],
         out_specs=_whole(out),
         out_shape=out,
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         interpret=interpret,
         name="grouped_outer",
     )

@@ -10,7 +10,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import cost
@@ -18,6 +17,7 @@ from pallas_kernels.grouped_matmul import Groups
 from pallas_kernels.quant_matmul.fused import decode_tile, read_tile
 from pallas_kernels.quant_matmul.layout import WeightLayout
 from pallas_kernels.quant_matmul.triton import kernel_operands, span, whole_array_spec
+from pallas_kernels.triton_call import plgpu, triton_call
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,14 @@ def multiply(
     out = jax.ShapeDtypeStruct((m, width), x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
     # Separate even and odd columns of x: the high bits of a byte multiply even columns, its low bits odd columns.
     arranged = x if transposed else x.reshape(m, -1, parts).transpose(2, 0, 1)
-    call = pl.pallas_call(
+    call = triton_call(
         partial(_transposed_kernel if transposed else _kernel, layout=layout, tile=tile, height=height),
         grid=(len(groups.block_group), pl.cdiv(width, tile.block_columns if transposed else tile.block_rows)),
         in_specs=[whole_array_spec(groups.block_group), whole_array_spec(arranged), *map(whole_array_spec, operands)],
         out_specs=whole_array_spec(out),
         out_shape=out,
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         interpret=interpret,
         name="grouped_quant_matmul" + "_transposed" * transposed,
     )

@@ -13,11 +13,11 @@ Products are computed in the inputs' dtype.
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool
 
 from pallas_kernels.chunks import CHUNK
 from pallas_kernels.in_chunks import dot, ends, rows_of
+from pallas_kernels.triton_call import plgpu
 
 
 def carry(values_ref, keys_ref, total_ref, begun_ref, step_ref, first_ref, states_ref, last_ref, *, columns, backward):

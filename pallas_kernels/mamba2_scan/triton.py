@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import cost
 from pallas_kernels.chunks import CHUNK, sum_decays, whole_chunks
 from pallas_kernels.gpus import Device, current_device
 from pallas_kernels.mamba2_scan import kernels
+from pallas_kernels.triton_call import triton_call
 
 # The name of the outputs and states in policies of jax.checkpoint: a policy that saves them avoids a second run.
 RESIDUALS = "mamba2_scan"
@@ -212,7 +212,7 @@ class _Call:
         carries = heads is None
         warps, stages = 4 if carries or self.tokens < CHUNK else WARPS, 2 if carries else 1
         grid = (programs, self.heads // (heads or 1), self.batch)
-        call = pl.pallas_call(
+        call = triton_call(
             kernel,
             grid=grid,
             in_specs=[self._part(layout, heads) for _, layout in inputs],
@@ -221,7 +221,8 @@ class _Call:
                 jax.ShapeDtypeStruct(self.shapes[layout], dtype, manual_axis_type=self.varying)
                 for layout, dtype in outputs
             ],
-            compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+            num_warps=warps,
+            num_stages=stages,
             interpret=self.interpret,
             name=f"mamba2_{name}",
         )

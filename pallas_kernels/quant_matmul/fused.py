@@ -11,7 +11,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from pallas_kernels.gpus import Device
@@ -19,6 +18,7 @@ from pallas_kernels.quant_matmul import triton
 from pallas_kernels.quant_matmul.layout import QuantRequest, WeightLayout, block_scales
 from pallas_kernels.quant_matmul.tiles import PROGRAMS, QuantTile, tile_for
 from pallas_kernels.quant_matmul.triton import decode_bytes, kernel_operands, span, whole_array_spec
+from pallas_kernels.triton_call import plgpu, triton_call
 
 
 def refuses(device: Device, request: QuantRequest) -> str | None:
@@ -61,13 +61,14 @@ def multiply(
         (splits, m, width), x.dtype if splits == 1 else jnp.float32, manual_axis_type=jax.typeof(x).manual_axis_type
     )
     kernel = _transposed_kernel if transposed else _kernel
-    out = pl.pallas_call(
+    out = triton_call(
         partial(kernel, layout=layout, tile=tile, steps=pl.cdiv(steps, splits)),
         grid=(tiles, blocks_m, splits),
         in_specs=[whole_array_spec(x), *map(whole_array_spec, operands)],
         out_specs=whole_array_spec(out),
         out_shape=out,
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        num_warps=tile.warps,
+        num_stages=1,
         interpret=interpret,
         name="quant_matmul" + "_transposed" * transposed,
     )(x, *operands)

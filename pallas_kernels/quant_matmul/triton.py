@@ -5,13 +5,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
 from pallas_kernels.gpus import Capability, Device, current_device
 from pallas_kernels.manual_axes import vary_over, varying_axes
 from pallas_kernels.quant_matmul.layout import QuantRequest, WeightLayout, block_scales
+from pallas_kernels.triton_call import plgpu, triton_call
 
 AMPERE: Capability = (8, 0)
 ADA: Capability = (8, 9)  # the first that converts float8_e4m3fn in one instruction
@@ -48,13 +48,14 @@ def dequantize(
     out = jax.ShapeDtypeStruct(
         (len(codes), layout.block_columns), dtype, manual_axis_type=jax.typeof(operands[0]).manual_axis_type
     )
-    return pl.pallas_call(
+    return triton_call(
         partial(_kernel, layout=layout, rows=rows, columns=columns),
         grid=(pl.cdiv(len(codes), rows), pl.cdiv(codes.shape[1], columns)),
         in_specs=[whole_array_spec(x) for x in operands],
         out_specs=whole_array_spec(out),
         out_shape=out,
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        num_warps=WARPS,
+        num_stages=1,
         interpret=interpret,
         name="dequantize",
     )(*operands).reshape(layout.rows, layout.columns)

@@ -7,11 +7,13 @@ jax that CI runs. Kernels that it does not list must not spill.
 import json
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kernels.kept_ir_cases import kernels_from, lowered
 
-from pallas_kernels import report
+from pallas_kernels import aot, report
 from pallas_kernels.case import Case
 from pallas_kernels.flash_attention.tiles import tiles_for
 from pallas_kernels.gpus import GPUS, Device
@@ -43,6 +45,15 @@ def compiled_for(gpus: Iterable[str], wanted: Callable[[Case], bool] = lambda ca
                 yield pytest.param(gpu, case, marks=marks, id=f"{gpu} {case}")
 
     return pytest.mark.parametrize(("gpu", "case"), list(parameters()))
+
+
+def one_of_each_kernel():
+    """The first case of each kernel of Pallas-Triton on four GPUs; on every version of jax, those of H100."""
+    for gpu in ("a100", "rtx4090", "h100", "b200"):
+        cases = [case for case in report.cases_for(gpu) if case.backend != "mosaic"]
+        for case in {(case.op, case.backend, case.direction): case for case in reversed(cases)}.values():
+            marks = [pytest.mark.every_jax] if gpu == "h100" else []
+            yield pytest.param(gpu, case, marks=marks, id=f"{gpu} {case}")
 
 
 def test_every_architecture_has_its_gpu_here():
@@ -109,3 +120,15 @@ def test_a_dequantized_weight_is_made_by_one_kernel_alone(gpu, case):
     assert kernel.occupancy == 1
     assert compiled.memory.temporaries == 0
     assert not re.search(r" (fusion|copy|transpose)\(", compiled.hlo)
+
+
+@pytest.mark.parametrize(("gpu", "case"), list(one_of_each_kernel()))
+def test_kept_ir_compiles_without_pallas_triton_to_the_same_code(gpu, case, tmp_path):
+    by_pallas = report.compiled(case, gpu).kernels
+    with kernels_from(tmp_path):
+        lowered(case.function, *case.arguments, gpu=gpu)
+    with kernels_from(tmp_path, pallas=False):
+        kept = aot.compile_for(gpu, case.function, *case.arguments).kernels
+    # XLA compiles a kernel twice if it is called at two places in the source, and numbers the second.
+    figures = [{replace(kernel, name=re.sub(r"__\d+$", "", kernel.name)) for kernel in k} for k in (by_pallas, kept)]
+    assert kept and figures[0] == figures[1]
