@@ -17,6 +17,7 @@ from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.score import hidden_states, logits
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards
+from jaxtune.precision.served import ServedWeight
 from jaxtune.training.assembly import task_of
 from jaxtune.weights.base import read_base
 from jaxtune.weights.model import Model, declare_model
@@ -46,6 +47,10 @@ def loss_difference(model: Model, parameters: Parameters, config: Config, output
     mesh = jax.sharding.get_mesh()
     exported = declare_model(read_base(exported_config), exported_config, mesh, train=False, low_precision=False)
     after = read_parameters(exported, exported.parameters)
+    if config.serve.activations is not None and kind == config.serve.format:
+        after |= {
+            name: ServedWeight(after[name], None, trained=False, rounds_inputs=True) for name in exported.quantized
+        }
     if not rows:
         return _compare_logits(model, parameters, exported, after, output)
     if where == "training":

@@ -431,7 +431,10 @@ def _write_card(
 
     The arguments are those `export` takes.
     """
-    trained_so = ", as they were trained (serve.format)" if quantize == config.serve.format else ""
+    trained_so = ""
+    if quantize == config.serve.format:
+        inputs = " with inputs in fp8" if config.serve.activations else ""
+        trained_so = f", as they were trained{inputs} (serve.format)"
     written = {} if quantize is None else {"weights": f"linear layers in {quantize}{trained_so}"}
     ends = _write_ends(model, config, output) if kind == "peft" else []
     if ends:

@@ -56,6 +56,9 @@ class ServeOptions:
         also="qat quantization_aware_training quantizer")
     block_size: Literal[32, 64, 128] = option(128, "int4: weights of a row that share a scale",
         when="serve.format == 'int4'")
+    activations: Literal["fp8"] | None = option(None,
+        "fp8: round the inputs of the quantized layers too, with a scale for each token and each 128 features, as "
+        "servers do with this layout", when="serve.format == 'fp8'")
 # fmt: on
 
 

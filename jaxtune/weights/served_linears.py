@@ -42,6 +42,7 @@ class ServedLinears:
         dtype: the weights are rounded to it before they are quantized, as in an export.
         parameters: the weights, stacked, by name.
         left_out: the linear layers that are not served quantized, and why.
+        rounds_inputs: whether the layers' inputs are rounded to FP8.
     """
 
     format: Format
@@ -49,6 +50,7 @@ class ServedLinears:
     dtype: jnp.dtype
     parameters: Mapping[str, Parameter]
     left_out: str = ""
+    rounds_inputs: bool = False
 
     def of(self, parameters: Mapping[str, Parameter]) -> "ServedLinears":
         """Return the same for these weights."""
@@ -107,7 +109,7 @@ class ServedLinears:
     ) -> Parameters:
         """Return all weights, with a `ServedWeight` in place of each that is served quantized."""
         served = {
-            name: ServedWeight(operands[name], weights[name], parameter.trained)
+            name: ServedWeight(operands[name], weights[name], parameter.trained, self.rounds_inputs)
             for name, parameter in self.parameters.items()
         }
         return {**weights, **served}
@@ -126,7 +128,10 @@ def served_linears(
     served = {name: p for name, p in linears.items() if selected.weights.issuperset(one.name for one in p.places)}
     # Only NVFP4 has a scale of the whole matrix.
     shares_scale = serve.format == "nvfp4"
-    return ServedLinears(format_of(options, ""), shares_scale, jnp.dtype(dtype), served, selected.left_out)
+    rounds_inputs = serve.activations is not None
+    return ServedLinears(
+        format_of(options, ""), shares_scale, jnp.dtype(dtype), served, selected.left_out, rounds_inputs
+    )
 
 
 def serve_weights(linears: StepWeights | None, weights: Parameters) -> Parameters:

@@ -18,7 +18,7 @@ from jaxtune.models.spec import Layer, ModelSpec
 from jaxtune.parallel.layout import RULES, P, by_token, gather, gathered_entry, shards
 from jaxtune.parallel.random import Noise
 from jaxtune.precision.matmul import LowPrecision
-from jaxtune.precision.served import ServedWeight, straight_through
+from jaxtune.precision.served import ServedWeight, round_inputs, straight_through
 from jaxtune.quant.array import QuantizedArray
 from pallas_kernels.grouped_matmul import Groups, by_row, grouped_matmul
 
@@ -156,6 +156,10 @@ class Linear(nnx.Module):
         """Whether its weight is bound as it will be served, with the adapter merged."""
         return isinstance(self.weight.get_value(), ServedWeight)
 
+    def served_input(self, x: Float[Array, "b s i"]) -> Float[Array, "b s i"]:
+        """Return x as a `ServedWeight` is multiplied by it."""
+        return round_inputs(x) if self.weight.get_value().rounds_inputs else x
+
     def part(self, name: str) -> Array:
         """Return the value of a parameter of the adapter."""
         return getattr(self, name).get_value()
@@ -164,8 +168,8 @@ class Linear(nnx.Module):
         """Return y without the adapter."""
         noise = call.noise and call.noise.site(f"{self.name} rounding")
         weight = self.weight.get_value()
-        if isinstance(weight, ServedWeight) and not call.served:
-            weight = weight.plain
+        if isinstance(weight, ServedWeight):
+            weight, x = (weight, self.served_input(x)) if call.served else (weight.plain, x)
         y = matmul(x, weight, self.out, noise, call.groups)
         if self.bias is None:
             return y
@@ -230,5 +234,5 @@ def _adapter_gradients(
     linears: Sequence[Linear], x: Float[Array, "b s i"], ys: Sequence[Float[Array, "b s o"]], call: ForwardOptions
 ) -> list[Float[Array, "b s o"]]:
     """Return `ys`, to which the adapters are merged already, with gradients for the adapters' parameters."""
-    x, bases = jax.lax.stop_gradient((x, list(ys)))
+    x, bases = jax.lax.stop_gradient((linears[0].served_input(x), list(ys)))
     return [straight_through(y, output) for y, output in zip(ys, _add_adapters(linears, x, bases, call))]

@@ -1,5 +1,6 @@
 """Weights that a quantized export leaves unquantized; llama.cpp's converter finds all that it reads."""
 
+import dataclasses
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from jaxtune.exports.write import UNFINISHED, export, export_full
 from jaxtune.hf import SCHEMES, quantization_config
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.lora.options import LoraOptions
+from jaxtune.quant.options import ServeOptions
 from jaxtune.weights.base import read_base
 from jaxtune.weights.model import declare_model
 from jaxtune.weights.quantizable import quantizable
@@ -104,6 +106,21 @@ def test_without_validation_data_the_loss_is_of_training_data_and_without_those_
     shutil.rmtree(tmp_path / "cache")
     assert re.match(r"over 64 random tokens the logits, .* differ by 0\.\d+ at most$", loss_difference(*arguments))
     assert "cannot be read again" in caplog.text and "chat.jsonl" in caplog.text
+
+
+def test_an_export_is_compared_with_inputs_rounded_as_in_training(tmp_path, one_device):
+    folder = write_model_folder(tmp_path / "model", **WIDE)
+    serve = ServeOptions("fp8", activations="fp8")
+    config = Config(model=ModelOptions(path=str(folder), dtype="float32"), data=DataOptions(seq_len=64), serve=serve)
+    model = declare_model(read_base(config), config, one_device)
+    parameters = read_parameters(model, model.whole)
+    export_full(model, parameters, config, tmp_path / "out", "fp8")
+    differences = []
+    for compared in (serve, ServeOptions("fp8")):
+        options = dataclasses.replace(config, serve=compared)
+        said = loss_difference(model, parameters, options, tmp_path / "out", "fp8")
+        differences.append(float(re.search(r"differ by (\S+) at most", said)[1]))
+    assert differences[0] < differences[1] / 20
 
 
 @pytest.mark.parametrize("saved", [{}, {"eos_token_id": 256, "top_p": 0.9}])

@@ -26,6 +26,7 @@ from jaxtune.models.decoder import bind
 from jaxtune.models.parameters import adapter_parts
 from jaxtune.objectives.objective import Sums
 from jaxtune.precision.options import PrecisionOptions
+from jaxtune.precision.served import ServedWeight
 from jaxtune.quant.array import QuantizedArray
 from jaxtune.quant.options import SCHEMES, QuantOptions, ServeOptions
 from jaxtune.training.assembly import assemble, forward_of
@@ -49,7 +50,7 @@ def config_of(folder, format, adapters, **options) -> Config:
         data=DataOptions(seq_len=32),
         lora=LORA if adapters else LoraOptions(),
         memory=MemoryOptions(remat="none"),
-        serve=ServeOptions(format, block_size=32),
+        serve=ServeOptions(format, 32, options.pop("activations", None)),
         **options,
     )
 
@@ -91,21 +92,27 @@ def test_an_export_has_the_codes_of_the_step(tmp_path, one_device, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("format", "adapters", "kind", "quant"),
+    ("format", "adapters", "kind", "quant", "activations"),
     [
-        ("int4", True, "Qwen3", None),
-        ("int4", False, "Qwen3", None),
-        ("int4", True, "Qwen3", "nf4"),
-        ("nvfp4", True, "Qwen3", None),
-        ("int4", True, "Qwen3Moe", None),
-        ("int4", False, "Qwen3Moe", None),
+        ("int4", True, "Qwen3", None, None),
+        ("int4", False, "Qwen3", None, None),
+        ("int4", True, "Qwen3", "nf4", None),
+        ("nvfp4", True, "Qwen3", None, None),
+        ("int4", True, "Qwen3Moe", None, None),
+        ("int4", False, "Qwen3Moe", None, None),
+        ("fp8", True, "Qwen3", None, "fp8"),
+        ("fp8", False, "Qwen3Moe", None, "fp8"),
     ],
 )
-def test_gradients_pass_straight_through(tmp_path, one_device, format, adapters, kind, quant):
-    """They are the gradients of W + s B A, or of W, at the quantized weights: W + stop_gradient(Q(W) - W)."""
+def test_gradients_pass_straight_through(tmp_path, one_device, format, adapters, kind, quant, activations):
+    """They are the gradients of W + s B A, or of W, at the quantized weights: W + stop_gradient(Q(W) - W).
+
+    If the inputs are rounded too, they are the gradients at the rounded inputs.
+    """
     folder = write_model_folder(tmp_path, kind, **KINDS[kind])
     precision, stored = PrecisionOptions("fp32"), QuantOptions(quant)
-    config = config_of(folder, format, adapters, dtype="float32", precision=precision, quant=stored)
+    options = {"precision": precision, "quant": stored, "activations": activations}
+    config = config_of(folder, format, adapters, dtype="float32", **options)
     program, trained, frozen = start(config, one_device)
     model, micro = program.model, packed_batch(one_device)
     quantized = jax.jit(model.linears.quantize)({**frozen, **trained})
@@ -120,7 +127,8 @@ def test_gradients_pass_straight_through(tmp_path, one_device, format, adapters,
                 parts = adapter_parts(name, parameter)
                 product = jnp.einsum("...or,...ri->...oi", weights[parts["lora_b"]], weights[parts["lora_a"]])
                 plain = plain + parameter.treatment.adapter.scale * product
-            weights[name] = plain + jax.lax.stop_gradient(array.dequantize() - plain)
+            served = plain + jax.lax.stop_gradient(array.dequantize() - plain)
+            weights[name] = ServedWeight(served, None, False, rounds_inputs=True) if activations else served
         decoder = bind(model.graph, weights)
         return sum_micro_batch(decoder, micro, program.objective, call, trained).loss
 
