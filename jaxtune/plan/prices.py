@@ -1,8 +1,9 @@
 """Prices of a GPU for an hour: typical ones, or those of --price.
 
-The table is rough: list prices of providers that rent single GPUs by the hour (Lambda, RunPod), in US dollars, rounded,
-as of the year below. Prices differ by a factor of two between providers and change by the month, so check before
-renting, and give yours: --price=2.50, or --price=h100=2.50,l40s=0.80 if several kinds of GPU are compared.
+The table has list prices in US dollars of a provider that rents single GPUs by the hour: RunPod's community cloud, read
+from its page on 2026-09-25 (A100 and H100 with SXM), and for the RTX 5090 Akash, read on 2026-09-20. RunPod's own data
+centers took 1.1 to 2.2 times as much that day, large providers up to five times, and prices change by the month. So
+check before renting, and give yours: --price=2.50, or --price=h100=2.50,l40s=0.80 for several kinds of GPU.
 """
 
 from dataclasses import dataclass
@@ -10,15 +11,15 @@ from dataclasses import dataclass
 from jaxtune.errors import UserError
 from pallas_kernels.gpus import GPUS
 
-YEAR = 2025
+DATE = "September 2026"
 TYPICAL = {
-    "rtx4090": 0.70,
-    "rtx5090": 0.90,
-    "l40s": 0.90,
-    "a100": 1.80,
-    "h100": 3.00,
-    "h200": 3.60,
-    "b200": 5.50,
+    "rtx4090": 0.34,
+    "rtx5090": 0.67,
+    "l40s": 0.79,
+    "a100": 1.39,
+    "h100": 2.69,
+    "h200": 3.59,
+    "b200": 5.98,
 }
 
 
@@ -30,7 +31,7 @@ class Price:
     typical: bool = False
 
     def __str__(self) -> str:
-        where = f", a rough list price of {YEAR} in US dollars: check before renting, --price=... replaces it"
+        where = f", a low list price of {DATE} in US dollars: check before renting, --price=... replaces it"
         return f"{self.per_hour:g}{where if self.typical else ''}"
 
 

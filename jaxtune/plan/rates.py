@@ -174,7 +174,7 @@ _ON_LINKS = (*COLLECTIVES, "host copy")
 
 
 def _exposed_us(launch: Launch, us: float, alone: dict[int, float], rates: Rates) -> float:
-    if launch.beside is None:
+    if launch.beside is None or not launch.count:  # 0: in a loop that is taken not to run (cost.iterations)
         return us
     if launch.kind not in _ON_LINKS:
         return us * (1 - rates.hidden)

@@ -83,6 +83,12 @@ def test_work_hides_a_collective_that_runs_beside_it():
     assert hidden.exposed == 0 and exposed.exposed == exposed.us == hidden.us
 
 
+def test_a_collective_in_a_loop_that_does_not_run_takes_no_time():
+    """Such as the further rounds of experts.dispatch=all_to_all, which balanced routing does not need."""
+    exchange = Launch("e", "all-to-all", "forward", 0, (), 1e8, group=tuple(range(8)), beside=[product(256, 256, 256)])
+    assert time_launches(LaunchedProgram([exchange, *exchange.beside]), "h100", 8, CENTRAL)[0].total_ms == 0
+
+
 @pytest.mark.parametrize("moved", [{"read": 1e9}, {"written": 1e9}])
 def test_a_copy_from_the_host_takes_pcie_and_is_hidden_by_as_much_work(moved):
     copied = us(launch("host copy", **moved))
