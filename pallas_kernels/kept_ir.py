@@ -103,19 +103,15 @@ def _write(file: Path, kept: dict[str, Any]) -> None:
 
 def _lower(by_pallas: Callable[..., Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> dict[str, Any]:
     """Return the attributes of the custom call that Pallas makes of a call, the IR as lines."""
-    mesh = jax.sharding.get_abstract_mesh()
-    # In a thread of its own: jax's mesh and its trace belong to a thread, and a kernel knows nothing of a mesh.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_lower_outside, by_pallas, shapes, mesh.abstract_device).result()
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    mesh = jax.sharding.AbstractMesh((1,), ("device",), (jax.sharding.AxisType.Explicit,), abstract_device=device)
+    precision = jax.config.values["jax_default_matmul_precision"]
 
+    def lower() -> Any:
+        with jax.sharding.use_abstract_mesh(mesh), jax.default_matmul_precision(precision):
+            return jax.jit(by_pallas).trace(*shapes).lower(lowering_platforms=("cuda",)).compiler_ir()
 
-def _lower_outside(
-    by_pallas: Callable[..., Any], shapes: Sequence[jax.ShapeDtypeStruct], device: Any
-) -> dict[str, Any]:
-    explicit = (jax.sharding.AxisType.Explicit,)
-    mesh = jax.sharding.AbstractMesh((1,), ("device",), explicit, abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        module = jax.jit(by_pallas).trace(*shapes).lower(lowering_platforms=("cuda",)).compiler_ir()
+    module = _outside(lower)
     (call,) = (op for op in _operations(module.operation) if TARGET in str(op.attributes.get("call_target_name", "")))
     attributes = call.attributes["mhlo.backend_config"]
     text = _as_text(attributes["ir"].value_bytes)
@@ -145,7 +141,8 @@ def _as_text(bytecode: bytes) -> str:
     with ir.Context() as context:
         dialect.register_dialect(context)
         context.load_all_available_dialects()
-        return ir.Module.parse(bytecode).operation.get_asm(enable_debug_info=False)
+        text: Any = ir.Module.parse(bytecode).operation.get_asm(enable_debug_info=False)
+        return text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,12 +180,12 @@ def _describe(value: Any) -> Any:
         return jnp.dtype(value).name
     if callable(value) and hasattr(value, "__qualname__") and "<" not in value.__qualname__:
         return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
-        return [_describe(item) for item in value]
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
-    elif isinstance(value, tuple):
+    elif hasattr(value, "_fields"):
         names = value._fields
+    elif isinstance(value, tuple | list):
+        return [_describe(item) for item in value]
     elif type(value).__module__.startswith("pallas_kernels."):
         # Over which axes of a mesh the outputs vary is the caller's, not the kernel's.
         names = [name for name in sorted(vars(value)) if name != "varying"]

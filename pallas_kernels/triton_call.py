@@ -16,6 +16,7 @@ import jax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import kept_ir
+from pallas_kernels.manual_axes import vary_over, varying_axes
 
 try:
     from jax.experimental.pallas import triton as plgpu
@@ -64,7 +65,11 @@ def triton_call(
         attributes = kept_ir.find_or_make(
             Path(folder) if folder else None, call, by_pallas if plgpu else None, operands
         )
-        return jax.ffi.ffi_call(kept_ir.TARGET, out_shape, input_output_aliases=aliases)(*operands, **attributes)
+        # jax.ffi takes results that do not vary over a mesh, as which they are marked afterwards.
+        results = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), out_shape)
+        results = jax.ffi.ffi_call(kept_ir.TARGET, results, input_output_aliases=aliases)(*operands, **attributes)
+        axes = varying_axes(*operands)
+        return jax.tree.map(lambda x: vary_over(axes, x)[0], results)
 
     folder = os.environ.get(FOLDER)
     return by_pallas if plgpu and (interpret or not folder) else by_kept_ir

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -28,12 +29,12 @@ def kernels_from(folder: Path | None, pallas: bool = True) -> Iterator[None]:
     jax.clear_caches()
 
 
-def lowered(function, *arguments, gpu="h100"):
-    """Return the attributes of XLA's Triton calls in a function that is lowered for a GPU."""
+def lowered(function, *arguments, gpu="h100", devices=1):
+    """Return the attributes of XLA's Triton calls in a function that is lowered for a mesh of one kind of GPU."""
     device = AbstractDevice(device_kind=GPUS[gpu].target, num_cores=None, platform="gpu")
-    mesh = AbstractMesh((1,), ("device",), (AxisType.Explicit,), abstract_device=device)
+    mesh = AbstractMesh((devices,), ("devices",), (AxisType.Explicit,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        module = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).compiler_ir()
+        module: Any = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).compiler_ir()
     calls = []
     for call in kept_ir._operations(module.operation):
         if kept_ir.TARGET in str(call.attributes.get("call_target_name", "")):

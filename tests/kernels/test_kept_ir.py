@@ -49,6 +49,24 @@ def attention(queries):
     return partial(flash_attention, mask=MaskSpec(), backend="triton"), q, q, q
 
 
+def test_inside_a_shard_map_each_device_calls_the_kernel_of_its_shard(folder):
+    """Forward and backward; the gradient of the queries varies over the mesh as the queries do."""
+    run, *shapes = attention(256)
+    arguments = [jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype) for x in shapes]
+
+    def loss(*arrays):
+        shards = jax.shard_map(run, in_specs=jax.P("devices"), out_specs=jax.P("devices"))
+        out = shards(*(jax.reshard(x, jax.P("devices")) for x in arrays))
+        return jnp.sum(out.astype(jnp.float32))
+
+    with kernels_from(folder):
+        made = lowered(jax.grad(loss), *arguments, devices=2)
+    with kernels_from(folder, pallas=False):
+        assert made == lowered(jax.grad(loss), *arguments, devices=2)
+        assert made[0] in lowered(run, *shapes)
+    assert {call["name"] for call in made} >= {"flash_attention_forward", "flash_attention_dq"}
+
+
 def test_another_call_has_another_file(tmp_path, monkeypatch):
     def files(queries: int, gpu: str) -> int:
         with kernels_from(tmp_path):
