@@ -60,7 +60,9 @@ def train(work: Path, name: str, recipe: str, model: Path, sections: dict) -> Pa
             "optim": {"weight_decay": 0.0},
             "ckpt": {"save_steps": 1000},
         }
-        jaxtune.train(recipe, **{key: common.get(key, {}) | sections.get(key, {}) for key in common | sections})
+        options = {key: common.get(key, {}) | sections.get(key, {}) for key in common | sections}
+        if not jaxtune.train(recipe, **options).finished:
+            raise SystemExit(f"{folder} was stopped; the same command continues it")
     return folder
 
 
