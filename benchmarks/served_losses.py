@@ -2,16 +2,16 @@
 
     python benchmarks/served_losses.py --work=/tmp/served --out=benchmarks/results/served_losses.json
 
-A base model is trained once on the Python standard library. It is then trained further on the text of one package, all
-weights or adapters, from several seeds: without serve.format, and with each format. Losses are on held-out text of that
-package. It takes two CPU cores about half an hour. Runs that are finished in --work are not repeated.
-
-Take more --base-steps than the default for a table that says something: a model that has hardly learned loses less than
-0.001 by quantizing.
+A base model is trained on the Python standard library, long enough that int4 loses something: a model that has hardly
+learned loses less than 0.001 by quantizing. It is then trained further on the text of one package, all weights or
+adapters, from several seeds: without serve.format, and with each format. With --distill the model that was trained
+without it is also trained further with it, with itself as the teacher. Losses are on held-out text of that package, the
+same for all. Runs that are finished in --work are not repeated, and --out has the rows of those that are finished.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -26,6 +26,7 @@ from jaxtune import data, hf
 from jaxtune.config.schema import Config
 from jaxtune.evaluation.evaluator import make_evaluate
 from jaxtune.host.run_folder import RunFolder
+from jaxtune.objectives.options import DistillOptions
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.quant.options import ServeOptions
@@ -35,21 +36,44 @@ from jaxtune.weights.model import Model, declare_model
 from jaxtune.weights.values import open_run
 
 # Blocks of 128 divide these.
-SIZES = MODEL | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-FORMATS = ("int4", "fp8", "nvfp4", "nf4")
+SIZES = MODEL | {
+    "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256
+}  # fmt: skip
+# (learning rate, steps): runs one after the other.
+BASE = ((5e-3, 3000), (2e-3, 3000))
+FORMATS = ("int4", "nf4", "nvfp4", "fp8")
 SEEDS = (0, 1, 2)
 # (adapters, learning rate)
-KINDS = {"LoRA": (True, 1e-3), "full": (False, 3e-4)}
+KINDS = {"full": (False, 5e-4), "LoRA": (True, 2e-3)}
 
 
-def train(work: Path, name: str, recipe: str, model: Path, **sections) -> Path:
+def train(work: Path, name: str, recipe: str, model: Path, sections: dict) -> Path:
     """Train a run, unless it is finished, and return its folder."""
     folder = work / "runs" / name
     if not (folder / "export").exists():
-        train_options = {"output_dir": str(work / "runs"), "run_name": name, **sections.pop("train", {})}
-        sections = {"model": {"path": str(model)}, "eval": {"sample_prompt": None}, **sections}
-        jaxtune.train(recipe, train=train_options, **sections)
+        common = {
+            "model": {"path": str(model)},
+            "train": {"output_dir": str(work / "runs"), "run_name": name},
+            "data": {"seq_len": 128},
+            "memory": {"remat": "none"},
+            "eval": {"sample_prompt": None},
+            "optim": {"weight_decay": 0.0},
+            "ckpt": {"save_steps": 1000},
+        }
+        options = {key: common.get(key, {}) | sections.get(key, {}) for key in common | sections}
+        if not jaxtune.train(recipe, **options).finished:
+            raise SystemExit(f"{folder} was stopped; the same command continues it")
     return folder
+
+
+def train_base(work: Path) -> Path:
+    """Train the base from scratch, unless it is finished, and return its export."""
+    model = work / "model"
+    for part, (rate, steps) in enumerate(BASE):
+        options = {"train": {"max_steps": steps, "seed": part}, "optim": {"learning_rate": rate}}
+        options |= {"model": {"from_scratch": not part}, "eval": {"steps": 500}}
+        model = train(work, f"base-{part}", "quickstart", model, options) / "export"
+    return model
 
 
 def validation_rows(config: Config, model: Model) -> dict[str, data.Rows]:
@@ -59,59 +83,72 @@ def validation_rows(config: Config, model: Model) -> dict[str, data.Rows]:
     return data.rows_to_evaluate(documents, config, task_of(model, config).columns)
 
 
-def losses(folder: Path, formats: tuple[str | None, ...]) -> dict[str | None, float]:
-    """Return the validation loss of a run's last step, with the weights quantized in each format."""
-    mesh = make_mesh(MeshOptions(), jax.devices()[:1])
-    run, found = open_run(RunFolder(folder), mesh, None), {}
-    for format in formats:
-        config = dataclasses.replace(run.config, serve=ServeOptions(format))  # type: ignore[arg-type]
+def loss(folder: Path, format: str | None) -> float:
+    """Return the loss of a run's last step on held-out text, with the weights quantized in a format."""
+    file = folder / f"loss_{format}.json"
+    if not file.exists():
+        mesh = make_mesh(MeshOptions(), jax.devices()[:1])
+        run = open_run(RunFolder(folder), mesh, None)
+        served = ServeOptions(format)  # type: ignore[arg-type]
+        config = dataclasses.replace(run.config, serve=served, distill=DistillOptions())
         model = declare_model(run.model.base, config, mesh)
         evaluate = make_evaluate(config, model, validation_rows(config, model), mesh)
-        found[format] = float(evaluate(run.trained, run.frozen, {})["eval_loss"])
+        file.write_text(json.dumps(float(evaluate(run.trained, run.frozen, {})["eval_loss"])))
+    return json.loads(file.read_text())
+
+
+def measure(work: Path, base: Path, steps: int, kind: str, format: str, seed: int, distill: bool) -> dict[str, float]:
+    """Train what is missing of one seed, and return the losses by column."""
+    adapters, rate = KINDS[kind]
+    options = {
+        "train": {"seed": seed, "max_steps": steps},
+        "data": {"validation_split": 0.15},
+        "eval": {"steps": 0, "max_batches": None},
+        "optim": {"learning_rate": rate},
+        **({"export": {"merge": True}} if adapters else {"lora": {"enabled": False}}),
+    }
+    name, served = f"{kind}-{seed}", options | {"serve": {"format": format}}
+    plain = train(work, name, "quickstart_lora", base, options)
+    found = {"unquantized": loss(plain, None), "quantized after training": loss(plain, format)}
+    trained = train(work, f"{name}-{format}", "quickstart_lora", base, served)
+    found["trained as served"] = loss(trained, format)
+    if distill:
+        whole = plain / ("merged" if adapters else "export")
+        teacher = {"distill": {"teacher": str(whole)}}
+        distilled = train(work, f"{name}-{format}-distilled", "quickstart_lora", whole, served | teacher)
+        found["distilled after training"] = loss(distilled, format)
     return found
 
 
+def row(found: list[dict[str, float]]) -> dict:
+    """Return the mean of each column over seeds, the losses of each, and which share of the added loss remains."""
+    means = {column: statistics.mean(one[column] for one in found) for column in found[0]}
+    unquantized, after = means["unquantized"], means["quantized after training"]
+    shares = {column: (loss - unquantized) / (after - unquantized) for column, loss in list(means.items())[2:]}
+    return means | {"share of the added loss": shares, "by seed": found}
+
+
 def main() -> None:
-    """Train what is missing, and write the table."""
+    """Train what is missing, and write the table after each run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the models and runs")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of results")
-    parser.add_argument("--base-steps", type=int, default=500, help="steps of the base model")
-    parser.add_argument("--steps", type=int, default=100, help="steps of each run")
+    parser.add_argument("--steps", type=int, default=300, help="steps of each run")
+    parser.add_argument("--distill", action="store_true", help="also distill each model into its quantized self")
     arguments = parser.parse_args()
-    work = arguments.work.absolute()
+    work, out = arguments.work.absolute(), arguments.out.absolute()
     work.mkdir(parents=True, exist_ok=True)
     os.chdir(work)
     make_model_folder(work / "model", "Qwen3", SIZES)
-    base_steps = {"max_steps": arguments.base_steps}
-    base = train(work, f"base-{arguments.base_steps}", "quickstart", work / "model", train=base_steps) / "export"
-    rows = {}
-    for kind, (adapters, rate) in KINDS.items():
-        by_format: dict[str, list[tuple[float, float, float]]] = {format: [] for format in FORMATS}
-        for seed in SEEDS:
-            options = {
-                "train": {"seed": seed, "max_steps": arguments.steps},
-                "optim": {"learning_rate": rate},
-                **({} if adapters else {"lora": {"enabled": False}}),
-            }
-            name = f"{kind}-{seed}-{arguments.steps}-of-{arguments.base_steps}"
-            plain = losses(train(work, name, "quickstart_lora", base, **options), (None, *FORMATS))
-            for format in FORMATS:
-                served = train(work, f"{name}-{format}", "quickstart_lora", base, **options, serve={"format": format})
-                by_format[format].append((plain[None], plain[format], losses(served, (format,))[format]))
-        for format, found in by_format.items():
-            unquantized, after, trained = map(statistics.mean, zip(*found))
-            share = (trained - unquantized) / (after - unquantized)
-            rows[f"{kind}, {format}"] = {
-                "unquantized": unquantized,
-                "quantized after training": after,
-                "trained as served": trained,
-                "share of the loss added": share,
-                "by seed": found,
-            }
-            print(f"{kind:5} {format:6} {unquantized:.4f} {after:.4f} {trained:.4f}  share {share:.2f}", flush=True)
-    settings = {"jax": jax.__version__, "steps": arguments.steps, "sizes": SIZES, "seeds": SEEDS}
-    arguments.out.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+    base = train_base(work)
+    settings = {"jax": jax.__version__, "steps": arguments.steps, "sizes": SIZES, "base": BASE, "kinds": KINDS}
+    rows: dict[str, list[dict[str, float]]] = {}
+    for format, seed, kind in itertools.product(FORMATS, SEEDS, KINDS):
+        found = measure(work, base, arguments.steps, kind, format, seed, arguments.distill)
+        rows.setdefault(f"{format}, {kind}", []).append(found)
+        print(format, kind, seed, *(f"{column} {loss:.4f}" for column, loss in found.items()), flush=True)
+        written = {"settings": settings, "rows": {name: row(found) for name, found in rows.items()}}
+        out.write_text(json.dumps(written, indent=1) + "\n")
 
 
 if __name__ == "__main__":
