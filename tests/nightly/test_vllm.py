@@ -1,28 +1,13 @@
-"""A real vLLM, its build for CPUs, writes the completions of a run and loads its adapters.
-
-VLLM names the program `vllm` if it is installed already; else the test installs it, which takes about four minutes.
-"""
+"""A real vLLM, its build for CPUs, writes the completions of a run and loads its adapters."""
 
 import json
-import os
-import shutil
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
-from pathlib import Path
-from typing import Any
 
 import pytest
 from runs import call, metrics, recipe_command, write_model_folder
+from vllm_program import SIZES, find_vllm, serve
 
 TAKES_LONG = True
 COVERS = ("jaxtune/rollout", "jaxtune/objectives/grpo.py", "jaxtune/objectives/rollout_correction.py")
-# Sizes that vLLM's attention on CPUs has.
-SIZES: dict[str, Any] = dict(
-    hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64
-)
 REWARDS = """
 def letters(completions, **columns):
     return [sum("a" <= letter <= "z" for letter in text) / max(1, len(text)) for text in completions]
@@ -32,13 +17,7 @@ def letters(completions, **columns):
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory):
     """Return the program."""
-    if (program := os.environ.get("VLLM")) is not None:
-        return program
-    if shutil.which("python3.11") is None:
-        pytest.skip("vLLM's build for CPUs needs Python 3.11")
-    folder = tmp_path_factory.mktemp("vllm")
-    subprocess.run(["bash", Path(__file__).with_name("install_vllm.sh"), folder], check=True, timeout=1800)
-    return str(folder / "bin" / "vllm")
+    return find_vllm(tmp_path_factory.mktemp("vllm"))
 
 
 @pytest.fixture
@@ -49,29 +28,6 @@ def home(tmp_path):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     (tmp_path / "rewards.py").write_text(REWARDS)
     return tmp_path
-
-
-def serve(vllm: str, home: Path, *options: str) -> tuple[subprocess.Popen, str]:
-    """Start the server; return its process and address when it is ready."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    unwanted = ("PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS")
-    environment = {name: value for name, value in os.environ.items() if name not in unwanted} | variables
-    environment |= {"DO_NOT_TRACK": "1", "PATH": f"{Path(vllm).parent}:{os.environ['PATH']}"}
-    command = [vllm, "serve", str(home / "model"), "--host=127.0.0.1", f"--port={port}", "--enable-lora"]
-    command += ["--max-lora-rank=64", "--max-model-len=128", "--enforce-eager", "--dtype=bfloat16", *options]
-    with (home / "vllm.log").open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 600
-    while True:
-        assert process.poll() is None and time.monotonic() < deadline, (home / "vllm.log").read_text()[-4000:]
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5)
-            return process, url
-        except (urllib.error.URLError, OSError):
-            time.sleep(1)
 
 
 @pytest.mark.timeout(3600)
