@@ -17,8 +17,8 @@ _FORMATS = {
 
 def adapter_limit(model: Model, config: Config) -> str | None:
     """Return why vLLM cannot serve an adapter, or the flag that it needs; None: it serves it as it is."""
-    lora, adapters = config.lora, [parameter.treatment.adapter for parameter in model.frozen.values()]
-    rank = max([adapter.exported[0] for adapter in adapters if isinstance(adapter, LoRA)], default=0)
+    lora, adapted = config.lora, [p for p in model.frozen.values() if isinstance(p.treatment.adapter, LoRA)]
+    rank = max([parameter.treatment.adapter.exported[0] for parameter in adapted], default=0)
     reasons = {
         "it is (IA)³": lora.kind == "ia3",
         "it has DoRA (lora.use_dora)": lora.use_dora,
@@ -28,9 +28,12 @@ def adapter_limit(model: Model, config: Config) -> str | None:
     }
     if found := [reason for reason, is_so in reasons.items() if is_so]:
         return f"{TRIED} cannot serve this adapter, because {' and '.join(found)}: export the whole model with --merge"
+    limits = []
     if rank > DEFAULT_RANK:
-        return f"vLLM needs --max-lora-rank={min(most for most in RANKS if most >= rank)} for this adapter"
-    return None
+        limits.append(f"vLLM needs --max-lora-rank={min(most for most in RANKS if most >= rank)} for this adapter")
+    if any(len(parameter.lead) > 1 for parameter in adapted):
+        limits.append(f"{TRIED} on CPUs cannot serve adapters of experts: export with --merge for them")
+    return "; ".join(limits) or None
 
 
 def format_limit(quantize: str | None) -> str | None:

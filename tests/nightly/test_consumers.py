@@ -66,9 +66,9 @@ ROWS = [
     *(Row(family, "adapter") for family in ("Qwen3", "Llama", "Gemma3Text")),
     *(Row(family, "adapter", refused="triton") for family in ("Qwen3Moe", "GptOss")),
     Row("Qwen3", "adapter", rank=6),  # not one of the values of --max-lora-rank
-    Row("Qwen3", "int4"),
+    *(Row(family, "int4") for family in ("Qwen3", "Llama", "Gemma3Text")),
     *(Row("Qwen3", "int4", ServeOptions("int4", size)) for size in (32, 64)),
-    Row("Qwen3Moe", "int4"),
+    Row("Qwen3Moe", "int4", refused="No WNA16 MoE backend supports the deployment configuration"),
     Row("Qwen3", "int8", refused="Quant type (uint8b128) not supported by CPUWNA16"),
     Row("Qwen3", "nf4", refused="Unknown quantization method: bitsandbytes"),
     Row("Qwen3", "fp8", refused="CPUFp8BlockScaledMMKernel requires AMX tile support"),
@@ -141,8 +141,8 @@ def test_vllm_computes_what_jaxtune_computes(vllm, tmp_path, row):
     """
     exported = write_row(tmp_path, row)
     output = compute_by_vllm(vllm, tmp_path, exported.job)
-    if row.refused is not None:
-        assert row.refused in output.get("error", "it was loaded"), output
+    if row.refused is not None and "error" in output:  # a CPU with AMX loads more
+        assert row.refused in output["error"]
         return
     assert "error" not in output, output["error"]
     documents = [prompt + answer for prompt, answer in zip(PROMPTS, output["greedy"], strict=True)]

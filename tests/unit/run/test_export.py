@@ -212,6 +212,12 @@ def test_an_adapter_that_vllm_cannot_serve_as_it_is_says_so(tmp_path, one_device
     assert limit is None if said is None else re.search(said, limit)
 
 
+def test_an_adapter_of_experts_says_that_vllm_cannot_serve_it_on_cpus(tmp_path, one_device):
+    folder = write_model_folder(tmp_path, "Qwen3Moe", **MIXTURE)
+    model, config = declare_folder(one_device, folder, lora=LoraOptions(enabled=True, rank=20))
+    assert re.search("--max-lora-rank=32 .*; .*on CPUs cannot serve adapters of experts", adapter_limit(model, config))
+
+
 @pytest.mark.parametrize(("kind", "tied"), [("Qwen3", True), ("Llama", False)])
 def test_llama_cpp_finds_all_that_its_converter_reads(tmp_path, one_device, kind, tied):
     """Checked by the converter's package: architecture, tensors, special tokens, chat template; nothing quantized."""
