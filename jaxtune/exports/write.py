@@ -19,6 +19,7 @@ from jaxtune.errors import UserError
 from jaxtune.exports.card import card_datasets, card_evaluation, card_recipe, card_rows
 from jaxtune.exports.copied_tensors import copied_layers, warn_lost_layers
 from jaxtune.exports.decision_model import jev_tensors, write_jev_config
+from jaxtune.exports.vllm_limits import adapter_limit, format_limit
 from jaxtune.host.lock import hold_lock
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.inference.decisions import DECISION_FILE, evaluated_temperatures, write_decision
@@ -394,6 +395,8 @@ def export(
                 _write_decision(config, run, output, kind, steps)
             _write_card(model, config, run, output, kind, quantize, steps, tokens, hub_id)
             (output / UNFINISHED).unlink()
+            if limit := adapter_limit(model, config) if kind == "peft" else format_limit(quantize):
+                log.warning("%s: %s", output, limit)
 
 
 def _write_decision(config: Config, run: RunFolder, output: Path, kind: str, steps: int) -> None:

@@ -1,26 +1,17 @@
-"""A real vLLM, its build for CPUs, writes the completions of runs and loads their adapters, or all their weights.
+"""A real vLLM, its build for CPUs, writes the completions of runs and loads their adapters, or all their weights."""
 
-VLLM names the program `vllm` if it is installed already; else the test installs it, which takes about four minutes.
-"""
-
-import contextlib
 import json
-import os
 import random
 import re
-import shutil
-import socket
-import subprocess
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from runs import call, metrics, recipe_command, write_model_folder
+from vllm_program import SIZES, find_vllm, serve
 
 from jaxtune.data.chat.sandbox import Template
 from jaxtune.hf.chat_templates import find_template
@@ -31,10 +22,6 @@ TAKES_LONG = True
 COVERS = ("jaxtune/rollout", "jaxtune/objectives/grpo.py", "jaxtune/objectives/rollout_correction.py")
 AGREES = 0.02
 """Mean difference of log-probabilities that bfloat16 explains, in nats."""
-# Sizes that vLLM's attention on CPUs has.
-SIZES: dict[str, Any] = dict(
-    hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64
-)
 REWARDS = """
 def letters(completions, **columns):
     return [sum("a" <= letter <= "z" for letter in text) / max(1, len(text)) for text in completions]
@@ -46,13 +33,7 @@ PRODUCTS = {f"{a}*{b}": str(a * b) for a in range(2, 10) for b in range(2, 10) i
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory):
     """Return the program."""
-    if (program := os.environ.get("VLLM")) is not None:
-        return program
-    if shutil.which("python3.11") is None:
-        pytest.skip("vLLM's build for CPUs needs Python 3.11")
-    folder = tmp_path_factory.mktemp("vllm")
-    subprocess.run(["bash", Path(__file__).with_name("install_vllm.sh"), folder], check=True, timeout=1800)
-    return str(folder / "bin" / "vllm")
+    return find_vllm(tmp_path_factory.mktemp("vllm"))
 
 
 def conversation(question: str, product: str) -> list[dict[str, Any]]:
@@ -87,35 +68,6 @@ def home(tmp_path_factory):
     words = set(re.split(r"@|<\|im_\w+\|>|(?<=</think>\n\n)", text)) - {"", "\n"}
     write_model_folder(home / "model", words=tuple(sorted(words)), max_position_embeddings=256, **SIZES)
     return home
-
-
-@contextlib.contextmanager
-def serve(vllm: str, home: Path, *options: str, **variables: str) -> Iterator[str]:
-    """Run the server; yield its address when it is ready."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    unwanted = ("PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS")
-    environment = {name: value for name, value in os.environ.items() if name not in unwanted} | variables
-    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    environment["PATH"] = f"{Path(vllm).parent}:{os.environ['PATH']}"
-    command = [vllm, "serve", str(home / "model"), "--host=127.0.0.1", f"--port={port}", *options]
-    command += ["--max-model-len=256", "--enforce-eager", "--dtype=bfloat16"]
-    with (home / "vllm.log").open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 900
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline, (home / "vllm.log").read_text()[-4000:]
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5)
-                break
-            except (urllib.error.URLError, OSError):
-                time.sleep(1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
 
 
 @pytest.fixture(scope="module")

@@ -376,8 +376,9 @@ def _check_header(folder: Path, options: QuantOptions, module: str, sources: Map
         shape = sources[codes].shape
         if len(shape) != 2:
             raise UserError(f"{sources[codes].file}: {codes} has shape {shape}; only matrices are quantized")
-        # Codes in an element of the file: two in a byte, eight in a 32-bit word.
-        shape = (shape[0], shape[1] * {"nvfp4": 2, "int4": 8}.get(str(options.format), 1))
+        # Codes in an element of the file: two of 4 bits in a byte; eight, or four of 8 bits, in a 32-bit word.
+        packed = {"nvfp4": 2, "mxfp4": 2, "int4": 8, "int8": 4}
+        shape = (shape[0], shape[1] * packed.get(str(options.format), 1))
     misfit = format_of(options, "weight").misfit(shape)
     if misfit is not None:
         raise UserError(f"{sources[codes].file}: {module}.weight: {misfit}; {_WAY_OUT}")

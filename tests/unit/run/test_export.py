@@ -19,6 +19,7 @@ from jaxtune.config.schema import Config, DataOptions, Dataset, ModelOptions, Tr
 from jaxtune.errors import UserError
 from jaxtune.evaluation.export_difference import loss_difference
 from jaxtune.export import check_output
+from jaxtune.exports.vllm_limits import adapter_limit
 from jaxtune.exports.write import UNFINISHED, export, export_full
 from jaxtune.hf import SCHEMES, quantization_config
 from jaxtune.host.run_folder import RunFolder
@@ -33,8 +34,8 @@ WIDE = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_k
 MIXTURE = dict(WIDE, moe_intermediate_size=128, num_experts=2, num_experts_per_tok=1, mlp_only_layers=[1])
 
 
-def declare_folder(mesh, folder, **options):
-    config = Config(model=ModelOptions(path=str(folder), **options), data=DataOptions(seq_len=32))
+def declare_folder(mesh, folder, lora=LoraOptions(), **options):
+    config = Config(model=ModelOptions(path=str(folder), **options), data=DataOptions(seq_len=32), lora=lora)
     return declare_model(read_base(config), config, mesh, train=False), config
 
 
@@ -76,6 +77,18 @@ def test_a_model_that_no_block_divides_is_refused(tmp_path, one_device):
     model, _ = declare_folder(one_device, write_model_folder(tmp_path))
     with pytest.raises(UserError, match=r"--quantize=nf4: no linear layer .*blocks of 1 x 64 do not divide 32 x 32"):
         select(model, "nf4")
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "int4"])
+def test_an_odd_number_of_blocks_is_read_again(tmp_path, one_device, kind):
+    """Codes are packed, so that the file has fewer columns than a block divides."""
+    odd = 32 if kind == "mxfp4" else 128
+    sizes = dict(hidden_size=3 * odd, intermediate_size=odd, num_attention_heads=1, head_dim=odd)
+    folder = write_model_folder(tmp_path / "model", num_hidden_layers=1, num_key_value_heads=1, **sizes)
+    model, config = declare_folder(one_device, folder, dtype="float32")
+    export_full(model, read_parameters(model, model.whole), config, tmp_path / "out", kind)
+    again, _ = declare_folder(one_device, tmp_path / "out", dtype="float32")
+    assert len(again.quantized) == 7
 
 
 def test_nan_is_not_quantized(tmp_path, one_device):
@@ -194,6 +207,32 @@ def test_a_copy_that_was_killed_is_made_again(tmp_path, monkeypatch):
 
 def stop():
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        (LoraOptions(rank=16), None),
+        (LoraOptions(rank=6), None),
+        (LoraOptions(rank=4, rank_pattern=("q_proj=24",)), "vLLM needs --max-lora-rank=32"),
+        (LoraOptions(rank=9, init="pissa"), "vLLM needs --max-lora-rank=32"),
+        (LoraOptions(rank=513), "its rank, 513, is larger than 512: export the whole model with --merge"),
+        (LoraOptions(rank=2, use_dora=True, bias="all"), r"because it has DoRA .* and biases are trained"),
+        (LoraOptions(kind="ia3"), "cannot serve this adapter, because it is .IA.³"),
+        (LoraOptions(rank=2, modules_to_save=("embed_tokens",)), "modules are trained in full"),
+    ],
+)
+def test_an_adapter_that_vllm_cannot_serve_as_it_is_says_so(tmp_path, one_device, lora, said):
+    folder = write_model_folder(tmp_path, "Qwen2", tie_word_embeddings=False)
+    model, config = declare_folder(one_device, folder, lora=dataclasses.replace(lora, enabled=True))
+    limit = adapter_limit(model, config)
+    assert limit is None if said is None else re.search(said, limit)
+
+
+def test_an_adapter_of_experts_says_that_vllm_cannot_serve_it_on_cpus(tmp_path, one_device):
+    folder = write_model_folder(tmp_path, "Qwen3Moe", **MIXTURE)
+    model, config = declare_folder(one_device, folder, lora=LoraOptions(enabled=True, rank=20))
+    assert re.search("--max-lora-rank=32 .*; .*on CPUs cannot serve adapters of experts", adapter_limit(model, config))
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("Qwen3", True), ("Llama", False)])
