@@ -11,6 +11,7 @@ from published_configs import GEMMA4_31B
 from jaxtune.config import load_recipe, resolve
 from jaxtune.host.process import compiler_options
 from jaxtune.parallel.mesh import make_mesh
+from jaxtune.plan.models import config_of
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.model import read_base
 from pallas_kernels import aot
@@ -94,9 +95,11 @@ OTHERS = {
 
 
 def model_config(size: str) -> dict:
-    """Return config.json for a Qwen3 size, for Llama 3 (70B), or for another family by name."""
+    """Return config.json for a Qwen3 size, for Llama 3 (70B), for another family by name, or for a hub id."""
     if size in OTHERS:
         return OTHERS[size]
+    if known := config_of(size):
+        return known
     hidden, layers, intermediate, heads = SIZES[size]
     llama, sparse = size == "70B", "A" in size
     family = ("llama", "Llama") if llama else ("qwen3_moe", "Qwen3Moe") if sparse else ("qwen3", "Qwen3")
