@@ -12,6 +12,7 @@ from jaxtune.config import load_recipe, resolve
 from jaxtune.host.process import compiler_options
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.plan.launches import read_program
+from jaxtune.plan.models import config_of
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.base import read_base
 from pallas_kernels import aot
@@ -95,9 +96,11 @@ OTHERS = {
 
 
 def model_config(size: str) -> dict:
-    """Return config.json for a Qwen3 size, for Llama 3 (70B), or for another family by name."""
+    """Return config.json for a Qwen3 size, for Llama 3 (70B), for another family by name, or for a hub id."""
     if size in OTHERS:
         return OTHERS[size]
+    if known := config_of(size):
+        return known
     hidden, layers, intermediate, heads = SIZES[size]
     llama, sparse = size == "70B", "A" in size
     family = ("llama", "Llama") if llama else ("qwen3_moe", "Qwen3Moe") if sparse else ("qwen3", "Qwen3")
