@@ -3,7 +3,7 @@
 from mkdocs.structure.files import File
 
 from jaxtune import docs
-from jaxtune.reference_pages import PAGES
+from jaxtune.reference.reference_pages import PAGES
 
 
 def on_files(files, config):

@@ -14,7 +14,7 @@ from absl import flags
 
 from jaxtune import command
 from jaxtune.errors import UserError
-from jaxtune.reference_pages import PAGES
+from jaxtune.reference.reference_pages import PAGES
 
 FOLDER = Path(__file__).with_name("pages")
 FOR_AGENTS = ("start/", "guides/", "reference/")

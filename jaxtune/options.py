@@ -23,10 +23,10 @@ from absl import flags
 from jaxtune.command import run_with_words
 from jaxtune.config import foreign, keys, yaml_file
 from jaxtune.config.foreign import verdict
-from jaxtune.config.json_schema import json_schema
 from jaxtune.config.option_rules import describe_interval
 from jaxtune.config.recipe import read_recipe, recipe_file
 from jaxtune.errors import UserError
+from jaxtune.reference.json_schema import json_schema
 
 WIDTH = 100  # width of lines if the output is not a terminal
 

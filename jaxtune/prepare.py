@@ -44,7 +44,7 @@ from jaxtune.data import (
 from jaxtune.data.formats.questions import HEAD_LABELS
 from jaxtune.data.formats.sample_formats import IGNORED_LABEL
 from jaxtune.errors import UserError
-from jaxtune.rollout.toolbox import load_functions
+from jaxtune.rollout.episodes.toolbox import load_functions
 from jaxtune.weights.class_labels import resolve_labels
 
 STYLES = {True: "green", False: "bright_black"}  # trained or not

@@ -13,7 +13,7 @@ from tiny import VOCABULARY
 from jaxtune.columns import further_columns
 from jaxtune.models.decoder import bind
 from jaxtune.models.forward_options import ForwardOptions, Remat
-from jaxtune.models.score import hidden_states, score
+from jaxtune.models.head.score import hidden_states, score
 from jaxtune.objectives.objective import Sums
 from jaxtune.parallel.layout import by_token
 

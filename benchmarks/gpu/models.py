@@ -11,8 +11,8 @@ from gpu.qwen3 import ALPHA, RANK
 from jaxtune.config.schema import Config, MemoryOptions, ModelOptions
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models import families
+from jaxtune.models.head.score import Batch
 from jaxtune.models.parameters import Parameter, randomize
-from jaxtune.models.score import Batch
 from jaxtune.optim.options import OptimOptions
 from jaxtune.parallel.layout import AXES, by_token
 from jaxtune.parallel.random import named_key

@@ -47,7 +47,7 @@ from jaxtune.inference.generation import (
     stop_tokens,
 )
 from jaxtune.models.decoder import Parameters
-from jaxtune.models.score import Batch, ScoreOptions, score
+from jaxtune.models.head.score import Batch, ScoreOptions, score
 from jaxtune.objectives.document_sums import sum_documents
 from jaxtune.parallel.layout import RULES, P, by_token, shards
 from jaxtune.parallel.mesh import data_shards

@@ -14,7 +14,7 @@ from jaxtune.errors import UserError, sized
 from jaxtune.evaluation.evaluator import make_evaluate
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.score import hidden_states, logits
+from jaxtune.models.head.score import hidden_states, logits
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.served import ServedWeight

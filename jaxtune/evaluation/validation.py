@@ -18,7 +18,7 @@ from jaxtune.models.decoder import Parameters
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.rollout import own_answers, rollouts
 from jaxtune.rollout.completers import completer
-from jaxtune.rollout.toolbox import load_functions, try_functions
+from jaxtune.rollout.episodes.toolbox import load_functions, try_functions
 from jaxtune.scoring.reference_scores import add_reference_scores
 from jaxtune.scoring.teacher_scores import BASE, declare_teacher
 from jaxtune.tokenizer_type import Tokenizer

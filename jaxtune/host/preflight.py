@@ -11,7 +11,7 @@ from jaxtune.host import process
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.monitor import metrics
 from jaxtune.monitor.gpus import Gpus
-from pallas_kernels.flash_attention import fa3, flash
+from pallas_kernels.flash_attention.packages import fa3, flash
 
 
 def check_ready(config: Config, folder: RunFolder) -> None:

@@ -26,7 +26,7 @@ from jaxtune.inference.answers import Opened
 from jaxtune.json_file import read_json
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.score import Batch, score_labels
+from jaxtune.models.head.score import Batch, score_labels
 from jaxtune.monitor import metrics
 from jaxtune.parallel.layout import by_token
 from jaxtune.weights.served_linears import serve_weights

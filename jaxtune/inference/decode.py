@@ -14,10 +14,10 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxtune.models.decoder import Decoder, inputs_of
 from jaxtune.models.forward_options import ForwardOptions
+from jaxtune.models.head.score import logits
 from jaxtune.models.layers import recurrence, short_conv
 from jaxtune.models.layers.attend import attend_cached
 from jaxtune.models.mixers import DeltaNet, Heads, Hybrid, Mamba2, Mixer, ShortConv
-from jaxtune.models.score import logits
 from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel.layout import P, Rules, by_head, by_token
 from jaxtune.parallel.sequence import heads_on_devices

@@ -21,7 +21,6 @@ from jaxtune.models.declared import declare_parameter
 from jaxtune.models.forward_options import ForwardOptions, Remat
 from jaxtune.models.layers.attention import Attend, Attention, Inputs
 from jaxtune.models.layers.delta_net import GatedDeltaNet
-from jaxtune.models.layers.experts import ExpertsLayer
 from jaxtune.models.layers.latent_attention import LatentAttention
 from jaxtune.models.layers.layer_embedding import EmbeddingGate, LayerEmbeddings
 from jaxtune.models.layers.linear import EXPERT_PRODUCT, FFN_PRODUCT, PRODUCT, QKV_PRODUCT, Linear, scale
@@ -32,6 +31,7 @@ from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.layers.rope import rotation
 from jaxtune.models.layers.short_conv import GatedShortConv
 from jaxtune.models.mixers import DeltaNet, Heads, Hybrid, Mamba2, ShortConv
+from jaxtune.models.mixture.experts import ExpertsLayer
 from jaxtune.models.spec import Experts, FeedForward, Layer, ModelSpec, StackSpec
 from jaxtune.parallel.layout import GATHERED, P, by_residual, by_token
 from jaxtune.parallel.offload import copy_to_device

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxtune.models.score import Batch, LabelScores, Scores
+from jaxtune.models.head.score import Batch, LabelScores, Scores
 from jaxtune.objectives.objective import Objective, Sums
 
 

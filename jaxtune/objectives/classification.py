@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune.columns import LABELLED
-from jaxtune.models.score import Batch, LabelScores
+from jaxtune.models.head.score import Batch, LabelScores
 from jaxtune.objectives.objective import Objective, Sums
 
 

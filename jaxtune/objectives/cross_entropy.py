@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxtune.models.score import Batch, ScoreOptions, Scores
+from jaxtune.models.head.score import Batch, ScoreOptions, Scores
 from jaxtune.objectives.objective import Objective, Sums
 
 

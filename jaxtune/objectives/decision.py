@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxtune.columns import ASKED, HEAD_ROWS, NOT_AN_OPTION, QUESTION_ROWS
-from jaxtune.models.score import Batch, LabelScores, ScoreOptions
+from jaxtune.models.head.score import Batch, LabelScores, ScoreOptions
 from jaxtune.objectives.objective import Metrics, Objective, Sums, means
 from jaxtune.objectives.options import DecisionOptions
 

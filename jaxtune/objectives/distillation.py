@@ -5,8 +5,8 @@ from functools import partial
 import jax.numpy as jnp
 
 from jaxtune.columns import NEXT_TOKEN, teacher_columns
-from jaxtune.models.divergence import Divergence
-from jaxtune.models.score import Batch, ScoreOptions, Scores
+from jaxtune.models.head.divergence import Divergence
+from jaxtune.models.head.score import Batch, ScoreOptions, Scores
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.objectives.options import DistillOptions
 

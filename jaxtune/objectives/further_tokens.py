@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Num
 
 from jaxtune.columns import further_columns
-from jaxtune.models.score import Batch, Scores
+from jaxtune.models.head.score import Batch, Scores
 from jaxtune.objectives.objective import Objective, Sums
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float64
 
 from jaxtune.columns import ADVANTAGE, NEXT_TOKEN, OLD_LOG_PROB, SAMPLED_LOG_PROB
-from jaxtune.models.score import Batch, ScoreOptions, Scores
+from jaxtune.models.head.score import Batch, ScoreOptions, Scores
 from jaxtune.objectives.document_sums import sum_own_document
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.objectives.options import GrpoOptions, RolloutOptions

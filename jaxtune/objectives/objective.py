@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Num
 
 from jaxtune.columns import NEXT_TOKEN, Column
-from jaxtune.models.score import ScoreOptions
+from jaxtune.models.head.score import ScoreOptions
 
 
 class Sums(NamedTuple):

@@ -16,7 +16,7 @@ from jax.nn import log_sigmoid, relu, sigmoid
 from jaxtyping import Array, Float
 
 from jaxtune.columns import DESIRABLE, LAST, NEXT_TOKEN, REFERENCE, SCORE_DELTA, SCORED
-from jaxtune.models.score import Batch, LabelScores, Scores
+from jaxtune.models.head.score import Batch, LabelScores, Scores
 from jaxtune.objectives.document_sums import mean_where, sum_documents
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.objectives.options import PreferenceOptions

@@ -10,7 +10,7 @@ from jaxtune import data
 from jaxtune.columns import LOSS_WEIGHT, TOKENS, Column
 from jaxtune.config.schema import Config
 from jaxtune.data.formats.units import Documents, TokenisedDataset
-from jaxtune.models.score import Batch
+from jaxtune.models.head.score import Batch
 
 
 def batch_of_documents(

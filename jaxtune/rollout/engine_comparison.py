@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxtune.columns import LOSS_WEIGHT, OLD_LOG_PROB, SAMPLED_LOG_PROB, SEGMENT_IDS
-from jaxtune.models.score import Batch
+from jaxtune.models.head.score import Batch
 from jaxtune.objectives.options import RolloutOptions
 from jaxtune.objectives.rollout_correction import EngineDifference, engine_difference
 from jaxtune.parallel import multihost

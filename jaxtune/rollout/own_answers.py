@@ -15,7 +15,7 @@ from jaxtune.data.rows.prompt_feed import PromptBatch
 from jaxtune.host.process import compiler_options
 from jaxtune.inference.generation import Completion, completion_text
 from jaxtune.models.decoder import Parameters
-from jaxtune.models.score import Batch
+from jaxtune.models.head.score import Batch
 from jaxtune.objectives.objective import Objective
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards

@@ -24,7 +24,7 @@ from jaxtune.host.process import compiler_options
 from jaxtune.inference.generation import Completion, completion_text
 from jaxtune.models.decoder import Decoder, Parameters
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.score import Batch, ScoreOptions, score
+from jaxtune.models.head.score import Batch, ScoreOptions, score
 from jaxtune.objectives.grpo import advantages, gdpo_advantages
 from jaxtune.parallel import multihost
 from jaxtune.rollout.ahead import RolloutsAhead
@@ -32,8 +32,9 @@ from jaxtune.rollout.completers import completer, stops_of
 from jaxtune.rollout.completion_rows import batch_of_documents
 from jaxtune.rollout.completions_file import completions_file
 from jaxtune.rollout.engine_comparison import EngineComparison
-from jaxtune.rollout.episode_rewards import reward_episodes
-from jaxtune.rollout.episodes import EpisodePlayer
+from jaxtune.rollout.episodes.episode_player import EpisodePlayer
+from jaxtune.rollout.episodes.episode_rewards import reward_episodes
+from jaxtune.rollout.episodes.toolbox import Toolbox
 from jaxtune.rollout.groups import (
     Rollout,
     concatenate,
@@ -45,7 +46,6 @@ from jaxtune.rollout.groups import (
     teaches,
 )
 from jaxtune.rollout.rewards import Reward, rewards_of, total
-from jaxtune.rollout.toolbox import Toolbox
 from jaxtune.training.assembly import Program, forward_of
 from jaxtune.training.state import State
 from jaxtune.training.step import count_filled, over_filled

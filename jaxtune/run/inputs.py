@@ -10,8 +10,8 @@ from jaxtune import data, hf
 from jaxtune.config.schema import Config
 from jaxtune.host import process
 from jaxtune.monitor.goodput import Goodput
+from jaxtune.rollout.episodes.toolbox import Toolbox, load_functions, try_functions
 from jaxtune.rollout.rewards import Reward
-from jaxtune.rollout.toolbox import Toolbox, load_functions, try_functions
 from jaxtune.scoring.reference_scores import add_reference_scores
 from jaxtune.scoring.teacher_scores import Teacher, add_teacher_columns, declare_teacher
 from jaxtune.tokenizer_type import Tokenizer

@@ -9,10 +9,10 @@ from jaxtune.columns import teacher_columns
 from jaxtune.config.schema import Config
 from jaxtune.host.process import compiler_options
 from jaxtune.models.decoder import Decoder, Parameters
-from jaxtune.models.divergence import likeliest
 from jaxtune.models.forward_options import ForwardOptions
+from jaxtune.models.head.divergence import likeliest
+from jaxtune.models.head.score import Batch, hidden_states
 from jaxtune.models.parameters import abstract
-from jaxtune.models.score import Batch, hidden_states
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.scoring.teacher_scores import Teacher, check_top_k, declare_teacher_model, read_weights
 from jaxtune.training.assembly import forward_of

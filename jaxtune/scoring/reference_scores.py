@@ -17,7 +17,7 @@ from jaxtune.config.schema import Config
 from jaxtune.data.rows.splits import cache_folder
 from jaxtune.host.process import compiler_options
 from jaxtune.models.decoder import Parameters
-from jaxtune.models.score import Batch, score
+from jaxtune.models.head.score import Batch, score
 from jaxtune.objectives.document_sums import sum_documents
 from jaxtune.objectives.preference import preference
 from jaxtune.parallel.layout import P, by_token

@@ -20,10 +20,10 @@ from jaxtune.data.rows.splits import cache_folder
 from jaxtune.errors import UserError, sized
 from jaxtune.host.process import compiler_options
 from jaxtune.models.decoder import Decoder, Parameters
-from jaxtune.models.divergence import likeliest
 from jaxtune.models.forward_options import ForwardOptions
+from jaxtune.models.head.divergence import likeliest
+from jaxtune.models.head.score import Batch, hidden_states
 from jaxtune.models.options import ExpertsOptions
-from jaxtune.models.score import Batch, hidden_states
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.options import PrecisionOptions

@@ -25,6 +25,7 @@ from jaxtune.errors import UserError
 from jaxtune.models.decoder import Decoder, Parameters, bind
 from jaxtune.models.decoder import Sums as Emitted
 from jaxtune.models.forward_options import ForwardOptions
+from jaxtune.models.head.score import Batch
 from jaxtune.models.pipeline import (
     STAGES,
     add_at,
@@ -37,7 +38,6 @@ from jaxtune.models.pipeline import (
     slice_chunk,
     zeros_like,
 )
-from jaxtune.models.score import Batch
 from jaxtune.models.spec import ModelSpec, StackSpec
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.parallel.layout import P, reshard_to

@@ -22,8 +22,8 @@ from jaxtyping import Array, Float, Int
 from jaxtune.config.schema import GuardOptions
 from jaxtune.models.decoder import Decoder, Parameters, bind, cast_like
 from jaxtune.models.forward_options import ForwardOptions
+from jaxtune.models.head.score import Batch, Hidden, LabelScores, ScoreOptions, Scores, score, score_labels
 from jaxtune.models.pipeline import noise_of
-from jaxtune.models.score import Batch, Hidden, LabelScores, ScoreOptions, Scores, score, score_labels
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.optim import build
 from jaxtune.optim.build import Optimizer

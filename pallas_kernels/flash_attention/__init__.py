@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import registry
-from pallas_kernels.flash_attention import cudnn, fa3, flash, triton, triton_wide, xla
+from pallas_kernels.flash_attention import cudnn, triton, triton_wide, xla
 from pallas_kernels.flash_attention.differentiate import RESIDUALS, attention
 from pallas_kernels.flash_attention.mask import MaskSpec, intervals
+from pallas_kernels.flash_attention.packages import fa3, flash
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import current_device
 from pallas_kernels.manual_axes import vary_over, varying_axes
@@ -27,8 +28,11 @@ BACKENDS = (
     Backend("cudnn", cudnn.attend, cudnn.refuses, {}),
     Backend(
         "mosaic",
-        attention(imported_at_call(_MOSAIC, "forward"), imported_at_call(f"{_MOSAIC}_backward", "backward")),
-        on_hopper(imported_at_call(_MOSAIC, "refuses")),
+        attention(
+            imported_at_call(f"{_MOSAIC}.mosaic_forward", "forward"),
+            imported_at_call(f"{_MOSAIC}.mosaic_backward", "backward"),
+        ),
+        on_hopper(imported_at_call(f"{_MOSAIC}.mosaic_forward", "refuses")),
         {(9, 0): "benchmarks/results/nvidia_h200.json"},
     ),
     Backend("triton", attention(triton.forward, triton.backward), triton.refuses, {ANY_GPU: "interpreted tests"}),

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.case import Case, bind_request
-from pallas_kernels.flash_attention import mosaic, mosaic_backward, triton, triton_wide
+from pallas_kernels.flash_attention import triton, triton_wide
+from pallas_kernels.flash_attention.mosaic import mosaic_backward, mosaic_forward
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Device
 
@@ -57,5 +58,5 @@ def _call(function: Callable[..., Any], variant: Variant, *arguments: Any) -> An
 CASES = (
     *_cases("triton", triton.forward, triton.backward, triton.refuses),
     *_cases("triton_wide", triton_wide.forward, triton_wide.backward, triton.refuses, WIDE_SHAPES),
-    *_cases("mosaic", mosaic.forward, mosaic_backward.backward, mosaic.refuses),
+    *_cases("mosaic", mosaic_forward.forward, mosaic_backward.backward, mosaic_forward.refuses),
 )

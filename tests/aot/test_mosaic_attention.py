@@ -10,14 +10,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import aot
-from pallas_kernels.flash_attention import mosaic, mosaic_backward
 from pallas_kernels.flash_attention.differentiate import attention
+from pallas_kernels.flash_attention.mosaic import mosaic_backward, mosaic_forward
 from pallas_kernels.flash_attention.variant import Variant
 from pallas_kernels.gpus import GPUS
 
 COVERS = ("pallas_kernels",)
 
-OP = attention(mosaic.forward, mosaic_backward.backward)
+OP = attention(mosaic_forward.forward, mosaic_backward.backward)
 
 
 def variant(head_dim: int, soft_cap: float | None = None) -> Variant:

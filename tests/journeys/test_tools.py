@@ -11,7 +11,7 @@ from runs import call, metrics, recipe_command, write_model_folder
 
 from jaxtune.data.chat.sandbox import Template
 from jaxtune.hf.chat_templates import find_template
-from jaxtune.rollout.tools import load_tools
+from jaxtune.rollout.episodes.tools import load_tools
 
 FOLDER_TOOLS = '''
 from pathlib import Path

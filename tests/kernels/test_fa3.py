@@ -14,8 +14,9 @@ import pytest
 from kernels.attention_cases import Case, arguments, assert_close, in_float64, outputs_and_gradients, poison_unseen
 from kernels.emulated_flash import CASES, Mask, backward, forward
 
-from pallas_kernels.flash_attention import RESIDUALS, MaskSpec, fa3, flash_attention, reference
+from pallas_kernels.flash_attention import RESIDUALS, MaskSpec, flash_attention, reference
 from pallas_kernels.flash_attention.mask import intervals
+from pallas_kernels.flash_attention.packages import fa3
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Device
 

@@ -15,7 +15,8 @@ import pytest
 from kernels.attention_cases import Case, arguments, assert_close, in_float64, outputs_and_gradients
 from kernels.emulated_flash import CASES, Mask, backward, forward
 
-from pallas_kernels.flash_attention import RESIDUALS, MaskSpec, flash, flash_attention, reference
+from pallas_kernels.flash_attention import RESIDUALS, MaskSpec, flash_attention, reference
+from pallas_kernels.flash_attention.packages import flash
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Device
 

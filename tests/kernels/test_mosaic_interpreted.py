@@ -22,8 +22,9 @@ from kernels.attention_cases import (
     poison_unseen,
 )
 
-from pallas_kernels.flash_attention import mosaic, mosaic_backward, reference
+from pallas_kernels.flash_attention import reference
 from pallas_kernels.flash_attention.differentiate import attention
+from pallas_kernels.flash_attention.mosaic import mosaic_backward, mosaic_forward
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import GPUS, Device
 from pallas_kernels.registry import on_hopper
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.timeout(300)
 interpreted = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="jax's interpreter of Mosaic GPU can run these kernels from 0.12 on"
 )
-OP = attention(partial(mosaic.forward, interpret=True), partial(mosaic_backward.backward, interpret=True))
+OP = attention(partial(mosaic_forward.forward, interpret=True), partial(mosaic_backward.backward, interpret=True))
 # Three blocks of queries and keys in each direction, the last incomplete: rings wrap around, some blocks are skipped.
 SMALL = partial(Case, queries=300, heads=(2, 1), head_dim=64, dtype="bfloat16")
 PACKED = ((140, 1, -20, 100), (300,))
@@ -98,13 +99,15 @@ H100 = Device("gpu", GPUS["h100"].kind, GPUS["h100"].capability)
 
 def test_refuses_what_it_cannot_run(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "12.9.86")
-    assert mosaic.refuses(H100, request()) is None
-    assert mosaic.refuses(H100, request(dtype=jnp.dtype("float16"), head_dim=64)) is None
+    assert mosaic_forward.refuses(H100, request()) is None
+    assert mosaic_forward.refuses(H100, request(dtype=jnp.dtype("float16"), head_dim=64)) is None
     for gpu in ("a100", "rtx4090", "b200"):
-        assert "Hopper" in on_hopper(mosaic.refuses)(Device("gpu", GPUS[gpu].kind, GPUS[gpu].capability), request())
-    assert "Hopper" in on_hopper(mosaic.refuses)(Device("cpu", "cpu", None), request())
-    assert "float32" in mosaic.refuses(H100, request(dtype=jnp.float32))
-    assert "96" in mosaic.refuses(H100, request(head_dim=96))
+        assert "Hopper" in on_hopper(mosaic_forward.refuses)(
+            Device("gpu", GPUS[gpu].kind, GPUS[gpu].capability), request()
+        )
+    assert "Hopper" in on_hopper(mosaic_forward.refuses)(Device("cpu", "cpu", None), request())
+    assert "float32" in mosaic_forward.refuses(H100, request(dtype=jnp.float32))
+    assert "96" in mosaic_forward.refuses(H100, request(head_dim=96))
 
 
 @pytest.mark.parametrize(
@@ -118,5 +121,5 @@ def test_refuses_a_ptxas_that_miscompiles(monkeypatch, version, refused):
         return version
 
     monkeypatch.setattr(importlib.metadata, "version", installed)
-    reason = mosaic.refuses(H100, request())
+    reason = mosaic_forward.refuses(H100, request())
     assert (reason is not None) == refused and (not refused or version in reason)

@@ -17,7 +17,7 @@ COVERS = (
     "jaxtune/exports/decision_model.py",
     "jaxtune/exports/write.py",
     "jaxtune/weights/class_labels.py",
-    "jaxtune/models/score.py",
+    "jaxtune/models/head/score.py",
     "jaxtune/training/step.py",
 )
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "max_position_embeddings": 512}

@@ -16,7 +16,7 @@ from vllm_program import SIZES, find_vllm, serve
 from jaxtune.data.chat.sandbox import Template
 from jaxtune.hf.chat_templates import find_template
 from jaxtune.rollout.completion_server import send_weights
-from jaxtune.rollout.tools import load_tools
+from jaxtune.rollout.episodes.tools import load_tools
 
 TAKES_LONG = True
 COVERS = ("jaxtune/rollout", "jaxtune/objectives/grpo.py", "jaxtune/objectives/rollout_correction.py")

@@ -19,7 +19,7 @@ from jaxtune.lora.options import LoraOptions
 from jaxtune.models import families
 from jaxtune.models.decoder import bind
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.score import score_labels
+from jaxtune.models.head.score import score_labels
 from jaxtune.objectives.options import PreferenceOptions
 from jaxtune.training.assembly import objective_of
 from jaxtune.weights.base import read_base

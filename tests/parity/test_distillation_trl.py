@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.models.divergence import Divergence, Head, linear_divergence
+from jaxtune.models.head.divergence import Divergence, Head, linear_divergence
 
 torch = pytest.importorskip("torch", reason="the reference is TRL, which needs torch (Python 3.11 here)")
 gkd = pytest.importorskip("trl.experimental.gkd", reason="the reference is TRL, which needs torch (Python 3.11 here)")

@@ -11,10 +11,10 @@ from jaxtune.data.chat.chat_template import ChatTemplate
 from jaxtune.data.formats.prompts import Prompts
 from jaxtune.hf.chat_templates import NAMED, find_template
 from jaxtune.inference.generation import Completion
-from jaxtune.rollout.answer_parser import AnswerParser
-from jaxtune.rollout.episodes import EpisodePlayer
-from jaxtune.rollout.observations import Observations
-from jaxtune.rollout.toolbox import load_functions
+from jaxtune.rollout.episodes.answer_parser import AnswerParser
+from jaxtune.rollout.episodes.episode_player import EpisodePlayer
+from jaxtune.rollout.episodes.observations import Observations
+from jaxtune.rollout.episodes.toolbox import load_functions
 
 pytest.importorskip("torch", reason="the reference is TRL, which needs torch (Python 3.11 here)")
 trl = pytest.importorskip("trl", reason="the reference is TRL, which needs torch (Python 3.11 here)")

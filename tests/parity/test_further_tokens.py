@@ -25,7 +25,7 @@ from jaxtune.host.run_folder import RunFolder
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models.decoder import bind
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.score import score
+from jaxtune.models.head.score import score
 from jaxtune.objectives.options import MtpOptions
 from jaxtune.training.assembly import objective_of
 from jaxtune.weights.base import read_base

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.models.score import Scores
+from jaxtune.models.head.score import Scores
 from jaxtune.objectives.grpo import DIVERGENCES, LOSSES, advantages, gdpo_advantages, grpo
 from jaxtune.objectives.options import GrpoOptions, RolloutOptions
 from jaxtune.objectives.rollout_correction import engine_difference

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtune.models.score import LabelScores, Scores
+from jaxtune.models.head.score import LabelScores, Scores
 from jaxtune.objectives.options import PreferenceOptions
 from jaxtune.objectives.preference import preference
 from jaxtune.objectives.preference_losses import losses_with

@@ -28,18 +28,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtune.config import keys, yaml_file
-from jaxtune.config.foreign import (
-    axolotl,
-    axolotl_data,
-    erniekit,
-    qefficient,
-    surogate,
-    trl,
-    trl_data,
-    trl_objectives,
-    xorl,
-)
+from jaxtune.config.foreign import axolotl, erniekit, qefficient, surogate, trl, xorl
+from jaxtune.config.foreign.axolotl import axolotl_data
 from jaxtune.config.foreign.conversions import FILE, NOTE, Options, Settings, Unsupported
+from jaxtune.config.foreign.trl import trl_data, trl_objectives
 from jaxtune.errors import UserError, shorten
 from jaxtune.option_field import Problem
 

@@ -17,8 +17,8 @@ from jaxtune.errors import UserError
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models.decoder import bind
 from jaxtune.models.forward_options import ForwardOptions
+from jaxtune.models.head.score import score
 from jaxtune.models.options import ExpertsOptions as Options
-from jaxtune.models.score import score
 from jaxtune.models.spec import ClampedSilu, Experts
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import make_mesh

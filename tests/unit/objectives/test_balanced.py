@@ -14,8 +14,8 @@ from tiny import VOCABULARY, layer, random_values, spec
 from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, TrainOptions
 from jaxtune.models.decoder import bind
 from jaxtune.models.forward_options import ForwardOptions
+from jaxtune.models.head.score import Scores
 from jaxtune.models.options import ExpertsOptions as Options
-from jaxtune.models.score import Scores
 from jaxtune.models.spec import Experts
 from jaxtune.objectives.balanced import sequence_loss, z_loss
 from jaxtune.parallel.layout import P, by_token

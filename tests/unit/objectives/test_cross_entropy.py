@@ -15,7 +15,7 @@ from tiny import VOCABULARY
 
 from jaxtune.errors import UserError
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.score import ScoreOptions, Scores, score
+from jaxtune.models.head.score import ScoreOptions, Scores, score
 from jaxtune.objectives.cross_entropy import cross_entropy, dynamic_fine_tuning
 from jaxtune.objectives.objective import Sums
 from jaxtune.parallel.layout import by_token, gathered_entry

@@ -7,7 +7,7 @@ import pytest
 from scipy.optimize import minimize_scalar
 
 from jaxtune.columns import HEAD_ROWS, NOT_AN_OPTION, QUESTION_ROWS
-from jaxtune.models.score import LabelScores
+from jaxtune.models.head.score import LabelScores
 from jaxtune.objectives.decision import TEMPERATURES, decision, evaluated_decision
 from jaxtune.objectives.options import DecisionOptions
 

@@ -14,9 +14,9 @@ import pytest
 from batches import make_batch, tokens
 from tiny import VOCABULARY
 
-from jaxtune.models.divergence import likeliest
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.score import score
+from jaxtune.models.head.divergence import likeliest
+from jaxtune.models.head.score import score
 from jaxtune.objectives.distillation import distillation
 from jaxtune.objectives.options import DistillOptions
 from jaxtune.parallel.layout import by_token, gathered_entry

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import log_expit
 
-from jaxtune.models.score import Scores
+from jaxtune.models.head.score import Scores
 from jaxtune.objectives.options import PreferenceOptions
 from jaxtune.objectives.preference import preference
 

@@ -16,10 +16,10 @@ from jaxtune.data.formats.prompts import Prompt, Prompts
 from jaxtune.errors import UserError
 from jaxtune.hf.chat_templates import find_template
 from jaxtune.inference.generation import Completion
-from jaxtune.rollout.episode_rewards import reward_episodes
-from jaxtune.rollout.episodes import Episode, EpisodePlayer
+from jaxtune.rollout.episodes.episode_player import Episode, EpisodePlayer
+from jaxtune.rollout.episodes.episode_rewards import reward_episodes
+from jaxtune.rollout.episodes.toolbox import load_functions, try_functions
 from jaxtune.rollout.groups import means
-from jaxtune.rollout.toolbox import load_functions, try_functions
 
 CODE = '''
 import asyncio

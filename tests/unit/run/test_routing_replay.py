@@ -23,7 +23,7 @@ from jaxtune.errors import UserError
 from jaxtune.inference.generation import Completion
 from jaxtune.models.decoder import bind
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.score import ScoreOptions, hidden_states, score
+from jaxtune.models.head.score import ScoreOptions, hidden_states, score
 from jaxtune.models.spec import Experts
 from jaxtune.objectives.options import GrpoOptions
 from jaxtune.optim.options import OptimOptions
@@ -31,7 +31,7 @@ from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.rollout import completers, rollouts, sent_weights
-from jaxtune.rollout.episodes import Episode
+from jaxtune.rollout.episodes.episode_player import Episode
 from jaxtune.rollout.groups import Rollout
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.base import Base

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import cost
 from pallas_kernels.flash_attention.blocks import key_blocks, most_flops, query_blocks, whole_blocks
-from pallas_kernels.flash_attention.mosaic import (
+from pallas_kernels.flash_attention.mosaic.mosaic_forward import (
     LOG2_E,
     KernelCall,
     Order,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jaxtune.data.chat.messages import Message
 from jaxtune.data.reading import user_files
 from jaxtune.errors import UserError
-from jaxtune.rollout.calls import Caller
+from jaxtune.rollout.episodes.calls import Caller
 
 OPTION = "rollout.tools"
 

@@ -6,8 +6,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxtune.parallel import multihost
-from jaxtune.rollout.environments import REWARDS
-from jaxtune.rollout.episodes import Episode
+from jaxtune.rollout.episodes.environments import REWARDS
+from jaxtune.rollout.episodes.episode_player import Episode
 from jaxtune.rollout.groups import Rollout
 from jaxtune.rollout.rewards import Reward, rewards_of, total
 

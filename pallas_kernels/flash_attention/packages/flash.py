@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import cost
 from pallas_kernels.flash_attention.blocks import most_flops
 from pallas_kernels.flash_attention.differentiate import RESIDUALS
-from pallas_kernels.flash_attention.packed_documents import (
+from pallas_kernels.flash_attention.packages.packed_documents import (
     Packing,
     as_rows,
     as_tokens,

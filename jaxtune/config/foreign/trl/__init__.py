@@ -18,7 +18,7 @@ from jaxtune.config.foreign.conversions import (
     names_of,
     word_of,
 )
-from jaxtune.config.foreign.trl_objectives import trainer_of
+from jaxtune.config.foreign.trl.trl_objectives import trainer_of
 
 _RATES = {"sft": 2e-5, "gkd": 2e-5, "reward": 1e-4}
 

@@ -22,8 +22,8 @@ from typing import Any
 from jaxtune.data.chat.messages import Message, check_messages, clip
 from jaxtune.data.reading import user_files
 from jaxtune.errors import UserError
+from jaxtune.rollout.episodes.tools import Tool, describe
 from jaxtune.rollout.rewards import Reward
-from jaxtune.rollout.tools import Tool, describe
 
 log = logging.getLogger("jaxtune")
 

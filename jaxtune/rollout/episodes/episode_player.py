@@ -26,13 +26,13 @@ from jaxtune.data.reading import user_files
 from jaxtune.errors import UserError
 from jaxtune.inference.generation import Completion
 from jaxtune.parallel import multihost
-from jaxtune.rollout.answer_parser import AnswerParser
-from jaxtune.rollout.calls import Caller
 from jaxtune.rollout.completers import Complete
-from jaxtune.rollout.environments import EnvironmentClass, EnvironmentFailed, read_step
-from jaxtune.rollout.observations import Observations
-from jaxtune.rollout.toolbox import Toolbox
-from jaxtune.rollout.tools import Tool, describe, run_tool
+from jaxtune.rollout.episodes.answer_parser import AnswerParser
+from jaxtune.rollout.episodes.calls import Caller
+from jaxtune.rollout.episodes.environments import EnvironmentClass, EnvironmentFailed, read_step
+from jaxtune.rollout.episodes.observations import Observations
+from jaxtune.rollout.episodes.toolbox import Toolbox
+from jaxtune.rollout.episodes.tools import Tool, describe, run_tool
 from jaxtune.tokenizer_type import Tokenizer
 
 log = logging.getLogger("jaxtune")

@@ -116,7 +116,7 @@ def messages_page() -> str:
         "Every error of jaxtune that you can mend, by the file that raises it; `...` stands for names and numbers. The",
         "common ones are explained in [errors](errors.md).",
     ]
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     for file in sorted(package.rglob("*.py")):
         calls = (node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
         found = {text: None for call in calls if (text := _message(call)).strip(". ")}  # without repetitions, in order

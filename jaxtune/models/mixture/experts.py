@@ -16,12 +16,12 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from jaxtune.errors import UserError
 from jaxtune.models import spec as specs
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.layers.expert_all_to_all import through_experts
-from jaxtune.models.layers.expert_sort import from_rows, to_rows
 from jaxtune.models.layers.linear import Linear
 from jaxtune.models.layers.mlp import MLP
 from jaxtune.models.layers.norm import NormLayer
-from jaxtune.models.layers.router import Router, Routing
+from jaxtune.models.mixture.expert_all_to_all import through_experts
+from jaxtune.models.mixture.expert_sort import from_rows, to_rows
+from jaxtune.models.mixture.router import Router, Routing
 from jaxtune.parallel.layout import RULES, Axes, Layout, P, Rules, axes_of, by_token, gather, shards
 from jaxtune.parallel.random import Noise
 from jaxtune.precision.matmul import LowPrecision

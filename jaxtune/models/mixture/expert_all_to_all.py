@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxtune.models.layers.expert_sort import from_rows, to_rows
+from jaxtune.models.mixture.expert_sort import from_rows, to_rows
 from jaxtune.parallel.layout import Axes, shards
 from pallas_kernels import cost
 from pallas_kernels.manual_axes import vary_over, varying_axes

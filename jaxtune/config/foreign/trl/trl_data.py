@@ -2,7 +2,7 @@
 
 from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, conversions_of, names_of
 from jaxtune.config.foreign.trl import evaluation_of
-from jaxtune.config.foreign.trl_objectives import trainer_of
+from jaxtune.config.foreign.trl.trl_objectives import trainer_of
 
 
 def _samples(o: Options) -> Settings:

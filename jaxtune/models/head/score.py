@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxtune.errors import UserError
 from jaxtune.models import pipeline
 from jaxtune.models.decoder import Decoder, join_sums, routed_by_stack
-from jaxtune.models.divergence import Divergence, likeliest, score_with_divergence
 from jaxtune.models.forward_options import ForwardOptions
+from jaxtune.models.head.divergence import Divergence, likeliest, score_with_divergence
 from jaxtune.models.layers.lookup import lookup
 from jaxtune.models.pipeline import Batch
 from jaxtune.parallel.layout import P, by_token, gather, gathered_entry

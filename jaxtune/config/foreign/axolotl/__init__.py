@@ -22,7 +22,7 @@ from jaxtune.config.foreign.trl import (
     trl_schedule,
     zero_of,
 )
-from jaxtune.config.foreign.trl_objectives import LOSSES
+from jaxtune.config.foreign.trl.trl_objectives import LOSSES
 
 
 def axolotl_adapter(o: Options) -> Settings:

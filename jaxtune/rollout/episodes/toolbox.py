@@ -7,10 +7,10 @@ from jaxtune.config.schema import Config
 from jaxtune.data.formats.prompts import Prompt, RowTools, Sample
 from jaxtune.data.reading import user_files
 from jaxtune.errors import UserError
-from jaxtune.rollout.calls import Caller
-from jaxtune.rollout.environments import COLUMN, REWARDS, EnvironmentClass, load_environments, own_rewards
+from jaxtune.rollout.episodes.calls import Caller
+from jaxtune.rollout.episodes.environments import COLUMN, REWARDS, EnvironmentClass, load_environments, own_rewards
+from jaxtune.rollout.episodes.tools import Tool, load_tools
 from jaxtune.rollout.rewards import Reward, load_rewards, try_rewards
-from jaxtune.rollout.tools import Tool, load_tools
 from jaxtune.tokenizer_type import Tokenizer
 
 

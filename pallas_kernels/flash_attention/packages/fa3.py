@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import cost
 from pallas_kernels.flash_attention.blocks import most_flops
 from pallas_kernels.flash_attention.differentiate import RESIDUALS
-from pallas_kernels.flash_attention.packed_documents import Packing, as_rows, as_tokens, call_kernel, pack
+from pallas_kernels.flash_attention.packages.packed_documents import Packing, as_rows, as_tokens, call_kernel, pack
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Device
 

@@ -1,0 +1,1 @@
+"""Completions of several turns: tools and environments that answer the model, and what an episode earns."""

@@ -1,0 +1,1 @@
+"""FlashAttention 2 and 3 by packages that register their kernels with XLA."""
