@@ -9,6 +9,7 @@ import jax
 from pallas_kernels.case import Case, bind_request
 from pallas_kernels.fp8_matmul import mosaic
 from pallas_kernels.fp8_matmul.request import BLOCK, request_for
+from pallas_kernels.registry import on_hopper
 
 SIZE = 4096
 
@@ -24,9 +25,8 @@ def _cases() -> Iterator[Case]:
         request = request_for(*arguments)
         function = partial(mosaic.multiply, request=request)
         inputs = f"{dtype} by e4m3, in blocks"
-        yield Case(
-            "fp8_matmul", "mosaic", "forward", inputs, function, arguments, bind_request(mosaic.refuses, request)
-        )
+        refuses = bind_request(on_hopper(mosaic.refuses), request)
+        yield Case("fp8_matmul", "mosaic", "forward", inputs, function, arguments, refuses)
 
 
 CASES = tuple(_cases())
