@@ -2,7 +2,7 @@
 
 - By Pallas: Pallas lowers the kernel to Triton's IR. jax has deprecated this since 0.11 and will remove it.
 - By the IR in the folder that the environment variable PALLAS_KERNELS_IR names (kept_ir.py). XLA compiles the same IR
-  to the same code, and Pallas is not needed. What the folder lacks is written there if this jax has Pallas-Triton.
+  to the same code, and Pallas is not needed. A file that the folder lacks is written, if this jax has Pallas-Triton.
 
 Kernels import `plgpu` from here, because a jax without Pallas-Triton has no such module.
 """
@@ -39,7 +39,7 @@ def triton_call(
     name: str,
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
-    """Return a function that runs a kernel on arrays; the arguments are those of `pl.pallas_call`.
+    """Return a function that runs a kernel on arrays; the arguments are as in `pl.pallas_call`.
 
     The function raises `kept_ir.NoKernel` if this jax has no Pallas-Triton and the folder has no IR for the call.
     """

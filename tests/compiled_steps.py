@@ -152,9 +152,10 @@ def _compiled_step(
 def products_over_needed(compiled: aot.Compiled, size: str, rows: int, trained: bool = False) -> float:
     """FLOPs of the matrix products that a step of Qwen3 executes, over those that it needs; rows: of the whole step.
 
-    Of adapters of rank 16 (trained=False) without rematerialisation: forward, and backward to the inputs; of adapters
-    also to their weights. Of all weights with memory.remat=block: also to the weights; each layer once more, without
-    the product whose result only the next layer reads; and the head once more, tile by tile.
+    Adapters of rank 16 (trained=False), without rematerialisation, need the forward products and the backward products
+    to the inputs, and to the weights of adapters. All weights with memory.remat=block need also the products to the
+    weights, each layer once more without the product whose result only the next layer reads, and the head once more,
+    tile by tile.
     """
     hidden, layers, intermediate, heads = SIZES[size]
     keys = 8 * 128

@@ -1,4 +1,4 @@
-"""What a real vLLM computes with a model folder; run by vLLM's own Python: vllm_outputs.py JOB.json OUTPUT.json.
+"""Compute with a model folder in a real vLLM; run by vLLM's own Python: vllm_outputs.py JOB.json OUTPUT.json.
 
 A job is {"folder", "adapter" (a folder or null), "prompts" (lists of token ids)}. The output is {"logprobs": for each
 prompt the log-probability of each token but the first, "greedy": for each prompt the ids of the greedy continuation},

@@ -54,12 +54,12 @@ def fastest_on_each(
     plan_on: Callable[[Config, TargetGpus], Plan],
     state_on: Callable[[Config, TargetGpus], int],
 ) -> dict[TargetGpus, Plan | None]:
-    """The plan of the fastest config that fits on each machine; None where no config fits.
+    """The plan of the fastest config that fits on each machine; None if no config fits there.
 
-    A plan takes a minute, so few are made. Machines with much memory and many GPUs come first: a step that needs more
-    there than a smaller machine has is not planned on the smaller one, nor is one whose state alone does not fit
-    (state_on: its bytes on a GPU, which takes seconds). Options that are the fastest on a kind of GPU are taken on
-    fewer of them too, if they fit.
+    A plan takes a minute, so this function makes few. It begins with machines with much memory and many GPUs. If a step
+    needs more memory there than a smaller machine has, it is not planned on the smaller one. Neither is a step whose
+    state does not fit (state_on returns its bytes on a GPU within seconds). A smaller number of GPUs of the same kind
+    takes the options that are the fastest on the larger number, if they fit.
     """
     needs: list[tuple[tuple, int, int]] = []  # options, number of GPUs, bytes of a GPU
     states: dict[tuple, int] = {}  # by quantization and machine

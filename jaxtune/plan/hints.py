@@ -66,7 +66,7 @@ def compare(parsed: Mapping[str, tuple[flags.FlagValues, Config]]) -> int:
             rows.append(Row(recipe, where, plan, prices[where.gpu], tuple(options)))
     print(comparison(rows))
     fit = [row.plan is not None and row.plan.fits for row in rows]
-    # Machines are compared to choose one of them, recipes to know of each.
+    # One machine that fits is enough; of several recipes, each must fit.
     return 0 if (any(fit) if len(parsed) == 1 else all(fit)) else 2
 
 
@@ -82,7 +82,7 @@ def _use_cpu() -> None:
 
 
 class _Planner:
-    """Makes plans, by measured rates where there are some, and remembers them."""
+    """Makes plans, by measured rates if there are some, and remembers them."""
 
     def __init__(self, measured: Mapping[str, calibration.Calibration | None]):
         self.measured = measured
@@ -125,7 +125,7 @@ def _machines(values: flags.FlagValues, config: Config) -> list[TargetGpus]:
         if not (isinstance(count, int) or (count.isdigit() and int(count) > 0)):
             raise UserError(f"--gpus={','.join(values.gpus)}: {count!r} is not a number of GPUs; write --gpus=1,2,4")
         if config.device.gpus not in (None, int(count)):
-            raise UserError(f"--gpus={count}: device.gpus is {config.device.gpus}; leave one of them out")
+            raise UserError(f"--gpus={count}: device.gpus is {config.device.gpus}; leave out one of the two")
     machines = [TargetGpus(gpu, int(count), values.hosts) for gpu in gpus for count in counts]
     return list(dict.fromkeys(machines))
 

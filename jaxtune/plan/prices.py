@@ -1,4 +1,4 @@
-"""Prices of a GPU for an hour: typical ones, or those of --price.
+"""Prices of a GPU for an hour: typical prices, or the ones that --price gives.
 
 The table has list prices in US dollars of a provider that rents single GPUs by the hour: RunPod's community cloud, read
 from its page on 2026-09-25 (A100 and H100 with SXM), and for the RTX 5090 Akash, read on 2026-09-20. RunPod's own data
@@ -36,7 +36,7 @@ class Price:
 
 
 def read_prices(text: str | None, gpus: list[str]) -> dict[str, Price]:
-    """The price of each of these GPUs, by name; `text`: the value of --price."""
+    """The price of each GPU, by name; `text`: the value of --price."""
     prices = {gpu: Price(TYPICAL[gpu], typical=True) for gpu in gpus}
     if text is None:
         return prices

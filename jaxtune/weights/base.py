@@ -1,4 +1,4 @@
-"""The base model of a run: what its folder, or a config.json alone, describes, before any weight is read."""
+"""The base model of a run: what its folder, or a config.json without weights, describes."""
 
 import dataclasses
 from collections.abc import Mapping

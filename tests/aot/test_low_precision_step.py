@@ -45,7 +45,7 @@ def test_every_product_of_a_frozen_weight_is_an_fp8_call_and_no_weight_is_copied
 
 @pytest.mark.every_jax
 def test_no_product_runs_twice():
-    """Of adapters on FP8 products, and of all weights with what memory.remat=block recomputes."""
+    """Adapters on FP8 products, and all weights, with the products that memory.remat=block computes again."""
     fp8 = compile_recipe_step("qwen_fp8", "8B", "none", rows=3)
     assert products_over_needed(fp8, "8B", rows=4 * 3) == pytest.approx(1, abs=0.02)
     whole = compile_recipe_step("qwen_full_8bit", "8B", "block", rows=1)

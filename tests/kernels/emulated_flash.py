@@ -1,4 +1,4 @@
-"""What FlashAttention's kernels compute, in plain jax, for tests of the calls of two packages that contain them.
+"""FlashAttention's arithmetic in plain jax, for tests of the calls of two packages with its kernels.
 
 It follows their C++: packed rows are (tokens, heads, head_dim) with a log-sum-exp of (heads, tokens); tokens outside
 documents are not written; hidden keys have weight 0, but are multiplied.
@@ -12,7 +12,7 @@ from kernels.attention_cases import Case
 
 
 class Mask(NamedTuple):
-    """Arguments of the kernels; a negative number of keys to the left or right is no bound."""
+    """Arguments of the kernels; a negative number of keys to the left or right means that there is no bound."""
 
     scale: float
     causal: bool

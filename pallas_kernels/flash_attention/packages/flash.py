@@ -204,7 +204,7 @@ def _by_token(lse: Float[Array, "N h s"], offsets: Int[Array, " N+1"], tokens: i
 
 
 def _by_document(lse: Float[Array, "h t"], offsets: Int[Array, " N+1"], length: int) -> Float[Array, "N h s"]:
-    """Return the log-sum-exp by document, as FlashAttention 2 has it. What follows a document's end is not read."""
+    """Return the log-sum-exp by document, as FlashAttention 2 has it; no kernel reads behind a document's end."""
     token = jnp.minimum(offsets[:-1, None] + jnp.arange(length), lse.shape[1] - 1)
     return lse[:, token].swapaxes(0, 1)
 
