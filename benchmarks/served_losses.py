@@ -142,6 +142,10 @@ def main() -> None:
     make_model_folder(work / "model", "Qwen3", SIZES)
     base = train_base(work)
     settings = {"jax": jax.__version__, "steps": arguments.steps, "sizes": SIZES, "base": BASE, "kinds": KINDS}
+    kept = work / "settings.json"  # finished runs are not repeated, so all must have the same settings
+    if kept.exists() and json.loads(kept.read_text()) != json.loads(json.dumps(settings)):
+        raise SystemExit(f"{work} has runs with other settings: take another --work")
+    kept.write_text(json.dumps(settings, indent=1) + "\n")
     rows: dict[str, list[dict[str, float]]] = {}
     for format, seed, kind in itertools.product(FORMATS, SEEDS, KINDS):
         found = measure(work, base, arguments.steps, kind, format, seed, arguments.distill)

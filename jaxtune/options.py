@@ -63,6 +63,8 @@ def _main(values: flags.FlagValues, words: list[str]) -> None:
     tasks = [*words, *(f"--{name}" for name in ("all", "json-schema", "from") if values[name].value)]
     if len(tasks) > 1:
         raise UserError(f"one pattern at most, not {len(tasks)}: {' '.join(tasks)}")
+    if values["from"].value == "":
+        raise UserError("--from=FILE.yaml: the file is missing")
     if values["from"].value is not None:
         _translate(values["from"].value, values.dialect)
     elif values.dialect is not None:

@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import hashlib
 import json
-import os
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -92,7 +92,7 @@ def _message(call: dict[str, Any], file: Path | None) -> str:
 def _write(file: Path, kept: dict[str, Any]) -> None:
     """Write a file at once, because several processes may write it."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}.part")
+    part = file.with_suffix(f".{uuid.uuid4().hex}.part")
     part.write_text(json.dumps(kept, indent=1))
     part.replace(file)
 

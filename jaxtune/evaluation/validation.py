@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,10 +79,13 @@ def evaluate(
         home = tokenizer_home(model, config, name)
         tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
         if config.samples:
-            evaluate_model = _make_evaluate_prompts(run, config, model, mesh, tokenizer)
+            evaluate_model, close = _make_evaluate_prompts(run, config, model, mesh, tokenizer)
         else:
-            evaluate_model = _make_evaluate_documents(config, model, mesh, tokenizer)
-        return evaluate_model(opened.trained, opened.frozen, opened.reference)
+            evaluate_model, close = _make_evaluate_documents(config, model, mesh, tokenizer), lambda: None
+        try:
+            return evaluate_model(opened.trained, opened.frozen, opened.reference)
+        finally:
+            close()
 
 
 def tokenizer_home(model: Model, config: Config, name: str | None) -> Path:
@@ -143,12 +147,13 @@ def _make_evaluate_documents(config: Config, model: Model, mesh: jax.sharding.Me
 
 def _make_evaluate_prompts(
     run: str | None, config: Config, model: Model, mesh: jax.sharding.Mesh, tokenizer: Tokenizer
-) -> Evaluate:
+) -> tuple[Evaluate, Callable[[], None]]:
+    """Return the evaluation of completions, and the function that ends its use of a server."""
     functions, train = load_functions(config), config.train
     _, prompts = data.open_prompt_sets(config, tokenizer, functions.row_tools)
     if prompts is None:
         raise UserError(NO_DATA)
-    folder = Path(run or config.train.output_dir) / "evaluation"  # for adapters that are sent to a server
+    folder = Path(run or config.train.output_dir) / "evaluation"  # for weights that are sent to a server
     if config.distill.own_answers:
         if config.distill.teacher == BASE and not config.lora.enabled:
             raise UserError(
@@ -159,8 +164,8 @@ def _make_evaluate_prompts(
         teacher = declare_teacher(config, tokenizer, model.spec.vocabulary, mesh)
         score = own_answers.make_score_answers(config, model, objective, teacher)
         parts = own_answers.Distillation(objective, complete, score)
-        return own_answers.make_evaluate_answers(config, model, parts, prompts)
+        return own_answers.make_evaluate_answers(config, model, parts, prompts), complete.close
     process.on_main(lambda: try_functions(config, functions, prompts[0], tokenizer))
     make_rollout = rollouts.make_rollouts(config, model, tokenizer, functions.rewards, folder, functions.toolbox)
     completions_at_once = train.micro_batch_size * train.grad_accum_steps * data_shards(mesh)
-    return rollouts.make_evaluate(config, make_rollout, prompts, completions_at_once)
+    return rollouts.make_evaluate(config, make_rollout, prompts, completions_at_once), make_rollout.close

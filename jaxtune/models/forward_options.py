@@ -26,9 +26,9 @@ class ForwardOptions(NamedTuple):
         backend: attention backend, a name in pallas_kernels.flash_attention.BACKENDS or 'auto'.
         fallback: 'warn' uses 'auto' if that backend cannot run; 'error' raises.
         documents: the largest number of documents in a row, for backends that need a bound; None: no bound.
-        experts: backend for mixtures of experts, a name in BACKENDS of layers.experts or 'auto'.
+        experts: backend for mixtures of experts, a name in BACKENDS of mixture.experts or 'auto'.
         record_routing: whether the sums of a mixture also have routed_experts (b, s, k), the experts of each token.
-        capacity_factor: capacity factor of `layers.expert_all_to_all`, which sends tokens to other devices; None: the
+        capacity_factor: capacity factor of `mixture.expert_all_to_all`, which sends tokens to other devices; None: the
             tokens of all devices are all-gathered instead.
         groups: inside a mixture, which expert's weights multiply each token; None: a weight is one matrix.
         keep_gathered: whether weights stay gathered from the forward to the backward pass.

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxtune.config import checks
 from jaxtune.config.schema import Config
+from jaxtune.errors import UserError
 from jaxtune.plan.prediction import Plan, TargetGpus, memory_limit
 from jaxtune.training.memory import POLICIES
 
@@ -53,8 +54,10 @@ def fastest_on_each(
     machines: Sequence[TargetGpus],
     plan_on: Callable[[Config, TargetGpus], Plan],
     state_on: Callable[[Config, TargetGpus], int],
-) -> dict[TargetGpus, Plan | None]:
+) -> dict[TargetGpus, Plan | UserError | None]:
     """The plan of the fastest config that fits on each machine; None if no config fits there.
+
+    If there are several machines, one that cannot run the config gets the error that says why.
 
     A plan takes a minute, so this function makes few. It begins with machines with much memory and many GPUs. If a step
     needs more memory there than a smaller machine has, it is not planned on the smaller one. Neither is a step whose
@@ -63,7 +66,7 @@ def fastest_on_each(
     """
     needs: list[tuple[tuple, int, int]] = []  # options, number of GPUs, bytes of a GPU
     states: dict[tuple, int] = {}  # by quantization and machine
-    best: dict[TargetGpus, Plan | None] = {}
+    best: dict[TargetGpus, Plan | UserError | None] = {}
 
     def plan_if_it_can_fit(other: Config, where: TargetGpus) -> Plan | None:
         options, count, limit = _options(other), where.gpus * where.hosts, memory_limit(where.gpu)
@@ -79,12 +82,19 @@ def fastest_on_each(
         return plan
 
     for where in sorted(machines, key=lambda where: (-memory_limit(where.gpu), where.gpu, -where.hosts * where.gpus)):
-        more = [plan for other, plan in best.items() if other.gpu == where.gpu and plan]
-        same = plan_if_it_can_fit(more[-1].config, where) if more else None
-        if same and same.fits:
-            best[where] = same
-        else:
-            best[where] = fastest(config, lambda other, where=where: plan_if_it_can_fit(other, where))
+        more = [
+            plan for other, plan in best.items() if other.gpu == where.gpu and plan and not isinstance(plan, UserError)
+        ]
+        try:
+            same = plan_if_it_can_fit(more[-1].config, where) if more else None
+            if same and same.fits:
+                best[where] = same
+            else:
+                best[where] = fastest(config, lambda other, where=where: plan_if_it_can_fit(other, where))
+        except UserError as error:
+            if len(machines) == 1:
+                raise
+            best[where] = error
     return {where: best[where] for where in machines}
 
 

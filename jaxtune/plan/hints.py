@@ -13,6 +13,7 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.plan import calibration
 from jaxtune.plan.fit import faster_quantized, fastest_on_each, overrides
+from jaxtune.plan.jax_versions import say_slower
 from jaxtune.plan.prediction import Plan, TargetGpus, memory_limit, predict, state_bytes
 from jaxtune.plan.prices import Price, read_prices
 from jaxtune.plan.summary import Row, as_json, comparison, line, machine, size_in_gb, table
@@ -33,6 +34,7 @@ def plan_one(values: flags.FlagValues, config: Config) -> int:
         print(json.dumps(as_json(plan), indent=2) if values.json else table(plan, price))
         return 0 if plan.fits else 2
     plan = fastest_on_each(config, [where], search.plan_loudly, state_bytes)[where]
+    assert not isinstance(plan, UserError)  # of a single machine it is raised
     if plan is None:
         raise UserError(f"--fit: nothing fits into {size_in_gb(memory_limit(where.gpu))}; {search.least()}")
     if values.json:
@@ -60,11 +62,14 @@ def compare(parsed: Mapping[str, tuple[flags.FlagValues, Config]]) -> int:
         if values.fit:
             plans = fastest_on_each(config, machines, search.plan_loudly, state_bytes)
         else:
-            plans = {where: search.plan(config, where) for where in machines}
+            plans = {where: search.plan_or_error(config, where, only=len(machines) == 1) for where in machines}
         for where, plan in plans.items():
+            plan, reason = (None, str(plan)) if isinstance(plan, UserError) else (plan, None)
             options = overrides(config, plan.config) if values.fit and plan else []
-            rows.append(Row(recipe, where, plan, prices[where.gpu], tuple(options)))
+            rows.append(Row(recipe, where, plan, prices[where.gpu], tuple(options), reason))
     print(comparison(rows))
+    if slower := say_slower(jax.__version__):
+        print(slower)
     fit = [row.plan is not None and row.plan.fits for row in rows]
     # One machine that fits is enough; of several recipes, each must fit.
     return 0 if (any(fit) if len(parsed) == 1 else all(fit)) else 2
@@ -82,7 +87,7 @@ def _use_cpu() -> None:
 
 
 class _Planner:
-    """Makes plans, by measured rates if there are some, and remembers them."""
+    """Makes plans, by measured rates if there are some, and keeps a list of them."""
 
     def __init__(self, measured: Mapping[str, calibration.Calibration | None]):
         self.measured = measured
@@ -91,6 +96,15 @@ class _Planner:
     def plan(self, config: Config, where: TargetGpus) -> Plan:
         self.plans.append(predict(config, where, self.measured[where.gpu]))
         return self.plans[-1]
+
+    def plan_or_error(self, config: Config, where: TargetGpus, only: bool) -> Plan | UserError:
+        """Plan; return the error of a machine that cannot run the config, unless it is the only one."""
+        try:
+            return self.plan(config, where)
+        except UserError as error:
+            if only:
+                raise
+            return error
 
     def plan_loudly(self, config: Config, where: TargetGpus) -> Plan:
         plan = self.plan(config, where)
@@ -116,7 +130,9 @@ def _with_model(config: Config, model: str | None) -> Config:
 
 def _machines(values: flags.FlagValues, config: Config) -> list[TargetGpus]:
     """The machines to plan for: each kind of GPU in each number."""
-    gpus = list(GPUS) if values.gpu == ["any"] else values.gpu
+    gpus = list(GPUS) if "any" in values.gpu else values.gpu
+    if not gpus:
+        raise UserError(f"--gpu= names no GPU: {', '.join(GPUS)}, or any")
     for gpu in gpus:
         if gpu not in GPUS:
             raise UserError(f"--gpu={','.join(values.gpu)}: {gpu!r} is not a GPU that is known: {', '.join(GPUS)}, any")
@@ -126,6 +142,8 @@ def _machines(values: flags.FlagValues, config: Config) -> list[TargetGpus]:
             raise UserError(f"--gpus={','.join(values.gpus)}: {count!r} is not a number of GPUs; write --gpus=1,2,4")
         if config.device.gpus not in (None, int(count)):
             raise UserError(f"--gpus={count}: device.gpus is {config.device.gpus}; leave out one of the two")
+    if values.calibration and len(gpus) > 1:
+        raise UserError("--calibration was measured on one kind of GPU: give one --gpu")
     machines = [TargetGpus(gpu, int(count), values.hosts) for gpu in gpus for count in counts]
     return list(dict.fromkeys(machines))
 

@@ -16,13 +16,13 @@ def say_slower(version: str, file: Path = FILE) -> str | None:
     own = next((rates for name, rates in speeds.items() if _minor(name) == _minor(version)), None)
     slower: dict[str, list[str]] = {}  # by the fastest version
     for recipe, rate in (own or {}).items():
-        best = max(speeds, key=lambda name: speeds[name][recipe])
+        best = max((name for name in speeds if recipe in speeds[name]), key=lambda name: speeds[name][recipe])
         if rate < CLOSE * speeds[best][recipe]:
-            slower.setdefault(best, []).append(f"{recipe} {1 - rate / speeds[best][recipe]:.0%}")
+            slower.setdefault(best, []).append(f"{recipe} by {1 - rate / speeds[best][recipe]:.0%}")
     if not slower:
         return None
-    recipes = "; ".join(f"than with jax {best} {', '.join(recipes)}" for best, recipes in slower.items())
-    return f"jax {version} is slower, as predicted for an H100: {recipes}"
+    recipes = "; ".join(f"than jax {best} in {', '.join(recipes)}" for best, recipes in slower.items())
+    return f"jax {version} is predicted to be slower on an H100 {recipes}"
 
 
 def _minor(version: str) -> list[str]:

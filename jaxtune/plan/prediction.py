@@ -146,6 +146,8 @@ def memory_limit(gpu: str) -> int:
 
 def state_bytes(config: Config, where: TargetGpus) -> int:
     """Return the bytes of a GPU that parameters, optimizer state, a batch and a teacher take; compiles nothing."""
+    if reason := aot.unavailable():
+        raise UserError(reason)
     mesh = make_mesh(config.mesh, aot.devices(where.gpu, where.hosts, where.gpus), config.parallel)
     config = with_sizes(config)
     run = assemble(base_of(config), config, mesh)
@@ -335,7 +337,7 @@ def _notes(program: LaunchedProgram, config: Config, gpu: str, central: rates.Ra
     if GPUS[gpu].capability != (9, 0):
         notes.append("products: throughput by shape was measured only on Hopper, and is scaled to this GPU")
         if guessed := sorted(kinds & set(rates.KERNELS) - set(central.fractions)):
-            notes.append(f"{', '.join(guessed)}: a guess from Hopper's rate")
+            notes.append(f"{', '.join(guessed)}: a guess")
     for loop in program.unknown:
         at = f" at {loop.frames[0].file}:{loop.frames[0].line}" if loop.frames else ""
         notes.append(f"loop {loop.name}{at}: its trip count is unknown, so its body is counted once")

@@ -23,6 +23,7 @@ class Row:
         plan: None if nothing fits there.
         price: of a GPU of the machine.
         options: flags that --fit has found.
+        reason: why the recipe cannot run there, if so.
     """
 
     recipe: str
@@ -30,6 +31,7 @@ class Row:
     plan: Plan | None
     price: Price
     options: tuple[str, ...] = ()
+    reason: str | None = None
 
 
 def table(plan: Plan, price: Price, groups: int = 10) -> str:
@@ -64,7 +66,8 @@ def comparison(rows: Sequence[Row]) -> str:
     for row in rows:
         where = f"  {machine(row.where):<12} {' '.join((row.recipe, *row.options))}"
         if row.plan is None:
-            lines.append(f"{'':9} {'nothing fits':12} {'':{len(head)}}{where}")
+            verdict = "nothing fits" if row.reason is None else "cannot run"
+            lines.append(f"{'':9} {verdict:12} {'':{len(head)}}{where}{f': {row.reason}' if row.reason else ''}")
             continue
         central, fast, slow = (row.plan.speeds[scenario] for scenario in ("central", "optimistic", "pessimistic"))
         spread = f"{slow.tokens_per_second:,.0f} - {fast.tokens_per_second:,.0f}"

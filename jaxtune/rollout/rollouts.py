@@ -165,7 +165,7 @@ def make_rollouts(
 ) -> Rollouts:
     """Return a source that samples and rewards completions, on the devices of the current mesh or by rollout.server.
 
-    run: the run folder, for adapters that are sent to the server. toolbox: tools and environments, with which
+    run: the run folder, for weights that are sent to the server. toolbox: tools and environments, with which
     completions are episodes. `make` raises UserError as `rewards_of` and, with a server, as
     `completion_server.complete`. With rollout.ahead two threads call it; it serves one after the other, because the
     server has one version of the weights.

@@ -3,7 +3,9 @@
 import hashlib
 import itertools
 import shutil
+import threading
 import weakref
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +41,10 @@ class SentWeights:
         self._numbers = itertools.count()
         self._last: WrittenWeights | None = None  # what the servers have
         self._served: str | None = None
-        self.close()  # a run that was killed may have left weights
+        self._finalizers: list[weakref.finalize] = []
+        self._sending, self._closed = threading.Lock(), False
+        if multihost.is_main():  # a run that was killed may have left weights
+            shutil.rmtree(folder, ignore_errors=True)
 
     def write(self, trained: Parameters, frozen: Parameters) -> WrittenWeights:
         """Write weights for `send`: the adapter, or all if the run has none. All processes call this."""
@@ -47,23 +52,34 @@ class SentWeights:
         export = export_adapter if self._config.lora.enabled else export_weights
         export(self._model, {**frozen, **trained}, self._config, written.folder)
         if multihost.is_main():
-            weakref.finalize(written, shutil.rmtree, written.folder, ignore_errors=True)
+            removal = weakref.finalize(written, shutil.rmtree, written.folder, ignore_errors=True)
+            self._finalizers = [one for one in (*self._finalizers, removal) if one.alive]
         return written
 
     def send(self, written: WrittenWeights) -> str | None:
         """Send weights to the servers, unless they have them; return the model's name to request completions with.
 
-        The turns of a step's episodes are sampled by one version. Raises UserError as `completion_server`'s functions.
+        The turns of a step's episodes are sampled by one version. Raises UserError as `completion_server`'s functions,
+        and CancelledError after `close`.
         """
-        if self._last is not written:
-            names = self._servers.ask_each(lambda url: self._send(url, written.folder))
-            self._last, self._served = written, names[0]
-        return self._served
+        with self._sending:
+            if self._closed:
+                raise CancelledError
+            if self._last is not written:
+                names = self._servers.ask_each(lambda url: self._send(url, written.folder))
+                self._last, self._served = written, names[0]
+            return self._served
 
     def close(self) -> None:
-        """Remove what is written."""
-        if multihost.is_main():
+        """Send no more weights, and remove what is written, unless a server is reading it now."""
+        self._closed = True
+        # A later run may write folders of the same names while weights of this one are still referred to.
+        for removal in self._finalizers:
+            removal.detach()
+        # vLLM ends if files disappear while it reads them. The next run of this name removes them.
+        if multihost.is_main() and self._sending.acquire(blocking=False):
             shutil.rmtree(self._folder, ignore_errors=True)
+            self._sending.release()
 
     def _send(self, url: str, folder: Path) -> str | None:
         if self._config.lora.enabled:

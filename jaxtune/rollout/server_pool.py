@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -48,9 +48,11 @@ class ServerPool:
     def ask(self, number: int, call: Callable[[str], T]) -> T:
         """Return call(url) of one server, chosen by the number; of another one if it cannot be reached.
 
-        Raises Unreachable if no server is left.
+        Raises Unreachable if no server is left, and CancelledError after `close`.
         """
         while True:
+            if self._closed:
+                raise CancelledError
             urls = tuple(self._urls)
             url = urls[number % len(urls)]
             try:
@@ -59,9 +61,11 @@ class ServerPool:
                 self._leave_out(url, error)
 
     def ask_each(self, call: Callable[[str], T]) -> list[T]:
-        """Return call(url) of each server that can be reached. Raises Unreachable if none can be."""
+        """Return call(url) of each server that can be reached. Raises as `ask`."""
         answers = []
         for url in tuple(self._urls):
+            if self._closed:
+                raise CancelledError
             try:
                 answers.append(call(url))
             except Unreachable as error:

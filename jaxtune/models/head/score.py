@@ -41,7 +41,7 @@ class Scores(NamedTuple):
         log_prob: log-probability of each target in nats, float32, less the penalty of a z-loss. 0 at positions whose
             loss_weight is 0: their logits are never computed.
         loss: -log_prob * loss_weight, plus label smoothing.
-        sums: sums that the layers emit (`models.layers.experts`).
+        sums: sums that the layers emit (`models.mixture.experts`).
         reference: log_prob without adapters; no gradient reaches it.
         divergence: divergence from a teacher in nats, float32; 0 at positions whose loss_weight is 0.
         hits: whether the target is the likeliest token and has a loss_weight.

@@ -16,7 +16,7 @@ Shapes: b batch, s sequence, t = b * s tokens, h query heads, n key heads, d hea
 
 import importlib
 import importlib.util
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -40,7 +40,7 @@ from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Device, current_device
 
 PACKAGE = "dew_flash_attn"
-INSTALL = "dew-flash-attn: pip install 'jaxtune[flash-cuda12]', or flash-cuda13"
+INSTALL = "dew-flash-attn: on Python 3.12 or newer, pip install 'jaxtune[flash-cuda12]', or flash-cuda13"
 HOPPER = (9, 0)
 # Rows of float32 scratch that the backward kernels may round a document up to.
 BLOCK = 128
@@ -68,7 +68,17 @@ def refuses(device: Device, request: AttentionRequest) -> str | None:
         (request.packed and variant.window == 1, "a window of 1 hides where documents begin"),
         (importlib.util.find_spec(PACKAGE) is None, f"it needs the package {INSTALL}"),
     )
-    return next((reason for refused, reason in limits if refused), None)
+    return next((reason for refused, reason in limits if refused), None) or cannot_load()
+
+
+@cache
+def cannot_load() -> str | None:
+    """Return why the installed package cannot be loaded, or None."""
+    try:
+        importlib.import_module(PACKAGE)
+    except OSError as error:  # the CUDA runtime of its CUDA version is missing
+        return f"its package cannot be loaded ({error}): install the extra for the CUDA version of your jax"
+    return None
 
 
 def attend(
@@ -124,19 +134,19 @@ def _forward(
     documents, tokens = packing.offsets.size - 1, batch * length
     inputs = (q, k, v, packing.offsets, packing.offsets)
     # The last two results belong to kernels that split the keys, which kernels of packed rows do not.
-    with cost.flops(flops):
-        if current_device().capability == HOPPER:
-            results = ((q.shape, q.dtype), ((heads, tokens), jnp.float32), *_unused(4, 3))
+    if current_device().capability == HOPPER:
+        results = ((q.shape, q.dtype), ((heads, tokens), jnp.float32), *_unused(4, 3))
+        with cost.flops(flops):
             out, lse, *_ = call_kernel(
                 "dew_flash3_mha_varlen_fwd", inputs, results, **_hopper(length), **_common(variant)
             )
-        else:
-            results = ((q.shape, q.dtype), ((documents, heads, length), jnp.float32), *_unused(5, 4))
-            lengths = {"max_seqlen_q": np.int32(length), "max_seqlen_k": np.int32(length)}
-            out, lse, *_ = call_kernel(
-                "dew_flash_mha_varlen_fwd", inputs, results, **lengths, zero_tensors=False, **_common(variant)
-            )
-            lse = _by_token(lse, packing.offsets, tokens)
+    else:
+        results = ((q.shape, q.dtype), ((documents, heads, length), jnp.float32), *_unused(5, 4))
+        lengths = {"max_seqlen_q": np.int32(length), "max_seqlen_k": np.int32(length)}
+        attributes = _common(variant) | lengths | {"zero_tensors": False}
+        with cost.flops(flops):
+            out, lse, *_ = call_kernel("dew_flash_mha_varlen_fwd", inputs, results, **attributes)
+        lse = _by_token(lse, packing.offsets, tokens)
     return as_rows(out, packing, batch), lse
 
 
@@ -147,31 +157,24 @@ def _backward(q, k, v, packing: Packing, out, lse, d_out, variant: Variant) -> t
     q, k, v, out, d_out = (as_tokens(x, packing) for x in (q, k, v, out, d_out))
     documents, tokens = packing.offsets.size - 1, batch * length
     offsets = (packing.offsets, packing.offsets)
-    with cost.flops(flops):
-        if current_device().capability == HOPPER:
-            statistics = ((heads * (tokens + BLOCK * (documents + 1)),), jnp.float32)
-            results = (*((x.shape, x.dtype) for x in (q, k, v)), statistics, statistics)
-            inputs = (d_out, q, k, v, out, lse, *offsets)
-            with cost.scratch(_scratch(tokens, documents, heads, kv_heads, width)):
-                dq, dk, dv, *_ = call_kernel(
-                    "dew_flash3_mha_varlen_bwd", inputs, results, **_hopper(length), **_common(variant)
-                )
-        else:
-            of_queries = ((tokens, heads, width), q.dtype)  # also of keys: one gradient for each query head
-            sums = ((documents, heads, _round(length, BLOCK)), jnp.float32)
-            sums_of_dq = ((tokens + BLOCK * documents, heads, _round(width, 32)), jnp.float32)
-            inputs = (d_out, q, k, v, out, _by_document(lse, packing.offsets, length), *offsets)
-            lengths = {"max_seqlen_q": np.int64(length), "max_seqlen_k": np.int64(length)}
-            attributes = _common(variant) | {"softmax_scale": np.float32(variant.scale), "deterministic": False}
-            dq, dk, dv, *_ = call_kernel(
-                "dew_flash_mha_varlen_bwd",
-                inputs,
-                (of_queries, of_queries, of_queries, sums, sums_of_dq),
-                **lengths,
-                zero_tensors=False,
-                **attributes,
-            )
-            dk, dv = (x.reshape(tokens, kv_heads, -1, width).sum(2) for x in (dk, dv))
+    if current_device().capability == HOPPER:
+        statistics = ((heads * (tokens + BLOCK * (documents + 1)),), jnp.float32)
+        results = (*((x.shape, x.dtype) for x in (q, k, v)), statistics, statistics)
+        inputs = (d_out, q, k, v, out, lse, *offsets)
+        attributes = _common(variant) | _hopper(length)
+        with cost.flops(flops), cost.scratch(_scratch(tokens, documents, heads, kv_heads, width)):
+            dq, dk, dv, *_ = call_kernel("dew_flash3_mha_varlen_bwd", inputs, results, **attributes)
+    else:
+        of_queries = ((tokens, heads, width), q.dtype)  # also of keys: one gradient for each query head
+        sums = ((documents, heads, _round(length, BLOCK)), jnp.float32)
+        sums_of_dq = ((tokens + BLOCK * documents, heads, _round(width, 32)), jnp.float32)
+        inputs = (d_out, q, k, v, out, _by_document(lse, packing.offsets, length), *offsets)
+        results = (of_queries, of_queries, of_queries, sums, sums_of_dq)
+        attributes = _common(variant) | {"max_seqlen_q": np.int64(length), "max_seqlen_k": np.int64(length)}
+        attributes |= {"softmax_scale": np.float32(variant.scale), "deterministic": False, "zero_tensors": False}
+        with cost.flops(flops):
+            dq, dk, dv, *_ = call_kernel("dew_flash_mha_varlen_bwd", inputs, results, **attributes)
+        dk, dv = (x.reshape(tokens, kv_heads, -1, width).sum(2) for x in (dk, dv))
     dq, dk, dv = (as_rows(x, packing, batch) for x in (dq, dk, dv))
     return dq, dk, dv
 
@@ -215,6 +218,7 @@ def _scratch(tokens: int, documents: int, heads: int, kv_heads: int, width: int)
     There are sums of dq, and if query heads share key heads also of dk and dv, in whole blocks for each document.
     """
     sums = heads + (heads != kv_heads) * 2 * kv_heads
+    width = next(built for built in (64, 128, 192, 256) if width <= built)  # a narrower head is padded
     return 4.0 * width * sums * (tokens + BLOCK * (documents + 1))
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxtune.config import dataset, new_config, resolve
+from jaxtune.errors import UserError
 from jaxtune.plan.fit import faster_quantized, fastest, fastest_on_each, overrides
 from jaxtune.plan.prediction import TargetGpus, memory_limit
 
@@ -82,6 +83,20 @@ def test_nothing_is_compiled_where_the_state_does_not_fit(config):
 
     where = TargetGpus("rtx4090", 1)
     assert fastest_on_each(config, [where], plan_on, lambda other, where: 2**36) == {where: None}
+
+
+def test_one_machine_that_cannot_run_the_recipe_does_not_end_a_comparison(config):
+    able, unable = TargetGpus("h100", 1), TargetGpus("a100", 1)
+
+    def plan_on(other, where):
+        if where == unable:
+            raise UserError("it needs FP8")
+        return planner(40)(other)
+
+    best = fastest_on_each(config, [unable, able], plan_on, lambda other, where: 0)
+    assert str(best[unable]) == "it needs FP8" and best[able].fits
+    with pytest.raises(UserError, match="needs FP8"):
+        fastest_on_each(config, [unable], plan_on, lambda other, where: 0)
 
 
 def test_a_quantized_base_is_named_if_it_makes_recomputation_unnecessary(config):

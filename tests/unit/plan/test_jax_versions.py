@@ -17,8 +17,8 @@ MADE_UP = {
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        ("0.10.2", "jax 0.10.2 is slower, as predicted for an H100: than with jax 0.12.0.1 LoRA 10%"),
-        ("0.11.0", "jax 0.11.0 is slower, as predicted for an H100: than with jax 0.10.2 FP8 19%"),
+        ("0.10.2", "jax 0.10.2 is predicted to be slower on an H100 than jax 0.12.0.1 in LoRA by 10%"),
+        ("0.11.0", "jax 0.11.0 is predicted to be slower on an H100 than jax 0.10.2 in FP8 by 19%"),
         ("0.12.0.1", None),
         ("0.13.0", None),
     ],

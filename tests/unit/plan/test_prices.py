@@ -62,6 +62,8 @@ def test_machines_are_compared_by_price_and_speed():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--gpu="], "--gpu= names no GPU: a100"),
+        (["--gpu=h100,h200", "--calibration=x.json"], "was measured on one kind of GPU"),
         (["--gpu=h101"], "'h101' is not a GPU that is known: a100, l40s"),
         (["--gpus=1,two"], "'two' is not a number of GPUs"),
         (["--gpus=0"], "'0' is not a number of GPUs"),

@@ -78,4 +78,4 @@ def test_warnings_about_an_absent_gpu_are_shown_only_if_asked_for(monkeypatch, g
 def test_the_gpus_of_a_plan_are_those_of_the_run(capsys):
     recipe = ["--config=qwen_lora:Qwen/Qwen3-0.6B", "--config.device.gpus=2"]
     assert plan.main([*recipe, "--gpus=4"]) == 2
-    assert "--gpus=4: device.gpus is 2; leave one of them out" in capsys.readouterr().err
+    assert "--gpus=4: device.gpus is 2; leave out one of the two" in capsys.readouterr().err
