@@ -102,7 +102,7 @@ def measure(work: Path, base: Path, steps: int, kind: str, format: str, seed: in
     adapters, rate = KINDS[kind]
     options = {
         "train": {"seed": seed, "max_steps": steps},
-        "data": {"validation_split": 0.15},
+        "data": {"validation_split": 0.15, "seed": seed, "validation_seed": 0},
         "eval": {"steps": 0, "max_batches": None},
         "optim": {"learning_rate": rate},
         **({"export": {"merge": True}} if adapters else {"lora": {"enabled": False}}),
