@@ -33,6 +33,8 @@ def lowered(function, *arguments, gpu="h100", devices=1):
     """Return the attributes of XLA's Triton calls in a function that is lowered for a mesh of one kind of GPU."""
     device = AbstractDevice(device_kind=GPUS[gpu].target, num_cores=None, platform="gpu")
     mesh = AbstractMesh((devices,), ("devices",), (AxisType.Explicit,), abstract_device=device)
+    # The shapes of a case belong to the mesh that was set when its module was imported, if another test had set one.
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     with jax.sharding.use_abstract_mesh(mesh):
         module: Any = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).compiler_ir()
     calls = []
