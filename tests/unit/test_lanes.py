@@ -100,6 +100,14 @@ def test_a_lane_with_covers_is_left_out_until_something_there_changes(tmp_path, 
     assert lanes.main(["mesh"]) == 0 and len(ran) == 4, "a part is not put on record"
 
 
+def test_some_files_of_a_lane_are_not_put_on_record_as_all_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(lanes, "PASSED", tmp_path / "passed.json")
+    monkeypatch.setattr(lanes.subprocess, "call", lambda command, cwd: 0)
+    assert lanes.main(["aot", "test_wide"]) == 0
+    (recorded,) = json.loads(lanes.PASSED.read_text()).values()
+    assert recorded.keys() == {"test_wide_heads_compiled.py"}
+
+
 @pytest.mark.parametrize(("minutes", "code", "told"), [(4.9, 0, False), (6.9, 0, True), (7.1, 1, True)])
 def test_a_lane_that_takes_longer_says_so_and_fails_only_if_no_machine_explains_it(
     tmp_path, monkeypatch, capsys, minutes, code, told
