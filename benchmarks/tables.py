@@ -52,7 +52,7 @@ def predicted_variants() -> str:
         "full, 8-bit AdamW 8B": ("Qwen3-8B, `qwen_full_8bit`, 8 rows", "one H100"),
         "full, 8-bit AdamW, 8 GPUs 8B": ("Qwen3-8B, `qwen_full_8bit`", "8 H100, for each"),
         "LoRA on NF4 Llama-3 70B": ("Llama 3 70B, LoRA on NF4", "one H200"),
-        "LoRA on NF4 Qwen3.5 27B": ("Qwen3.5 and 3.8 27B, `qwen3_5_27b_qlora`", "one H100"),
+        "LoRA on NF4 Qwen3.5 27B": ("Qwen3.5 27B, `qwen3_5_27b_qlora`", "one H100"),
         "LoRA on NF4 Gemma 4 31B": ("Gemma 4 31B, `gemma4_31b_qlora`", "one H100"),
         "LoRA, bf16 Gemma 4 26B-A4B": ("Gemma 4 26B-A4B, `gemma4_lora`", "one H100"),
         "LoRA, bf16 Nemotron-3 Nano": ("Nemotron-3 Nano 30B-A3B, `nemotron3_lora`, a row", "one H100"),

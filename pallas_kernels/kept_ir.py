@@ -1,6 +1,6 @@
 """Triton's IR of kernels, kept in a folder, so that a jax without Pallas-Triton can compile them.
 
-A file has the IR of one kernel for one call: its shapes, grid, tile and GPU. Its name has a digest of these and of the
+A file has the IR of one kernel for one call: its shapes, grid, tile and GPU. Its name has a digest of the call and the
 source of this package. The IR is text: XLA of jax 0.12 reads the text that jax 0.10.2 wrote, but not its bytecode.
 """
 

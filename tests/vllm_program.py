@@ -29,7 +29,7 @@ def find_vllm(folder: Path) -> str:
     if (program := os.environ.get("VLLM")) is not None:
         return program
     if shutil.which("python3.11") is None:
-        pytest.skip("vLLM's build for CPUs needs Python 3.11")
+        pytest.skip("vLLM's build for CPUs needs Python 3.11, which is not installed")
     script = Path(__file__).with_name("nightly") / "install_vllm.sh"
     subprocess.run(["bash", script, folder], check=True, timeout=1800)
     return str(folder / "bin" / "vllm")

@@ -2,7 +2,7 @@
 
 The table has list prices in US dollars of a provider that rents single GPUs by the hour: RunPod's community cloud, read
 from its page on 2026-09-25 (A100 and H100 with SXM), and for the RTX 5090 Akash, read on 2026-09-20. RunPod's own data
-centers took 1.1 to 2.2 times as much that day, large providers up to five times, and prices change by the month. So
+centers took 1.1 to 2.2 times as much that day, large providers more than four times, and prices change by the month. So
 check before renting, and give yours: --price=2.50, or --price=h100=2.50,l40s=0.80 for several kinds of GPU.
 """
 

@@ -1,1 +1,1 @@
-"""What describes all options: pages of the documentation, and a JSON Schema for editors."""
+"""Descriptions of all options: pages of the documentation, and a JSON Schema for editors."""

@@ -48,7 +48,7 @@ def compiled_for(gpus: Iterable[str], wanted: Callable[[Case], bool] = lambda ca
 
 
 def one_of_each_kernel():
-    """The first case of each kernel of Pallas-Triton on four GPUs; on every version of jax, those of H100."""
+    """The first case of each kernel of Pallas-Triton on four GPUs; on every version of jax, the cases for an H100."""
     for gpu in ("a100", "rtx4090", "h100", "b200"):
         cases = [case for case in report.cases_for(gpu) if case.backend != "mosaic"]
         for case in {(case.op, case.backend, case.direction): case for case in reversed(cases)}.values():

@@ -23,7 +23,7 @@ RECIPES = [
 
 
 def stated(recipe: str, condition: str) -> float:
-    """Return the gigabytes in a docstring of which this follows, a regex."""
+    """Return the gigabytes that a recipe's docstring states before `condition`, a regex."""
     found = re.search(rf"([\d.]+) GB {condition}", (CONFIGS / f"{recipe}.py").read_text())
     assert found, f"configs/{recipe}.py states no memory {condition}"
     return float(found[1])

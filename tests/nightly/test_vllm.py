@@ -137,7 +137,7 @@ def score(url: str, tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.timeout(3600)
 def test_vllm_gets_all_weights_of_each_step(home, reloading):
-    """Its probabilities are the run's in each step; those of the weights before the first step are others."""
+    """Its probabilities are the run's in each step, and differ from the probabilities by the first weights."""
     tokens = [int(token) for token in np.random.default_rng(0).integers(97, 123, 64)]
     how = {"rollout.server": reloading, "lora.enabled": False, "optim.learning_rate": 3e-3, "train.max_steps": 4}
     rows = train_letters(home, "whole", **how)
@@ -151,7 +151,7 @@ def test_vllm_gets_all_weights_of_each_step(home, reloading):
 
 @pytest.mark.timeout(3600)
 def test_a_model_calls_a_tool_twice_and_answers_on_vllm(home, reloading):
-    """Observations are not trained: the server has no probabilities of them, which would differ from the model's."""
+    """Observations are not trained: the server has no probabilities for them, so a difference would show."""
     chat = {"chat.template": "qwen3_nothinking", "data.seq_len": 128, "lora.enabled": False}
     teaching = {"optim.name": "muon", "optim.learning_rate": 2e-2, "train.max_steps": 150, "eval.steps": 0}
     data = {"data.datasets[0].path": home / "taught.jsonl", "export.at_end": True, "train.grad_accum_steps": 1}

@@ -175,6 +175,6 @@ def test_what_is_off_by_default_is_an_extra_and_imported_where_it_is_used():
     assert not optional & {requirement.name for requirement in DEPENDENCIES}
     importing = {str(file.relative_to(ROOT)): imports(file) for file in files("jaxtune")}
     named = [file for file, modules in importing.items() if optional & {module.split(".")[0] for module in modules}]
-    # The harness's two modules are imported only where they are used.
+    # A function that needs the harness imports its two modules.
     assert sorted(named) == ["jaxtune/evaluation/decoder_lm.py", "jaxtune/evaluation/lm_evaluation_harness.py"]
     assert "wandb" in PROJECT["optional-dependencies"]["test"]

@@ -325,7 +325,7 @@ def test_a_server_that_loads_no_adapters_is_told_how_to_start_it(server, adapter
 
 
 def test_all_weights_are_loaded_and_prefixes_of_those_before_forgotten(server, tmp_path):
-    """Then the base model is asked, by whatever name it is served."""
+    """Requests then name no model, so that the server's own answers."""
     loaded, pauses = [], []
     server.weights, server.busy = loaded.append, 2
     send_weights(server.url + "/v1", tmp_path, timeout=10.0, wait=pauses.append)
