@@ -86,7 +86,7 @@ def test_a_login_that_wandb_lacks_is_said_before_the_model_is_looked_for(config,
     ("backend", "package"),
     [
         ("fa3", r"flash-attn3-jax: pip install 'jaxtune\[hopper\]'"),
-        ("flash", r"dew-flash-attn: pip install 'jaxtune\[fl"),
+        ("flash", r"dew-flash-attn: on Python 3.12 or newer, pip install 'jaxtune\[flash-cuda12\]'"),
     ],
 )
 def test_the_package_of_a_kernel_is_looked_for(config, monkeypatch, backend, package):
