@@ -94,6 +94,7 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     objective, recipe = objective or objective_of(config, model), forward.recipe
     reference, averaged = abstract_reference(model, config), abstract_average(model, config)
     merged, on_host = merge_targets(model, config), config.memory.offload_gradients
+    # The gradients of these are added to their sums layer by layer, so that no whole stack is on the device.
     stacks = [name for name, p in model.trained.items() if p.lead and (p.on_host or on_host)]
     options = StepOptions(
         seed=config.train.seed,
@@ -122,6 +123,7 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
         fields |= {"guard": first_level()} if options.guard is not None else {}
         return initial_state(optimizer, trained, recipe)._replace(**fields)
 
+    # (A, B, S) of `training.step`.
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
     batch = data.abstract_batch(shape, jax.NamedSharding(mesh, jax.P(None, *by_token())), objective.columns)
     # Shapes from a jaxpr, because jax.eval_shape forgets which memory an array is in.
@@ -183,6 +185,7 @@ def objective_of(config: Config, model: Model) -> Objective:
     mixtures = [
         number for number, layer in enumerate(model.spec.every_layer) if isinstance(layer.feed_forward, Experts)
     ]
+    # The router's sums have a row for each mixture, so a layer's number is changed to its mixture's.
     corrections = {
         name: [mixtures.index(layer) for layer in parameter.layers]
         for name, parameter in model.trained.items()
@@ -258,7 +261,7 @@ def trained_of(model: Model, config: Config) -> dict[str, Trained]:
             state_specs.get(name),
             moved_by_load if p.kind == "correction" else plugin_rule,
             config.memory.offload_optimizer,
-            config.lora.lr_ratio if p.local.endswith(".lora_b") or len(p.matrix) == 1 else 1.0,
+            config.lora.lr_ratio if p.local.endswith(".lora_b") or len(p.matrix) == 1 else 1.0,  # LoRA+
         )
         for name, p in model.trained.items()
     }

@@ -64,7 +64,7 @@ def level_after(
         jnp.where(
             spike & (options.action == "lower_rate"),
             level.rate / 2,
-            jnp.minimum(level.rate * 2 ** (1 / options.window), 1.0),
+            jnp.minimum(level.rate * 2 ** (1 / options.window), 1.0),  # doubles over guard.window steps
         ),
     )
     return Level(*(jnp.where(finite, new, old) for new, old in zip(counted, level)))

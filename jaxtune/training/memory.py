@@ -133,6 +133,7 @@ def compile_fitting_step(
         step = compile_step(assembled, changed)
         size, limit = _worst(need_of(assembled, len(mesh.local_devices), memory_of(step), held))
         # All processes must choose the same policy, so compare the largest share of any process.
+        # The share of the limit, because hosts and devices may differ in size.
         share = multihost_utils.process_allgather(np.float32(size / max(1, limit.size))).max().item()
         tried.append((share, changed, assembled, step))
         if share <= CLOSE:
@@ -184,7 +185,7 @@ def explain_out_of_memory(config: Config) -> Iterator[None]:
     except (RuntimeError, MemoryError, OSError, ImportError) as error:
         if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in _EXHAUSTED):
             raise
-        request = re.search(r"allocat\w+ [\d.]+ ?\w+", str(error))
+        request = re.search(r"allocat\w+ [\d.]+ ?\w+", str(error))  # XLA: "allocate 8589934592 bytes"
         options = ", ".join(option for option, _ in _smaller(config))
         warnings.filterwarnings("ignore", "coroutine .* was never awaited")  # from a checkpoint that could not start
         raise UserError(
@@ -281,6 +282,7 @@ def need_of(program: Program, devices: int, step: CompiledMemory | None = None, 
         )
         return Need(devices, on_device + held, 0, saved, (everything - on_device) * devices, PROCESS)
     new_outputs = step.outputs - step.aliased  # outputs that do not reuse a donated argument's memory
+    # The last field is 0: the memory of a process that has compiled is no longer in `host_memory`.
     return Need(devices, step.arguments + held, step.temporaries + max(0, new_outputs), saved, step.host * devices, 0)
 
 
@@ -317,7 +319,7 @@ def _worst(need: Need) -> tuple[int, Limit]:
     """Return the need that is closest to its limit, device or host, and that limit. Simulated devices use the host."""
     stats = jax.local_devices()[0].memory_stats() or {}
     host = host_memory()
-    if "bytes_limit" not in stats:
+    if "bytes_limit" not in stats:  # CPU: simulated devices are in host memory
         return need.device * need.devices + need.host, host
     device = Limit(stats["bytes_limit"] - stats.get("bytes_in_use", 0), jax.devices()[0].device_kind)
     return max((need.device, device), (need.host, host), key=lambda pair: pair[0] / max(1, pair[1].size))
@@ -327,10 +329,11 @@ def host_memory() -> Limit:
     """Return the host memory this process may still take: the smallest of free memory, cgroup limits and ulimit."""
     limits = []
     if (meminfo := Path("/proc/meminfo")).exists():
+        # The kernel's estimate, which counts caches that it can drop; the unit "kB" is 1024 bytes.
         available = re.search(r"MemAvailable: +(\d+) kB", meminfo.read_text())
         limits += [Limit(int(available[1]) * 1024, "free on this host")] if available else []
     limits += list(_cgroup_limits(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")))
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v`
     if soft != resource.RLIM_INFINITY:
         used = re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
         left = max(0, soft - int(used[1]) * 1024) if used else soft
@@ -344,6 +347,7 @@ def _cgroup_limits(root: Path, membership: Path) -> Iterator[Limit]:
     `root`: the mounted cgroup file system; `membership`: the file that lists the process's cgroups.
     """
     lines = membership.read_text().splitlines() if membership.exists() else []
+    # A line is NUMBER:CONTROLLERS:PATH; version 2 has one line, "0::PATH".
     for _, controllers, path in (line.split(":", 2) for line in lines):
         version_2 = not controllers
         if not version_2 and "memory" not in controllers.split(","):
@@ -352,8 +356,10 @@ def _cgroup_limits(root: Path, membership: Path) -> Iterator[Limit]:
         names = ("memory.max", "memory.current") if version_2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         top = root if version_2 else root / "memory"
         group = top / path.lstrip("/")
+        # Memory of a group also counts against the limits of all groups above it.
         for folder in (group, *group.parents):
             size, used = (folder / names[0], folder / names[1])
+            # Version 2 writes "max" if there is no limit.
             if size.exists() and used.exists() and (text := size.read_text().strip()).isdecimal():
                 stat = folder / "memory.stat"
                 cached = re.search(r"^(?:file|cache) (\d+)", stat.read_text() if stat.exists() else "", re.MULTILINE)

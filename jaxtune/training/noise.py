@@ -22,7 +22,7 @@ def make_noise(model: Model, config: Config) -> Callable[..., Parameters] | None
     There is no noise if quant.noise is 0, or if no weight is quantized. Its standard deviation is quant.noise at the
     peak of the learning rate and falls with the rate. (QeRL decays it exponentially from 1e-2 to 5e-4.)
     """
-    deviation = config.quant.noise / config.optim.learning_rate
+    deviation = config.quant.noise / config.optim.learning_rate  # times the rate of a step, below
     norms = [name for name, p in model.frozen.items() if p.local in ("attention_norm.weight", "mlp_norm.weight")]
     if not deviation or not model.quantized:
         return None

@@ -225,6 +225,7 @@ def pipelined_gradients(forward: Forward, objective: Objective, options: StepOpt
         weights_of, scales = prepare_weights(linears, trained, frozen, Scaling(amax=amax), step)
         inside, outside = PipelineWeights(trained_in, frozen_in, {}, {}), PipelineWeights(trained, frozen, {}, scales)
         if linears_in is not None:
+            # A history has a leading axis of layers: each stage takes the entries of its own.
             on_stage = {name: jax.reshard(history, STAGES) for name, history in amax_in.items()}
             operands = by_stage(linears_in.operands, STAGES, STAGES)({**frozen_in, **trained_in})
             inside = inside._replace(operands=operands, scales=linears_in.scales(on_stage, step))
@@ -262,8 +263,9 @@ def _begin(step: PipelinedStep) -> Carry:
     x, entered = zeros_like(jax.eval_shape(partial(_run_before_stages, step), part.trained, part.scales, jnp.int32(0)))
     zero_emitted = by_stage(partial(_zero_emitted, step.pipeline, count), (STAGES, P(), P(), P()), STAGES)
     emitted = zero_emitted(step.inside, step.seen, step.key, x)
-    of_micro = x, entered, _index(emitted, 0, axis=2)
+    of_micro = x, entered, _index(emitted, 0, axis=2)  # `emitted` has micro-batches on axis 2
     _, sums = jax.eval_shape(partial(_run_after_stages, step), part.trained, part.scales, *of_micro, jnp.int32(0))
+    # Leading axes: micro-batches for `entered`; stages, and slots, for the state of the stages.
     entered = zeros_like(jax.tree.map(lambda leaf: _with_leading(jax.typeof(leaf), count), entered))
     of_stages = zeros_like(_with_leading(jax.typeof(x), stack.stages, axis="stage"))
     inputs = zeros_like(_with_leading(jax.typeof(x), stack.stages, plan.slots, axis="stage"))
@@ -304,6 +306,7 @@ def _tick(step: PipelinedStep, carry: Carry, row: Any) -> tuple[Carry, None]:
     def enter_micro_batch() -> tuple[Array, Emitted]:
         return _run_before_stages(step, step.outside.trained, step.outside.scales, row.entering)
 
+    # A conditional, not a select: ticks in which no micro-batch enters do not pay for the embedding.
     x, entered = jax.lax.cond(
         row.entering >= 0, enter_micro_batch, lambda: zeros_like(jax.eval_shape(enter_micro_batch))
     )
@@ -323,11 +326,11 @@ def _score(step: PipelinedStep, carry: Carry, x: Array, number: Index) -> Carry:
     """Add the loss of a micro-batch that leaves the last stage, and the gradients from the loss to this output."""
     emitted, entered = _index(carry.stages.emitted, number, axis=2), _index(carry.entered, number)
     (_, sums), (*parts, dx, d_entered, d_emitted) = jax.value_and_grad(
-        partial(_run_after_stages, step), range(5), has_aux=True
+        partial(_run_after_stages, step), range(5), has_aux=True  # with respect to all but `number`
     )(step.outside.trained, step.outside.scales, x, entered, emitted, number)
     put = partial(jax.lax.dynamic_update_index_in_dim, index=number)
     d_emitted = jax.tree.map(partial(put, axis=2), carry.stages.d_emitted, d_emitted)
-    slot = number % step.pipeline.plan.waiting
+    slot = number % step.pipeline.plan.waiting  # a ring buffer of `waiting` gradients
     return carry._replace(
         stages=carry.stages._replace(d_emitted=d_emitted),
         waiting=jax.lax.dynamic_update_index_in_dim(carry.waiting, dx, slot, 0),
@@ -339,6 +342,7 @@ def _score(step: PipelinedStep, carry: Carry, x: Array, number: Index) -> Carry:
 
 def _embed(step: PipelinedStep, carry: Carry, dx: Array, number: Index) -> Carry:
     """Add the gradients from the first stage's input to the embedding."""
+    # This recomputes the embedding, whose forward pass was in an earlier tick.
     _, transposed = jax.vjp(partial(_run_before_stages, step, number=number), step.outside.trained, step.outside.scales)
     parts = transposed((dx, _index(carry.d_entered, number)))
     return carry._replace(outside=_accumulate(carry.outside, Total(*parts), step.gradient_specs))
@@ -362,6 +366,7 @@ def _run_after_stages(
     number: Index,
 ) -> tuple[Array, Sums]:
     decoder, micro = step.decoder(trained, scales), _index(step.batch, number)
+    # Sums in the order of layers: those before the pipeline, the pipeline's, and in `leave` those after it.
     hidden = leave(decoder, x, [entered, in_order(emitted)], micro, step.call(micro))
     sums = sum_micro_batch(decoder, micro, step.objective, step.call(micro), trained, hidden)
     return sums.loss * step.factor, sums
@@ -384,10 +389,11 @@ def _forward(
     # number -1: the stage is idle in this tick (the bubble of the pipeline) and skips the computation.
     y, emitted = jax.lax.cond(number >= 0, compute, lambda x: zeros_like(jax.eval_shape(compute, x)), x)
     # An idle stage (number -1) writes back the input that is in the slot.
+    # (b, s, d), for the vjp of this chunk in a later tick.
     kept_input = jnp.where(number >= 0, x, _index(state.inputs, slot))
     state = state._replace(
         inputs=jax.lax.dynamic_update_index_in_dim(state.inputs, kept_input, slot, 0),
-        arriving=shift_stages(y, stack.stages),
+        arriving=shift_stages(y, stack.stages),  # the next stage's input in the next tick
         emitted=jax.tree.map(lambda all, one: add_at(all, one, chunk, number), state.emitted, emitted),
     )
     leaving = _broadcast_leaving(row.leaving, y, (stage == stack.stages - 1) & (chunk == stack.chunks - 1))
@@ -422,6 +428,7 @@ def _backward(
 
         # vjp of the saved input: this recomputes the chunk's forward pass.
         _, transposed = jax.vjp(of, given.trained, given.scales, _index(state.inputs, slot))
+        # `d_emitted` is (chunks, micro-batches, layers of a chunk, ...) here.
         *parts, dx = transposed((dy, _index(_index(state.d_emitted, chunk), number)))
         so_far = slice_chunk(total, chunk, stack.chunks)
         return _with_chunk(total, _accumulate(so_far, Total(*parts), pipeline.gradient_specs), chunk, stack.chunks), dx
@@ -457,7 +464,7 @@ def _index(tree: Any, index: Index | int, axis: int = 0) -> Any:
 def _row_of_stage(columns: Any) -> tuple[Any, Index]:
     """The schedule's entries for this stage, and the stage's number."""
     stage = jax.lax.axis_index("stage")
-    return type(columns)(*(column[stage] for column in columns)), stage
+    return type(columns)(*(column[stage] for column in columns)), stage  # columns are (stages,)
 
 
 def _broadcast_leaving(leaving: Index, x: Array, is_own: Array) -> Array:
@@ -470,6 +477,7 @@ def _with_chunk(total: Total, one_chunk: Total, chunk: Index, chunks: int) -> To
     """Put a chunk's new sums into its stage's."""
     if chunks == 1:
         return one_chunk
+    # A stage's layers are ordered by chunk.
     return jax.tree.map(
         lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, chunk * len(one), 0), total, one_chunk
     )

@@ -154,7 +154,7 @@ def accumulated_gradients(forward: Forward, objective: Objective, options: StepO
             return of_local_rows(*arguments)
         # With only jit, XLA would all-reduce the gradients in every micro-batch. With these axes manual, a device sums
         # the gradients of its own rows, and they are reduced once: 1 / A of the communication.
-        specs = (P(), P(), P(None, summed_last), P(), P(), P(), P())
+        specs = (P(), P(), P(None, summed_last), P(), P(), P(), P())  # rows are axis 1 of a column (A, B, ...)
         return with_manual_axes(summed_last, of_local_rows, specs, P())(*arguments)
 
     def of_local_rows(
@@ -192,7 +192,7 @@ def accumulated_gradients(forward: Forward, objective: Objective, options: StepO
         def add(total: GradientSums, micro: Batch) -> tuple[GradientSums, None]:
             given = trained | {name: total.gradients[name] for name in added_by_layer}
             (_, sums), (grads, amax) = jax.value_and_grad(loss, (0, 1), has_aux=True)(given, scales, micro)
-            added = {name: grads.pop(name) for name in added_by_layer}
+            added = {name: grads.pop(name) for name in added_by_layer}  # sums already, with this micro-batch
             earlier = {name: total.gradients[name] for name in grads}
             summed = added | add_gradients(earlier, grads, options.gradient_specs)
             # The cotangent of a delayed scale is an amax (`LowPrecision.scales`): the largest one counts.
@@ -222,7 +222,7 @@ def accumulated_gradients(forward: Forward, objective: Objective, options: StepO
 
 def count_filled(batch: Batch) -> Int[Array, ""]:
     """Return the number of micro-batches with a token; micro-batches of padding follow them."""
-    return jnp.sum(jnp.any(batch["segment_ids"] > 0, (1, 2)), dtype=jnp.int32)
+    return jnp.sum(jnp.any(batch["segment_ids"] > 0, (1, 2)), dtype=jnp.int32)  # padding has segment 0
 
 
 def over_filled(function: Callable[[Int[Array, ""], Batch, T], T], batch: Batch, filled: Int[Array, ""], start: T) -> T:
@@ -232,6 +232,7 @@ def over_filled(function: Callable[[Int[Array, ""], Batch, T], T], batch: Batch,
         micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), batch)
         return function(number, micro, value)
 
+    # A while loop, because `filled` is traced. The annotation gives cost estimates a bound of its iterations.
     with iterations(len(batch["segment_ids"])):
         return jax.lax.fori_loop(0, filled, one, start)
 
@@ -274,6 +275,7 @@ def sum_micro_batch(
         head = "embed.weight" if decoder.head is None else "head.weight"
         scores = score(decoder, batch, call, hidden, objective.score, head_gradient=head in trained)
         if objective.reference:
+            # A reference has neither dropout nor the rounding of weights as they will be served.
             call = call._replace(adapters=reference is not None, served=False, noise=None)
             options = ScoreOptions(temperature=objective.score.temperature)
             log_prob = score(reference or decoder, batch, call, options=options).log_prob
@@ -315,6 +317,7 @@ def make_train_step(
     """
 
     def step(state: State, frozen: Parameters, batch: Batch, rate: Float[Array, ""]) -> tuple[State, Metrics]:
+        # A function of seed and step only, so that a resumed run draws the same random bits.
         key = jax.random.fold_in(jax.random.key(options.seed), state.step)
         frozen = {**frozen, **state.base}
         if options.noise is not None:
@@ -325,9 +328,9 @@ def make_train_step(
             summed = gradients(point, frozen, batch, state.step, state.scaling, state.reference)
         # Divide once, at the end: micro-batches and devices differ in their number of targets, so that a mean of their
         # means would weight tokens differently. Gradients are divided in `factor`, together with clipping.
-        weight = jnp.maximum(summed.sums.weight, 1).astype(jnp.float32)
+        weight = jnp.maximum(summed.sums.weight, 1).astype(jnp.float32)  # a batch of padding has weight 0
         loss = summed.sums.loss / weight
-        norm = _global_norm(summed.gradients) / (weight * summed.loss_factor)
+        norm = _global_norm(summed.gradients) / (weight * summed.loss_factor)  # of the mean loss's gradients
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         taken, level = finite, state.guard
         if options.guard is not None:
@@ -340,6 +343,7 @@ def make_train_step(
         # A step that is not taken is computed too: the optimizer selects old or new values by `taken` (jnp.where).
         update = build.UpdateInputs(rate, factor, taken, named_key(key, "rounding"))
         with jax.default_matmul_precision(recipe.matmul_precision):
+            # A router's correction has a direction from the objective in place of a gradient (`balanced`).
             directions = {**summed.gradients, **summed.sums.directions}
             trained, optimizer_state = optimizer.update(directions, state.optimizer, state.trained, update)
         metrics = {
@@ -363,18 +367,18 @@ def make_train_step(
             scaling = scaling._replace(amax=recipe.linears.extend_history(scaling.amax, summed.amax, taken))
         reference = state.reference
         if reference and options.reference_update_steps:
-            due = (state.step + 1) % options.reference_update_steps == 0
+            due = (state.step + 1) % options.reference_update_steps == 0  # this step counts
             reference = jax.lax.cond(due, partial(cast_like, trained), lambda same: same, reference)
         base = state.base
         if options.merge is not None:
-            due = (state.step + 1) % options.merge_interval == 0
+            due = (state.step + 1) % options.merge_interval == 0  # this step counts
             merge = partial(options.merge, step=state.step)
             trained, base = jax.lax.cond(due, merge, lambda *same: same, trained, base)
             if options.reset_on_merge:
                 optimizer_state = jax.lax.cond(
                     due, lambda _: optimizer.init(trained), lambda same: same, optimizer_state
                 )
-        share = 1 - options.ema_decay
+        share = 1 - options.ema_decay  # without ema_decay, `state.average` is {}
         average = {name: mean + share * (trained[name] - mean) for name, mean in state.average.items()}
         return State(state.step + 1, trained, optimizer_state, scaling, reference, average, base, level), metrics
 
