@@ -40,6 +40,7 @@ def block_of(shape: tuple[int, ...]) -> Block | None:
     """
     # (4096, 4096): (1, 256). (4096, 11008): (1, 172), because 11008 / 8 = 8 * 172. (4096, 8): (32, 8).
     width, height = shape[-1], math.prod(shape[:-1])
+    # An eighth of a shorter row would have fewer elements than the smallest block.
     columns = _part(width, BLOCK) if width >= LEAST * DEVICES else width
     if height * width < LEAST_ELEMENTS or columns < min(width, LEAST):
         return None
@@ -94,6 +95,7 @@ def _whole(
     """Update a parameter or a stack with `pallas_kernels.adamw_8bit`: each device updates its shard."""
     spec = tuple(jax.typeof(before[0]).sharding.spec)
     # Mesh axes of layers, rows and columns; None for a dimension that the parameter does not have.
+    # Three entries also for a single matrix or a vector: the kernel has (layers, rows, columns).
     axes = (*(spec[:1] if stacked else (None,)), *(None,) * (2 + stacked - len(spec)), *spec[stacked:])
     layers = len(gradient) if stacked else 1
 
@@ -106,7 +108,7 @@ def _whole(
         decay=by_layer(at.decay),
         factor=jnp.asarray(step.factor),
         finite=jnp.asarray(step.finite),
-        key=jax.random.bits(step.key, (2,), jnp.uint32),
+        key=jax.random.bits(step.key, (2,), jnp.uint32),  # two words, for the kernel's hash
         origin=jnp.asarray([step.first, 0, 0], jnp.uint32),
     )
 
@@ -156,5 +158,5 @@ def undivided_moments(parameters: Mapping[str, "Parameter"], mesh: jax.sharding.
 def _zeros(shape: tuple[int, ...], block: Block, value: int) -> QuantizedMoment:
     """Return a moment of zeros, built directly: XLA would spend seconds on folding the amax of a constant."""
     rows, columns = block
-    blocks = (*(size // rows for size in shape[:-1]), shape[-1] // columns)
+    blocks = (*(size // rows for size in shape[:-1]), shape[-1] // columns)  # a float32 scale for each
     return QuantizedMoment(jnp.full(shape, value, jnp.uint8), jnp.zeros(blocks))

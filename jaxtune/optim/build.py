@@ -72,8 +72,9 @@ class Trained(NamedTuple):
         if len(self.lead) < 2 or not leaf.ndim:
             return leaf
         # A merged axis can only keep the sharding of its outer part, so a sharded experts axis must come first.
-        _, experts, *rest = jax.typeof(leaf).sharding.spec
+        _, experts, *rest = jax.typeof(leaf).sharding.spec  # layers are unsharded, or manual in a pipeline
         leaf = leaf if experts is None else jnp.moveaxis(leaf, 1, 0)
+        # (layers, experts, o, i) -> (layers * experts, o, i), or with sharded experts (experts * layers, o, i)
         return jnp.reshape(leaf, (-1, *leaf.shape[2:]), out_sharding=jax.P(experts, *rest))
 
     def split_lead(self, leaf: Array) -> Array:
@@ -91,7 +92,7 @@ class Trained(NamedTuple):
         """Return factors of the elements of the leading axes in the order of the joined parameter."""
         if len(self.lead) < 2 or np.ndim(factor) == 0 or jax.typeof(joined).sharding.spec[0] is None:
             return factor
-        return factor.reshape(-1, self.lead[1]).T.reshape(-1)
+        return factor.reshape(-1, self.lead[1]).T.reshape(-1)  # (layers * experts) -> (experts * layers)
 
 
 def build(
@@ -129,7 +130,7 @@ def build(
             rule, properties = rule_of[name], trained[name]
             rate = step.rate
             if optim.name == "muon" and optim.muon.learning_rate and properties.is_matrix:
-                rate *= optim.muon.learning_rate / optim.learning_rate
+                rate *= optim.muon.learning_rate / optim.learning_rate  # the same schedule from another peak
             # Random bits depend on the parameter's name, not on the set or order of parameters.
             own_step = step._replace(key=named_key(step.key, name))
             # If the state has its own layout (ZeRO), it is not moved: parameter and gradient are resharded to it, and
@@ -143,7 +144,7 @@ def build(
             factors = rates[name] * properties.rate, decays[name]
             new, rule_state = run((resharded, state.rules[name]), gradient, factors, (state.count, rate), own_step)
             after[name] = reshard_to(new, stored_at(name, parameter)), rule_state
-        count = state.count + step.finite
+        count = state.count + step.finite  # Adam's bias correction counts only steps that were taken
         states = {name: rule_state for name, (_, rule_state) in after.items()}
         return {name: parameter for name, (parameter, _) in after.items()}, OptimizerState(count, states)
 
@@ -152,6 +153,7 @@ def build(
         def one(name: str, parameter: Array) -> Array:
             resharded = reshard_to(parameter, trained[name].state_spec)
             at = rule_of[name].point(resharded, state.rules[name])
+            # A rule without a point of its own returns its argument: then nothing is resharded back.
             return parameter if at is resharded else reshard_to(at.astype(parameter.dtype), stored_at(name, parameter))
 
         return {name: one(name, parameter) for name, parameter in parameters.items()}
@@ -163,6 +165,7 @@ def _initial_state(rule: Rule, properties: Trained, moment_dtype: DTypeLike, par
     parameter = properties.merge_lead(parameter)
 
     def as_stored(leaf: Array, parameter: Array) -> Array:
+        # Scalars stay float32, and moments in 8 bits stay uint8.
         is_moment = leaf.shape == parameter.shape and leaf.dtype == jnp.float32
         return leaf.astype(moment_dtype) if is_moment else leaf
 
@@ -174,6 +177,7 @@ def _initial_state(rule: Rule, properties: Trained, moment_dtype: DTypeLike, par
         return jax.tree.map(lambda leaf: in_its_memory(as_stored(leaf, parameter)), state)
 
     if properties.lead and (properties.on_host or is_on_host(parameter)):
+        # Layer by layer, so that no whole stack is on the device.
         return jax.tree.map(properties.split_lead, jax.lax.map(first, parameter))
     if rule.by_layer and properties.lead:
         # The initial state of such a rule does not depend on values: one layer of zeros gives it for all.
@@ -226,4 +230,4 @@ def _rule(optim: OptimOptions, is_matrix: bool, dtype: DTypeLike) -> Rule:
 @jax.named_scope("optimizer")
 def clip_factor(norm: Float[Array, ""], max_norm: float) -> Float[Array, ""]:
     """Return the factor on gradients that limits their global norm to max_norm; a max_norm of 0 never clips."""
-    return jnp.minimum(1.0, max_norm / (norm + 1e-6)) if max_norm else jnp.ones_like(norm)
+    return jnp.minimum(1.0, max_norm / (norm + 1e-6)) if max_norm else jnp.ones_like(norm)  # 1e-6 as in torch

@@ -25,6 +25,7 @@ def apply_rule(rule: Rule, before: Updated, gradient: Array, at: Hyperparameters
     keys = jax.random.split(step.key, len(new))
 
     def to_stored_dtype(new: Array, old: Array, key: Array) -> Array:
+        # To nearest, a change below half a unit in the last place of bfloat16 would always be lost.
         narrows = old.dtype == jnp.bfloat16 and new.dtype == jnp.float32
         return jnp.where(
             step.finite, round_stochastically(new, key, step.first) if narrows else new.astype(old.dtype), old
@@ -75,6 +76,7 @@ def on_stages(
     """Run an update of a parameter whose layers are divided over stages: each stage updates its own layers."""
 
     def update_own(before: Updated, gradient: Array, factors: Any, at: Any, step: UpdateInputs) -> Updated:
+        # Indices of layers begin at 0 on every stage, so without the stage their random bits would be equal.
         key = jax.random.fold_in(step.key, jax.lax.axis_index("stage"))
         return update(before, gradient, factors, at, step._replace(key=key))
 

@@ -11,7 +11,7 @@ from jaxtune.models.selection import select
 from jaxtune.optim.options import OptimOptions
 
 EMBEDDING = r"embed_tokens|\bembeddings\."  # the second is Nemotron-H's
-NO_DECAY = rf"norm|bias|A_log|\.D$|sinks|{EMBEDDING}"
+NO_DECAY = rf"norm|bias|A_log|\.D$|sinks|{EMBEDDING}"  # A_log, D: recurrences; sinks: gpt-oss
 
 # One number, or one for each layer of a stacked parameter.
 Factor = float | Float[np.ndarray, " layers"]

@@ -33,7 +33,7 @@ def muon(
     """
 
     def update(gradient, state, parameter, at):
-        mean = momentum * state["momentum"] + (1.0 - momentum) * gradient
+        mean = momentum * state["momentum"] + (1.0 - momentum) * gradient  # buf.lerp_(grad, 1 - momentum) in torch
         ahead = momentum * mean + (1.0 - momentum) * gradient if nesterov else mean
         rows, columns = parameter.shape[-2:]
         original = adjust_lr == "original"
@@ -56,6 +56,7 @@ def normuon(momentum: float, beta2: float, ns_steps: int, cautious_wd: bool, dty
     """
 
     def init(parameter):
+        # "row" has a number for each row: (o,), or (layers, o) for a stack.
         return {"momentum": jnp.zeros_like(parameter), "row": jnp.zeros_like(jnp.sum(parameter, axis=-1))}
 
     def update(gradient, state, parameter, at):

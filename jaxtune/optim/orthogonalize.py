@@ -13,7 +13,7 @@ from jaxtune.parallel.layout import axes_in
 
 # The quintic of Keller Jordan's Muon (2024), as in torch.optim.Muon and optax.contrib.muon: the steepest one at 0.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-EPSILON = 1e-7
+EPSILON = 1e-7  # as in torch.optim.Muon
 # Matrices are multiplied in batches of at most this many elements; a larger matrix is a batch by itself.
 TOGETHER = 2**24
 
@@ -95,6 +95,7 @@ def _newton_schulz(matrices: Float[Array, "layers o i"], steps: int) -> Float[Ar
         factor = a * jnp.eye(x.shape[1]) + b * gram.astype(jnp.float32) + c * square
         return factor.astype(dtype) @ x
 
+    # The Frobenius norm is at least the largest singular value, so all singular values begin between 0 and 1.
     norm = jnp.sqrt(jnp.sum(x * x, axis=(1, 2), keepdims=True))
     # Unrolled, because a loop would copy x in every iteration: a product cannot be written over its own factor.
     x = lax.fori_loop(0, steps, iterate, (x / jnp.maximum(norm, EPSILON)).astype(dtype), unroll=True)

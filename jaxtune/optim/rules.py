@@ -147,7 +147,7 @@ def adafactor() -> Rule:
     clip: Any = optax.clip_by_block_rms(1.0)
 
     def init(parameter):
-        _, row, column, whole = factored.init(parameter)
+        _, row, column, whole = factored.init(parameter)  # means that are not used have shape (1,)
         return {"whole": whole} if whole.shape == parameter.shape else {"row": row, "column": column}
 
     def update(gradient, state, parameter, at):
@@ -172,7 +172,7 @@ def schedule_free(beta1: float, beta2: float, epsilon: float) -> Rule:
     """
     if not beta1 > 0.0:
         raise ValueError(f"schedule_free needs beta1 > 0, not {beta1}")
-    adam: Any = optax.scale_by_adam(0.0, beta2, epsilon)
+    adam: Any = optax.scale_by_adam(0.0, beta2, epsilon)  # the interpolation y replaces the first moment
 
     def init(parameter):
         scalars = {name: jnp.zeros((), jnp.float32) for name in ("weight_sum", "max_lr")}

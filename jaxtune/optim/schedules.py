@@ -70,10 +70,11 @@ def learning_rate(optim: OptimOptions, total_steps: int) -> Callable[[Array], Ar
             case "linear":
                 return towards_final(1.0 - progress)
             case "cosine":
-                waves = 0.5 if optim.cycles is None else optim.cycles
+                waves = 0.5 if optim.cycles is None else optim.cycles  # num_cycles of transformers
                 return towards_final(0.5 * (1.0 + jnp.cos(2.0 * jnp.pi * waves * progress)))
             case "cosine_with_restarts":
-                restarts = 1.0 if optim.cycles is None else optim.cycles
+                restarts = 1.0 if optim.cycles is None else optim.cycles  # num_cycles of transformers
+                # The last step is the end of the last wave, not the start of another.
                 phase = jnp.where(progress >= 1.0, 1.0, (restarts * decayed) % decay_steps / decay_steps)
                 return towards_final(0.5 * (1.0 + jnp.cos(jnp.pi * phase)))
             case "polynomial":
