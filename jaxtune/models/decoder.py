@@ -171,6 +171,7 @@ class Predictor(Block):
         """
         hidden, embedding = x
         both = jnp.concatenate([self.embedding_norm(embedding), self.hidden_norm(hidden)], axis=-1)
+        # (b, s, 2 d) -> (b, s, d), equation 21.
         y = jax.reshard(self.projection(both, call), by_residual())
         y, cache, sums = super().__call__(y, inputs, cache, call)
         return (jax.reshard(_apply_norm(y, self.output_norm), by_token(None)), embedding), cache, sums
@@ -306,6 +307,7 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
         """Return the embeddings of tokens, in the compute dtype of the layers."""
+        # Cast before the reshard, which all-gathers the table: `lookup` needs all of its rows on every device.
         return lookup(jax.reshard(self.weight.astype(dtype), P(None, None)), tokens)
 
 
@@ -397,7 +399,7 @@ class Decoder(nnx.Module):
         if call.noise is not None and call.neftune_alpha:
             x = neftune(x, call.neftune_alpha, call.noise.site("embeddings"))
         if self.spec.embedding_scale != 1:
-            x *= jnp.asarray(self.spec.embedding_scale, x.dtype)
+            x *= jnp.asarray(self.spec.embedding_scale, x.dtype)  # the factor is rounded too, as Gemma's is
         return jax.reshard(x, by_residual())
 
     def apply_final_norm(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
@@ -424,6 +426,7 @@ def inputs_of(
 def routed_by_stack(spec: ModelSpec, routed: Int[Array, "b s w"]) -> tuple[Int[Array, "repeats m b s k"] | None, ...]:
     """Return the column `routed_experts` as `Inputs` has it."""
     layout = jax.typeof(routed).sharding.spec[:2]
+    # (b, s, mixtures * k) -> (b, s, mixtures, k); below mixtures are the leading axis.
     whole = jnp.reshape(routed, (*routed.shape[:2], *spec.routed_shape), out_sharding=P(*layout))
     by_layer, parts, first = jnp.moveaxis(whole, 2, 0), [], 0
     for stack in spec.stacks:
@@ -436,6 +439,7 @@ def routed_by_stack(spec: ModelSpec, routed: Int[Array, "b s w"]) -> tuple[Int[A
 
 def bind(graph: nnx.GraphDef, parameters: Parameters) -> Any:
     """Return the decoder, or a submodule, with the given values in its parameters."""
+    # "stacks.0.blocks.1.mlp.up.weight" -> ("stacks", 0, "blocks", 1, "mlp", "up", "weight").
     values: Any = {tuple(int(p) if p.isdigit() else p for p in name.split(".")): v for name, v in parameters.items()}
     return nnx.merge(graph, nnx.from_flat_state(values))
 

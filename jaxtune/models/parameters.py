@@ -291,6 +291,7 @@ def _storage(treatment: Treatment, adapted: bool) -> Storage | None:
 def sites(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
     """Return the parameters in each Hugging Face tensor (several if it is fused), without adapters."""
     by_tensor: dict[str, tuple[Site, ...]] = {}
+    # The decoder without layers declares only what is outside of them.
     outside = _declarations(Decoder(dataclasses.replace(spec, layers=(), mtp=(), stages=1, chunks=1)))
     # Equal layers declare the same parameters, so one block is built for each kind of layer.
     inside = {layer: _declarations(block_of(layer)(spec, layer)) for layer in set(spec.every_layer)}
@@ -369,6 +370,7 @@ def find_undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: j
         # A head is never split, so the number of heads must be divided, not the number of their features.
         divided |= {(name, size, axes_of(name, layout)) for mixer in mixers for name, size in _heads(mixer)}
         for parameter in parameters.values():
+            # Linear weights with heads have them as (heads * features): the check above is the stricter one.
             places = partition_spec(*parameter.axes, layout=layout)
             named = zip(parameter.axes, parameter.shape, map(axes_in, places))
             divided |= {(name, size, axes) for name, size, axes in named if name not in ("heads", "kv_heads")}

@@ -102,7 +102,7 @@ def run_chunk(
     the micro-batch that layers use.
     """
     stack, stage = chunk.stack, jax.lax.axis_index("stage")
-    repeats = stack.repeats // (stack.stages * stack.chunks)
+    repeats = stack.repeats // (stack.stages * stack.chunks)  # of one chunk
     # Global numbers of the chunk's repeats, which dropout needs: chunk c of all stages comes before chunk c + 1 of any.
     repeat = (number * stack.stages + stage) * repeats + jnp.arange(repeats)
     x, _, sums = chunk(x, make_inputs(spec, batch, call), None, call, stack.first + len(stack.period) * repeat)

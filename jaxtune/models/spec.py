@@ -329,6 +329,7 @@ class StackSpec:
 
     def layer_numbers(self, position: int) -> list[int]:
         """Return the numbers of the layers at a position of the period, in the order of the stacked arrays."""
+        # Layers run in the order (chunks, stages, ...); stacked arrays have stages first, the axis that is sharded.
         repeats = np.arange(self.repeats).reshape(self.chunks, self.stages, -1).swapaxes(0, 1)
         return (self.first + position + len(self.period) * repeats).reshape(-1).tolist()
 
@@ -350,6 +351,7 @@ def stacks(layers: tuple[Layer, ...], stages: int = 1, chunks: int = 1) -> tuple
             period, repeats = layers[first : first + length], 1
             while layers[first + repeats * length : first + (repeats + 1) * length] == period:
                 repeats += 1
+            # A longer period must repeat: to scan it once would save no compilation.
             if (length == 1 or repeats > 1) and length * repeats > best[0] * best[1]:
                 best = (length, repeats)
         length, repeats = best

@@ -74,6 +74,7 @@ def select_linears(spec: ModelSpec, options: QuantOptions | PrecisionOptions, se
     if options.exclude is not None:
         excluded = select(options.exclude, known, f"{section}.exclude", not_linears(spec))
     layers = {None, *range(options.skip_first_layers, len(spec.layers) - options.skip_last_layers)}
+    # Modules are numbered after the last layer, and skip_last_layers does not count them.
     layers |= {*range(len(spec.layers), len(spec.every_layer))}
     chosen = {name for name, (site, *_) in known.items() if site.layer in layers and name not in excluded}
     if not chosen:

@@ -73,7 +73,7 @@ def score_with_divergence(
     how = Head(decoder.spec.vocabulary, gathered_entry("vocabulary"), decoder.spec.logit_cap)
 
     def kernel(hidden, head, targets, weight, tokens, log_probs):
-        hidden, tokens, log_probs = (x.reshape(-1, x.shape[-1]) for x in (hidden, tokens, log_probs))
+        hidden, tokens, log_probs = (x.reshape(-1, x.shape[-1]) for x in (hidden, tokens, log_probs))  # (t, ...)
         keep = weight.reshape(-1) != 0
         losses = linear_divergence(
             *(hidden, head, targets.reshape(-1), tokens, log_probs, keep),
@@ -149,8 +149,8 @@ def likeliest(
 
         def of_tile(hidden: Array) -> tuple[Array, Array]:
             logits = _temper(_logits(hidden, head), temperature, how)
-            best, tokens = jax.lax.top_k(logits, min(count, len(head)))
-            tokens += _first(logits, how)
+            best, tokens = jax.lax.top_k(logits, min(count, len(head)))  # (t, k), of this device's rows of the head
+            tokens += _first(logits, how)  # numbers in the whole vocabulary
             if how.axis is not None:
                 best, tokens = (jax.lax.all_gather(x, how.axis, axis=1, tiled=True) for x in (best, tokens))
                 # Each device has the likeliest tokens of its part of the vocabulary: choose among all of these.
@@ -198,7 +198,7 @@ def compute_divergence(
             return _kl(student, teacher)
         case "js":
             beta = divergence.beta
-            mixture = jnp.logaddexp(teacher + np.log(beta), student + np.log1p(-beta))
+            mixture = jnp.logaddexp(teacher + np.log(beta), student + np.log1p(-beta))  # log m
             return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
 
 
@@ -286,6 +286,7 @@ def _first(logits, how):
 
 
 def _logsumexp(logits, how):
+    # The shift needs no gradient, and pmax has no derivative.
     top = _over(jax.lax.pmax, jax.lax.stop_gradient(jnp.max(logits, axis=-1)), how)
     return top + jnp.log(_over(jax.lax.psum, jnp.sum(jnp.exp(logits - top[:, None]), axis=-1), how))
 

@@ -58,7 +58,7 @@ def attend_packed(key_start: Int[Array, "b s"], call: ForwardOptions, place: Int
             offset = 0
             if place is not None:
                 k, v = gather_positions(k, place, along), gather_positions(v, place, along)
-                offset = local_place - jnp.arange(local_place.shape[1])
+                offset = local_place - jnp.arange(local_place.shape[1])  # query i is at position i + offset
             mask = MaskSpec(window=mixer.window, key_start=key_start, query_offset=offset, documents=call.documents)
             if bits is not None:
                 index = (
@@ -104,7 +104,7 @@ def attend_cached(index: Int[Array, ""], key_start: Int[Array, "b s"]) -> Attend
         def kernel(q, k, v, keys, values, key_start, sinks, index, place):
             stacked = None
             if k is not None:
-                stacked = tuple(
+                stacked = tuple(  # (repeats, b, t, n, d), at this layer and these positions
                     jax.lax.dynamic_update_slice(old, new[None].astype(old.dtype), (place, 0, index, 0, 0))
                     for old, new in ((keys, k), (values, v))
                 )
@@ -154,11 +154,11 @@ def attend_one(
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     logits = jnp.where(seen, logits, -jnp.inf)
     top = jnp.max(logits, axis=1, keepdims=True, initial=LOWEST)  # finite even if a query sees no key
-    sink = None if sinks is None else sinks.astype(jnp.float32).reshape(heads, -1)
+    sink = None if sinks is None else sinks.astype(jnp.float32).reshape(heads, -1)  # (n, g): one for each query head
     top = top if sink is None else jnp.maximum(top, sink)
     weights = jnp.exp(logits - top)
     total = jnp.sum(weights, axis=1, keepdims=True)
     total = total if sink is None else total + jnp.exp(sink - top)
-    weights /= jnp.where(total > 0, total, 1)
+    weights /= jnp.where(total > 0, total, 1)  # a query without a key gets 0, not NaN
     attended = jnp.sum(weights[..., None] * values[..., None, :], axis=1)  # b n g d
     return attended.reshape(batch, 1, -1, values.shape[-1]).astype(q.dtype)

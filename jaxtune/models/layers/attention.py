@@ -99,7 +99,7 @@ class Attention(nnx.Module):
         gate = None if self.gate is None else projected.pop()
         if self.mixer.gated == "fused":
             both = jnp.reshape(q, (*x.shape[:2], -1, 2 * self.mixer.head_dim), out_sharding=by_token("heads", None))
-            q, gate = map(merge_heads, jnp.split(both, 2, axis=-1))
+            q, gate = map(merge_heads, jnp.split(both, 2, axis=-1))  # (b, s, h, 2 d) -> (b, s, hd), twice
         rotation = None if self.mixer.rope is None else inputs.rotations[self.mixer.rope, self.mixer.head_dim]
         q, k, v = self._placed(q, "heads", self.q_norm, rotation), None, None
         if rotation is not None and rotation.query_scale is not None:
@@ -109,6 +109,7 @@ class Attention(nnx.Module):
             k = self._placed(projected[0], self.kv_axis, self.k_norm, rotation)
             v = self._by_head(projected[-1], self.kv_axis)  # if they have no projection: the keys' output
             if self.mixer.v_norm:
+                # Gemma4RMSNorm with with_scale=False: no weight.
                 v = divide_by_rms(v.astype(jnp.float32), self.epsilon).astype(v.dtype)
         else:
             cache = inputs.kept[self.mixer.takes]

@@ -57,7 +57,7 @@ def attend_dropping(
     first, end = intervals(mask, batch, length, k.shape[1])
     # The largest block that divides the length, so that a scan over blocks needs no padding.
     size = next(size for size in range(min(BLOCK, length), 0, -1) if length % size == 0)
-    k, v = (jnp.repeat(x, heads // k.shape[2], axis=2) for x in (k, v))
+    k, v = (jnp.repeat(x, heads // k.shape[2], axis=2) for x in (k, v))  # (b, t, n, d) -> (b, t, h, d)
     keys = jnp.arange(k.shape[1])
 
     def draw(row: Array, head: Array, query: Array) -> Array:
@@ -73,19 +73,22 @@ def attend_dropping(
         logits = jnp.einsum("bqhd,bthd->bhqt", q, k, preferred_element_type=jnp.float32) * scale
         if mixer.soft_cap is not None:
             logits = mixer.soft_cap * jnp.tanh(logits / mixer.soft_cap)
-        seen = ((keys >= first[..., None]) & (keys < end[..., None]))[:, None]
+        seen = ((keys >= first[..., None]) & (keys < end[..., None]))[:, None]  # (b, 1, q, t)
         logits = jnp.where(seen, logits, -jnp.inf)
         # Softmax by hand, because a sink adds to the denominator without a value, and dropout comes after it.
         top = jnp.max(logits, axis=-1, keepdims=True, initial=LOWEST)  # finite even if a query sees no key
         sink = None if sinks is None else sinks.astype(jnp.float32)[:, None, None]
+        # Softmax does not depend on this shift, so it needs no gradient.
         top = jax.lax.stop_gradient(top if sink is None else jnp.maximum(top, sink))
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=-1, keepdims=True) + (0 if sink is None else jnp.exp(sink - top))
+        # One division normalises and scales up what dropout leaves.
         kept_share = jnp.where(total > 0, total, 1) * (1 - bits.rate)
         weights = jnp.where(of_rows(bits.rows, bits.heads, index), weights / kept_share, 0)
         return None, jnp.einsum("bhqt,bthd->bqhd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
 
     def in_blocks(x: Array) -> Array:
+        # (b, s, ...) -> (blocks, b, q, ...), of which blocks are scanned.
         return jnp.moveaxis(x.reshape(batch, length // size, size, *x.shape[2:]), 1, 0)
 
     _, out = jax.lax.scan(attend, None, tuple(map(in_blocks, (q, first, end, index))))

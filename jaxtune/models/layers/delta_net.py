@@ -92,8 +92,9 @@ class GatedDeltaNet(nnx.Module):
             q, k, v, z, b, a = run_linears([self.q, self.k, self.v, self.z, self.b, self.a], x, call)
             return (q, k, v), z, b, a
         # Rows of the fused matrices are grouped by key head: for each its q and k, then v and z of its value heads.
+        # Both become (b, s, hk, features of a key head's group).
         qkvz, ba = (_by_group(y, net.key_heads) for y in run_linears([self.qkvz, self.ba], x, call))
-        values = net.value_heads // net.key_heads * net.value_dim
+        values = net.value_heads // net.key_heads * net.value_dim  # those of the key head's value heads
         q, k, v, z = jnp.split(qkvz, [net.key_dim, 2 * net.key_dim, 2 * net.key_dim + values], axis=-1)
         b, a = jnp.split(ba, 2, axis=-1)
         return (merge_heads(q), merge_heads(k), merge_heads(v)), merge_heads(z), merge_heads(b), merge_heads(a)
@@ -114,10 +115,12 @@ def _recur(
     q, k = _unit(q), _unit(k)
     log_rate, step_bias = (rate.astype(jnp.float32) for rate in parameters[1:])
     # In float32: the decay is the exponential of a sum over many tokens.
+    # g = -A_log.exp() * softplus(a + dt_bias) in transformers.
     log_decay = -jnp.exp(log_rate) * jax.nn.softplus(a.astype(jnp.float32) + step_bias)
     # Padding must not change the state: no decay, and nothing is written.
     log_decay = jnp.where(valid[..., None], log_decay, 0)
     beta = jnp.where(valid[..., None], net.strength * jax.nn.sigmoid(b), 0)
+    # At position 0 a document begins, and the state is zero.
     out, state = gated_delta_rule(q, k, v, log_decay, beta, positions == 0, before.state)
     return out, RecurrentCache(tails, state)
 

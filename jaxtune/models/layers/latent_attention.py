@@ -45,6 +45,7 @@ class LatentAttention(nnx.Module):
             self.q_down = linear("q_down", latent.query_rank, spec.hidden, None, "embed")
             self.q_norm = NormLayer(latent.query_rank, LATENT_NORM)
             self.q_up = linear("q_up", queries, latent.query_rank, "heads", None)
+        # kv_a_proj_with_mqa and kv_b_proj of transformers.
         self.kv_down = linear("kv_down", latent.rank + latent.rotated, spec.hidden, None, "embed")
         self.kv_norm = NormLayer(latent.rank, LATENT_NORM)
         expanded = heads.heads * (heads.head_dim - latent.rotated + latent.value_dim)
@@ -66,8 +67,8 @@ class LatentAttention(nnx.Module):
         kv, key = jnp.split(kv, [latent.rank], axis=-1)
         kv = self.kv_up(self.kv_norm(kv), call)
         # kv_up's rows are, head by head, the key's features without rope and then the value's.
-        q, kv, key = self._by_head(q), self._by_head(kv), key[:, :, None]
-        plain = head_dim - latent.rotated
+        q, kv, key = self._by_head(q), self._by_head(kv), key[:, :, None]  # key: (b, s, 1, rotated features)
+        plain = head_dim - latent.rotated  # qk_nope_head_dim in config.json
         (q, q_rotated), (k, v) = (jnp.split(both, [plain], axis=-1) for both in (q, kv))
         query_scale = None
         if (rope := self.heads.rope) is not None:

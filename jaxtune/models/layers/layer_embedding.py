@@ -38,10 +38,11 @@ class LayerEmbeddings(nnx.Module):
     ) -> Float[Array, "l b s f"]:
         """Return the tokens' embeddings for each layer, in the dtype of x, the first layer's input."""
         own = lookup(jax.reshard(self.weight.astype(x.dtype), P(None, None)), tokens)
-        own *= jnp.asarray(self.features**0.5, x.dtype)
+        own *= jnp.asarray(self.features**0.5, x.dtype)  # embed_scale of transformers
+        # per_layer_model_projection_scale and, below, per_layer_input_scale of transformers.
         projected = scale(self.projection(jax.reshard(x, by_token(None)), call), x.shape[-1] ** -0.5)
         both = scale(self.norm(self._by_layer(projected)) + self._by_layer(own), 2**-0.5)
-        return jnp.moveaxis(both, 2, 0)
+        return jnp.moveaxis(both, 2, 0)  # (b, s, l, f) -> (l, b, s, f): layers are scanned
 
     def _by_layer(self, x: Float[Array, "b s lf"]) -> Float[Array, "b s l f"]:
         whole = jax.reshard(x, by_token(None))

@@ -100,6 +100,7 @@ def matmul(
         y = matmul(x, weight.served, out, noise, groups)
         if not weight.trained:
             return y
+        # x gets its gradient from the served product only, the weight from the plain one only.
         return straight_through(y, matmul(jax.lax.stop_gradient(x), weight.plain, out, noise, groups))
     if groups is not None:
         assert not isinstance(weight, LowPrecision)  # models.experts uses its dense backend for low precision
@@ -111,6 +112,7 @@ def matmul(
         return product.reshape(*x.shape[:2], -1)
     if not isinstance(weight, jax.Array):  # quantized and low-precision weights have their own product
         return weight.matmul(x, gathered_entry(out), noise)
+    # Cast before the all-gather of FSDP, which then moves 2 bytes a weight in bfloat16.
     weight = gather(weight.astype(x.dtype))
     # Rows and positions are merged unless positions are sharded, because a product of two matrices is several times
     # faster on a CPU. Merging a sharded dimension would move every token, and would keep XLA from reduce-scattering the
@@ -192,6 +194,7 @@ def run_linears(
     if len({linear.float32 for linear in linears}) > 1:  # different modules: parts of one module never differ
         return [linear(x, call) for linear in linears]
     if not linears[0].float32:
+        # Names let a rematerialisation policy choose which outputs are saved.
         return [named(y, call, linear) for y, linear in zip(_outputs(linears, x, call), linears)]
     with jax.default_matmul_precision("highest"):  # no TF32 on a GPU, nor in the backward pass
         ys = _outputs(linears, x.astype(jnp.float32), call)

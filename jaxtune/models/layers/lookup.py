@@ -36,7 +36,7 @@ def _backward(residuals, dy):
         sums = jnp.zeros_like(dy).at[first].add(dy).astype(table.dtype)
         row = jnp.where(first == places, tokens, rows + places)  # later positions of a token: past the table, dropped
         gradient = jnp.zeros(table.shape, table.dtype).at[row].set(sums, mode="drop", unique_indices=True)
-        return jax.lax.psum(gradient, jax.tree.leaves(tuple(by_token())))
+        return jax.lax.psum(gradient, jax.tree.leaves(tuple(by_token())))  # over the axes that divide tokens
 
     on_devices = jax.shard_map(sum_by_token, in_specs=(by_token(None), by_token()), out_specs=P(None, None))
     return on_devices(dy, jax.reshard(tokens, by_token())), None

@@ -92,10 +92,11 @@ class Mamba2Mixer(nnx.Module):
         y = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
         if self.norm is None:
             return merge_heads(y)
-        squares = jnp.mean(y * y, axis=-1)
+        squares = jnp.mean(y * y, axis=-1)  # (b, s, h)
         # A group whose heads are on several devices needs the mean squares of all of them.
         parts = shards(axes_in(gathered_entry("heads")), jax.sharding.get_abstract_mesh())
         axis = None if groups % parts else "heads"
+        # (b, s, h) -> (b, s, g, h / g). Heads have equally many features: a mean of their means is the group's.
         of_group = jnp.reshape(
             jax.reshard(squares, by_token(axis)), (*squares.shape[:2], groups, -1), out_sharding=by_token(axis, None)
         )
@@ -124,6 +125,7 @@ def _recur(
     step = jnp.clip(jax.nn.softplus(dt.astype(jnp.float32) + step_bias), *net.step_limit)
     # Padding must not change the state: a step of 0 neither decays it nor writes to it.
     step = jnp.where(valid[..., None], step, 0)
+    # x, dt, A, B, C and D of the paper; the state is zero again where a document begins.
     out, state = mamba2_scan(x, step, -jnp.exp(log_rate), write, read, skip, positions == 0, before.state)
     return out, RecurrentCache(tails, state)
 

@@ -32,7 +32,7 @@ def rotation(rope: Rope, head_dim: int, positions: Int[Array, "b s"]) -> Rotatio
     angles = positions * frequencies
     # Pairs are neighbours (0, 1), (2, 3), ... if interleaved, else feature n and n + r / 2, as in GPT-NeoX.
     angles = jnp.repeat(angles, 2, axis=-1) if rope.interleaved else jnp.concatenate([angles, angles], axis=-1)
-    angles = angles[:, :, None, :]
+    angles = angles[:, :, None, :]  # an axis for heads
     scale = None
     if rope.query_growth:
         # transformers' get_llama_4_attn_scale, with which long contexts do not flatten the softmax.
@@ -111,7 +111,7 @@ def _yarn(rope: Rope, base: np.ndarray, head_dim: int) -> np.ndarray:
     low, high = max(low, 0), min(high, head_dim - 1)
     # 0.001 as in transformers: equal bounds make the ramp a step, not NaN.
     ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low if high != low else 0.001)
-    keep = 1 - np.clip(ramp, 0, 1)
+    keep = 1 - np.clip(ramp, 0, 1)  # inv_freq_extrapolation_factor of transformers
     return (base / rope.factor * (1 - keep) + base * keep).astype(np.float32)
 
 

@@ -165,10 +165,11 @@ def compute_grouped(
         """Run the device's experts on rows that devices sent."""
         values, noise = values
         rows = arrange(expert, local_experts, backend)
-        token_of = jnp.take(token, rows.item_of, mode="clip")
+        token_of = jnp.take(token, rows.item_of, mode="clip")  # rows without an item get any token
         noise = noise and _row_noise(noise, token_of, positions)
         items = len(expert) / max(1.0, call.capacity_factor or 1.0)
         y = run_rows(values, to_rows(x[None], rows.item_of, rows.row_of), rows.groups, noise, items)
+        # Back to the order in which rows were received: an item here is a received row, with one expert.
         return to_rows(y[None], rows.row_of, rows.item_of)
 
     def on_device(values: Any, x: Array, routing: Routing, noise: Noise | None) -> Array:
@@ -184,7 +185,7 @@ def compute_grouped(
             # its own experts to all tokens; the psum_scatter below adds the contributions up.
             x, routing, noise = _gather_tokens(expert_axes, x, routing, noise)
         rows = _arrange(routing, expert_axes, backend)
-        token_of = rows.item_of // routing.chosen.shape[-1]
+        token_of = rows.item_of // routing.chosen.shape[-1]  # item = token * k + choice
         noise = noise and _row_noise(noise, token_of, positions)
         items = routing.chosen.size / shards(expert_axes, mesh)
         y = run_rows(values, to_rows(x, token_of, rows.row_of), rows.groups, noise, items)

@@ -59,6 +59,7 @@ class Router(nnx.Module):
         """
         options = self.options
         if self.scale is not None:
+            # Gemma4TextRouter: a norm without weight, then scale * hidden_size^-0.5.
             x = divide_by_rms(x.astype(jnp.float32), self.epsilon).astype(x.dtype)
             x *= jax.reshard(self.scale.get_value().astype(x.dtype), P()) * x.shape[-1] ** -0.5
         x = x.astype(jnp.float32) if options.float32 else x
@@ -69,7 +70,7 @@ class Router(nnx.Module):
             logits += jax.reshard(self.bias.get_value().astype(x.dtype), P())
         logits = logits.astype(jnp.float32)
         scores = jax.nn.sigmoid(logits) if options.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-        chosen = jax.lax.top_k(self._rank(scores), options.active)[1]
+        chosen = jax.lax.top_k(self._rank(scores), options.active)[1]  # (b, s, k)
         if replayed is not None:
             chosen = jnp.where(replayed < 0, chosen, replayed)
         # The correction decides only which experts are chosen; weights come from the scores without it (DeepSeek-V3,
@@ -94,7 +95,7 @@ class Router(nnx.Module):
         if options.groups == 1:
             return scores
         # DeepSeek-V3's node-limited routing: a token uses experts of few groups, and there a group is on one node.
-        by_group = scores.reshape(*scores.shape[:2], options.groups, -1)
+        by_group = scores.reshape(*scores.shape[:2], options.groups, -1)  # (b, s, groups, e / groups)
         best = jax.lax.top_k(by_group, 2)[0].sum(-1)  # a group's score: the sum of its best two experts' scores
-        last = jax.lax.top_k(best, options.active_groups)[0][..., -1:]
+        last = jax.lax.top_k(best, options.active_groups)[0][..., -1:]  # (b, s, 1): the lowest score of an active group
         return jnp.where((best >= last)[..., None], by_group, -jnp.inf).reshape(scores.shape)
