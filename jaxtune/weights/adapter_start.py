@@ -72,6 +72,6 @@ def _join(parts: list[Array], part: str, adapter: Any) -> Array:
     return parts[0] if part in adapter.shared else jnp.concatenate(parts)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=0)  # an adapter is frozen and hashable
 def _begin(adapter: Any, weight: Array, drawn: Mapping[str, Array]) -> dict[str, Array]:
     return adapter.begin(weight, drawn)

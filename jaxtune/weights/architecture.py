@@ -33,7 +33,7 @@ def spec_of(
     for names, value in hf.parse_overrides(model):
         for name in (*names, *_names(value)):
             if name not in known:
-                near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0)
+                near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0)  # cutoff 0: always one
                 raise UserError(
                     f"model.overrides: {'.'.join(names)}: config.json has no {name}, and {spec.family} reads none; "
                     f"nearest: {near[0]}"

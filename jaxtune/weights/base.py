@@ -54,7 +54,7 @@ def read_base(config: Config) -> Base:
         spec = dataclasses.replace(spec, tied=False)
     if spec.has_experts and not config.model.from_scratch and _has_stacked_experts(spec, folder):
         spec = dataclasses.replace(spec, stacked_experts=True)
-    saved_vocabulary = spec.vocabulary
+    saved_vocabulary = spec.vocabulary  # before data.special_tokens adds rows
     if config.data.special_tokens:
         spec = _with_special_tokens(spec, folders.tokenizer, config)
     scheme = None if config.model.from_scratch else hf.read_scheme(folder, described)
@@ -86,7 +86,7 @@ def _with_head(spec: ModelSpec, described: dict[str, Any], config: Config) -> tu
         )
     if model.num_labels is None:
         raise UserError("model.num_labels: the number of labels is not known, as no data is read here; set it")
-    task = "regression" if model.num_labels == 1 else "single_label_classification"
+    task = "regression" if model.num_labels == 1 else "single_label_classification"  # as transformers infers it
     if saved is not None and described.get("problem_type") not in (None, task):
         raise UserError(
             f"config.json: problem_type={described['problem_type']!r} is not supported with {model.num_labels} labels; "

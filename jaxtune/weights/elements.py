@@ -29,7 +29,7 @@ def _element(stack: jax.Array, number: int | jax.Array) -> jax.Array:
     first, *rest = jax.typeof(stack).sharding.spec
 
     def on_device(stack: jax.Array, number: int | jax.Array) -> jax.Array:
-        number = number - jax.lax.axis_index(axes_in(first)) * len(stack)
+        number = number - jax.lax.axis_index(axes_in(first)) * len(stack)  # out of range on the other devices
         element = jax.lax.dynamic_index_in_dim(stack, jnp.clip(number, 0, len(stack) - 1), keepdims=False)
         # The other devices must add -0, because adding +0 would turn the element's -0 into +0.
         return jax.lax.psum(jnp.where((number >= 0) & (number < len(stack)), element, -jnp.zeros_like(element)), first)

@@ -51,6 +51,7 @@ def copied_by_modules(spec: ModelSpec, config: Config, folder: Path) -> dict[str
 
 def _originals(spec: ModelSpec) -> dict[str, str]:
     names = families.names_of(spec)
+    # The files of a tied model have no head, so its modules have copies of the embedding.
     tied = {"head.weight": "embed.weight"} if spec.tied else {}
     return {copy: _name(names[tied.get(of, of)]) for copy, of in families.copies_of(spec).items()}
 

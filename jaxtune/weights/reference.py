@@ -39,6 +39,7 @@ def abstract_reference(model: Model, config: Config) -> dict[str, jax.ShapeDtype
         )
     reference, dtype = {}, recipe_of(config.precision, None).dtype
     for name, parameter in model.trained.items():
+        # A forward pass casts linear weights and tables to the compute dtype, so a copy in that dtype is as good.
         wide = parameter.float32 or parameter.treatment.float32 or parameter.kind not in ("linear", "table")
         kept_dtype = parameter.dtype if wide else dtype
         reference[name] = jax.ShapeDtypeStruct(parameter.shape, kept_dtype, sharding=parameter.sharding)

@@ -96,7 +96,7 @@ class ServedLinears:
 
     def _quantized(self, layer: Layer) -> dict[str, QuantizedArray]:
         declared = [self.parameters[name] for name in layer]
-        axes = [parameter.axes[1:] if parameter.lead else parameter.axes for parameter in declared]
+        axes = [parameter.axes[1:] if parameter.lead else parameter.axes for parameter in declared]  # of one layer
         plain = {
             name: merged_weight(self.parameters[name].treatment.adapter if parts else None, weight, parts)
             for name, (weight, parts) in layer.items()

@@ -139,6 +139,7 @@ def _initial(model: Model, wanted: Mapping[str, Parameter], config: Config) -> P
 def frozen_parameters(model: Model, config: Config, but: Collection[str] = ()) -> Parameters:
     """The parameters that are not trained, without `but`; random if the model is trained from scratch."""
     wanted = {name: p for name, p in model.frozen.items() if name not in but}
+    # Frozen parts of adapters are read from lora.path or drawn, never from the model's files.
     starts = {name: wanted.pop(name) for name in model.starts if name in wanted}
     return _values(model, wanted, config) | _initial(model, starts, config)
 
@@ -202,7 +203,7 @@ def _values(model: Model, wanted: Mapping[str, Parameter], config: Config) -> Pa
 
 def _is_added(parameter: Parameter) -> bool:
     """Whether the layer's output is added to the residual stream: the projection after a mixer or a feed-forward."""
-    return parameter.kind == "linear" and parameter.matrix_axes[0] == "embed"
+    return parameter.kind == "linear" and parameter.matrix_axes[0] == "embed"  # (out, in)
 
 
 def _zero(parameter: Parameter) -> Parameter:
