@@ -90,8 +90,10 @@ def _move(found: tuple[jax.Array, jax.Array], seen: jax.Array, weight: jax.Array
     rows = by_token()[0]
 
     def move(values: jax.Array, seen: jax.Array, weight: jax.Array) -> jax.Array:
+        # argmax of booleans is the first trained position; the rows end in the same trained tokens, so all shift alike.
         ahead = jnp.argmax(seen > 0, -1) - jnp.argmax(weight > 0, -1)
         places = jnp.arange(values.shape[2]) + ahead[..., None]
+        # Positions whose place wraps have no loss weight.
         return jnp.take_along_axis(values, places[..., None] % values.shape[2], axis=2)
 
     # In a shard_map, over whole rows: each device moves the values of its rows.

@@ -43,7 +43,7 @@ def load_or_compute(file: Path, write: Callable[[Path], None]) -> np.ndarray:
                 stream.flush()
                 os.fsync(stream.fileno())
         unfinished.rename(file)
-    return np.load(file, mmap_mode="r")
+    return np.load(file, mmap_mode="r")  # reads only the bytes that the header announces
 
 
 def _agrees(file: Path) -> bool:

@@ -57,6 +57,7 @@ def _key(config: Config, model: Model, rows: data.Rows) -> str:
     sections = [dataclasses.asdict(section) for section in (config.model, config.lora, config.quant, config.precision)]
     files = [folder and fingerprint(folder) for folder in folders]
     documents = [rows.documents.key, hashlib.sha256(rows.documents.chosen.tobytes()).hexdigest()]
+    # Drawn weights, and drawn parts of adapters, depend on the seed.
     seed = config.train.seed if config.model.from_scratch or model.starts else 0
     parts = [documents, files, sections, seed, config.data.seq_len]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
@@ -68,12 +69,12 @@ def _scores(config: Config, model: Model, mesh: jax.sharding.Mesh, rows: data.Ro
     if config.preference.reference != "start":
         trained = read_reference(model, config, trained)
     step = jax.jit(_make_step(config, model), compiler_options=compiler_options(config))
-    shape = (1, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
+    shape = (1, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)  # (A, B, S): one micro-batch
     sharding = jax.NamedSharding(mesh, P(None, *by_token()))
     values = np.zeros(len(rows.documents), np.float32)
     first = 0
     for after, batch in data.batches(rows, shape, sharding, 0, rows.total(1)):
-        scores = np.asarray(step(trained, frozen, batch).addressable_data(0))
+        scores = np.asarray(step(trained, frozen, batch).addressable_data(0))  # replicated: (rows, documents)
         for row in range(first, after):
             documents = rows.documents_in(row)
             values[documents] = scores[row - first, : len(documents)]

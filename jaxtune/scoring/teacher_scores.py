@@ -144,7 +144,7 @@ def add_teacher_columns(
     if teacher is None or isinstance(feed, data.PromptFeed):
         return feed
     assert isinstance(feed, data.Feed) and isinstance(feed.rows, data.Rows), "config.checks refuses others"
-    used = min(feed.rows.total(1), feed.total_steps * feed.rows_per_step)
+    used = min(feed.rows.total(1), feed.total_steps * feed.rows_per_step)  # less than an epoch if the run is
     return dataclasses.replace(feed, rows=_with_columns(teacher, mesh, feed.rows, used))
 
 
@@ -177,7 +177,7 @@ def _count_trained(rows: data.Rows, row: int) -> tuple[int, int]:
     for document, start, _, count in rows.targets_in(row):
         trained = rows.documents.values("loss_weight", document, start, start + count) != 0
         targets += int(np.count_nonzero(trained))
-        spans += int(np.count_nonzero(np.diff(trained, prepend=False) & trained))
+        spans += int(np.count_nonzero(np.diff(trained, prepend=False) & trained))  # counts where spans begin
     return targets, spans
 
 
@@ -209,7 +209,8 @@ def _write(path: Path, teacher: Teacher, mesh: jax.sharding.Mesh, rows: data.Row
     step = jax.jit(_make_step(teacher), compiler_options=compiler_options(config))
     shape = (1, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
     sharding = jax.NamedSharding(mesh, P(None, *by_token()))
-    length = int(sum(part.offsets[-1] for part in rows.documents.parts))
+    length = int(sum(part.offsets[-1] for part in rows.documents.parts))  # tokens of all documents
+    # The file is sparse: records of untrained tokens take no space on the disk.
     values = np.lib.format.open_memmap(path, "w+", _record(config), (length,))
     first_token, first, tenths_logged = rows.documents.first_token, 0, 0
     for after, batch in data.batches(rows, shape, sharding, 0, used, config.data):
