@@ -48,7 +48,7 @@ def add_balancing(
         metrics = {name: (value * total_weight, total_weight) for name, value in values.items()}
         penalty = sum(factor * value for factor, value in ((weight, router), (z_weight, z)) if factor)
         # A direction in place of a gradient: the choice of experts has none (see `optim.rules.balancing`).
-        choices = scores.sums["router_choices"].sum(1)
+        choices = scores.sums["router_choices"].sum(1)  # (layers, experts)
         excess = choices - choices.mean(-1, keepdims=True)
         directions = {name: excess[np.array(layers)] for name, layers in corrections.items()}
         return Sums(sums.loss + penalty * total_weight, sums.weight, {**sums.metrics, **metrics}, directions)
@@ -75,10 +75,10 @@ def sequence_loss(scores: Scores | LabelScores, batch: Batch) -> Float[Array, ""
     micro-batches are weighted by their number of targets, so the grouping of rows into micro-batches hardly matters.
     """
     choices, probability = scores.sums["router_choices"], scores.sums["router_probability"]
-    shares = choices / jnp.maximum(choices.sum(-1, keepdims=True), 1.0)
+    shares = choices / jnp.maximum(choices.sum(-1, keepdims=True), 1.0)  # f of equation 18, over the number of experts
     tokens = _tokens(batch)
-    mean = probability / jnp.maximum(tokens, 1.0)[:, None]
-    row_losses = choices.shape[-1] * (shares * mean).sum(-1).mean(0)
+    mean = probability / jnp.maximum(tokens, 1.0)[:, None]  # P of equation 20
+    row_losses = choices.shape[-1] * (shares * mean).sum(-1).mean(0)  # (b,), means over layers
     return jnp.sum(row_losses * tokens) / jnp.maximum(tokens.sum(), 1.0)
 
 
@@ -100,7 +100,7 @@ def _tokens(batch: Batch) -> Float[Array, " b"]:
 
 def _load(scores: Scores | LabelScores) -> dict[str, Float[Array, ""]]:
     """Return the metrics of the load, over layers (see `add_balancing`)."""
-    choices = scores.sums["router_choices"].sum(1)
+    choices = scores.sums["router_choices"].sum(1)  # (layers, experts)
     shares = choices / jnp.maximum(choices.sum(-1, keepdims=True), 1.0)
     count = choices.shape[-1]
     busiest = count * shares.max(-1)

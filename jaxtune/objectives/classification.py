@@ -17,6 +17,7 @@ def classification(labels: int) -> Objective:
 
 
 def _cross_entropy(scores: LabelScores, batch: Batch) -> Sums:
+    # The column is float32, because for regression it holds values.
     logits, label = scores.logits, batch["label"].astype(jnp.int32)
     right = label[..., None] == jnp.arange(logits.shape[-1])
     loss = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(right, logits, 0.0), axis=-1)

@@ -140,6 +140,7 @@ def _calibration(logits: Float[Array, "b s r"], questions: _Questions) -> Metric
         log_prob = _log_probabilities(logits, questions, temperature)
         confidence, share = _likeliest(jnp.where(questions.option, jnp.exp(log_prob), 0.0), questions)
         bins = jnp.minimum((confidence * BINS).astype(jnp.int32), BINS - 1)
+        # (b, s, k, bins): each question counts for its own type and bin.
         excess = ((confidence - share)[..., None] * jax.nn.one_hot(bins, BINS))[..., None, :] * of_kind[..., None]
         return jnp.sum(_cross_entropy(log_prob, questions)[..., None] * of_kind, (0, 1)), jnp.sum(excess, (0, 1))
 
@@ -152,10 +153,10 @@ def _calibration(logits: Float[Array, "b s r"], questions: _Questions) -> Metric
 def _summarise(metrics: Metrics) -> dict[str, float]:
     """Return the metrics of `evaluated_decision` from the sums of an evaluation."""
     (nll, counts), (excess, _) = metrics["nll"], metrics["excess"]
-    best = np.argmin(nll, axis=0)
+    best = np.argmin(nll, axis=0)  # nll is (t, k)
     questions = max(counts.sum(), 1)
     by_kind = np.arange(len(QUESTION_ROWS))
-    calibrated = excess[best, by_kind].sum(0)
+    calibrated = excess[best, by_kind].sum(0)  # (bins,), each type at its own temperature
     # Temperatures of types that do not occur are left out.
     temperatures = {
         f"temperature_{kind}": float(TEMPERATURES[best[number]])

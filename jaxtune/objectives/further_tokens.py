@@ -26,7 +26,7 @@ def add_further_tokens(objective: Objective, weight: float, modules: int, only: 
 
     def loss(scores: Scores, batch: Batch) -> Sums:
         sums = objective.loss(scores, batch)
-        counts = jnp.sum(batch["further_loss_weight"] > 0, (0, 1), dtype=jnp.int32)
+        counts = jnp.sum(batch["further_loss_weight"] > 0, (0, 1), dtype=jnp.int32)  # (b, s, modules) -> (modules)
         total = jnp.sum(jnp.stack([one.loss for one in scores.further]))
         metrics: dict[str, tuple[Num[Array, ""], Array]] = {"mtp_loss": (total, jnp.sum(counts))}
         for number, one in enumerate(scores.further):

@@ -46,8 +46,9 @@ def _range(options: GrpoOptions) -> tuple[float, float]:
 
 
 def _clipped(options: GrpoOptions, ratio: Rows, advantage: Rows, log_prob: Rows) -> Rows:
+    # clip_largest is the second clip of INTELLECT-2, TRL's delta.
     clipped, ratio = jnp.clip(ratio, *_range(options)), jnp.minimum(ratio, options.clip_largest or jnp.inf)
-    return -jnp.minimum(ratio * advantage, clipped * advantage)
+    return -jnp.minimum(ratio * advantage, clipped * advantage)  # PPO, arXiv:1707.06347, equation 7
 
 
 def _weighted(options: GrpoOptions, ratio: Rows, advantage: Rows, log_prob: Rows) -> Rows:
@@ -108,6 +109,7 @@ def _sums(options: GrpoOptions, rollout: RolloutOptions, scores: Scores, batch: 
     ratio = jnp.exp(jnp.minimum(log_ratio, LARGEST_LOG_RATIO))
     loss, (low, high) = LOSSES[options.loss], _range(options)
     losses = loss.term(options, ratio, advantage, scores.log_prob)
+    # In other cases the minimum takes the term that is not clipped, and the ratio keeps its gradient.
     clipped = {"low": (ratio < low) & (advantage < 0), "high": (ratio > high) & (advantage > 0)}
     metrics = {f"clip_ratio/{end}": (jnp.sum(clipped[end] * counted), jnp.sum(counted)) for end in loss.clips}
     if options.off_policy_kl is not None:
@@ -117,11 +119,12 @@ def _sums(options: GrpoOptions, rollout: RolloutOptions, scores: Scores, batch: 
     if options.beta:
         assert scores.reference is not None
         kl = DIVERGENCES[options.kl]((scores.reference - scores.log_prob) * mask)
-        kl = kl * ratio if options.kl_ratio else kl
+        kl = kl * ratio if options.kl_ratio else kl  # DeepSeek-V3.2
         losses += options.beta * kl
         metrics["kl"] = jnp.sum(kl * mask), jnp.sum(mask)
     if loss.mean == "tokens":
         return Sums(jnp.sum(losses * mask), jnp.sum(mask, dtype=jnp.int32), metrics)
+    # Documents of a row have the numbers 1, 2, ...: the largest is their count.
     completions = jnp.sum(jnp.max(batch["segment_ids"], -1), dtype=jnp.int32)
     # GRPO divides by each completion's length; Dr. GRPO by a constant, which removes the bias by length.
     length = tokens if loss.mean == "token means" else rollout.max_new_tokens
@@ -147,6 +150,7 @@ def advantages(rewards: Float64[np.ndarray, " n"], group_size: int, scale: str) 
     above = groups - _mean(groups)
     if scale == "rloo":
         count = np.sum(~np.isnan(groups), -1, keepdims=True)
+        # A value less the mean of the n - 1 others is n / (n - 1) times its difference from the mean of all.
         above *= count / np.maximum(count - 1, 1)
     above = above.reshape(-1)
     if scale in ("group", "batch"):

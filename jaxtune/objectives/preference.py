@@ -84,6 +84,7 @@ def _paired(options: PreferenceOptions, scores: Scores, batch: Batch) -> Sums:
     chosen, rejected = (jnp.where(there, x, -1.0) for x in relative)
     if options.offset_alpha:
         # ODPO (arXiv:2402.10571, equation 9): a margin that depends on the difference of the answers' scores.
+        # The column repeats a unit's value at each token, so the mean over trained tokens is this value.
         delta = _pairs(batch["score_delta"] * trained, batch)[0] / jnp.maximum(tokens[0], 1)
         offset = options.offset_alpha / options.beta * jnp.log(jnp.maximum(delta, 1e-6))
         shifted = Pairs(jnp.where(there, chosen - offset, -1.0), rejected, tokens)
@@ -107,6 +108,7 @@ def _paired(options: PreferenceOptions, scores: Scores, batch: Batch) -> Sums:
     if weight := answer_weight(options):
         # The mean over the tokens of all chosen answers in the micro-batch, as in TRL.
         nll = jnp.sum(_pairs(scores.loss, batch)[0]) / jnp.maximum(jnp.sum(tokens[0]), 1)
+        # Times the pairs, because the step divides by the weight, the number of pairs.
         loss, metrics["nll_loss"] = loss + weight * nll * pairs, (nll * pairs, pairs)
     return Sums(loss, pairs, metrics)
 
@@ -122,7 +124,7 @@ def _kto(options: PreferenceOptions, scores: Scores, batch: Batch) -> Sums:
     there = tokens[0] > 0
     relative, mismatched = _relative_to_reference(scores, batch)
     wanted = _pairs(batch["desirable"] * trained, batch)[0] > 0
-    kl = jax.lax.stop_gradient(relu(mean_where(there, mismatched)))
+    kl = jax.lax.stop_gradient(relu(mean_where(there, mismatched)))  # z0 of equation 8
     losses = jnp.where(
         wanted,
         options.desirable_weight * (1 - sigmoid(options.beta * (relative - kl))),
@@ -165,6 +167,7 @@ def _relative_to_reference(scores: Scores, batch: Batch) -> tuple[Float[Array, "
     """Return the log-probabilities of both answers, minus the reference's if there is one."""
     logps = _pairs(-scores.loss, batch)
     if REFERENCE.name in batch:
+        # The column repeats a document's value at each token, and `last` takes it once.
         reference = _pairs(batch[REFERENCE.name] * batch["last"], batch)
     elif scores.reference is not None:
         reference = _pairs(scores.reference * batch["loss_weight"], batch)
