@@ -86,7 +86,7 @@ def merge_adapters(folders: Sequence[Path], output: Path, options: MergeOptions,
     others = {module: size for module, size in ranks.items() if size != usual}
     alphas = {module: float(size) for module, size in others.items()}
     first, lora = adapters[0], LoraOptions(enabled=True, rank=usual, alpha=float(usual))
-    with hf.staging_folder(output, replaces=re.compile("(?!)")) as stage:
+    with hf.staging_folder(output, replaces=re.compile("(?!)")) as stage:  # (?!) matches no file: none is removed
         tensors = _tensors(first, ranks, merge)
         hf.write_adapter(stage, tensors, lora, first.base_model, first.revision, tuple(ranks), (), others, alphas)
         hf.copy_tokenizer_files(folders[0], stage)
@@ -168,11 +168,12 @@ def _merge(module: str, reads: Sequence[Callable[[], Update]], rank: int, option
     interpolates = options.method == "slerp"
     factors = slerp_weights(_cosine(*updates), options.t) if interpolates else sum_weights(options)
     chosen = [(one, factor) for one, factor, weight in zip(updates, factors, options.weights) if weight]
+    # [B1 B2] [A1; A2] = B1 A1 + B2 A2, exactly.
     a = np.concatenate([update.a * np.float32(factor) for update, factor in chosen])
     update = Update(a, np.concatenate([update.b for update, _ in chosen], axis=1))
     if rank < len(a):
         return _reduce(update, rank)
-    return Merged(update, *[_inner(update, update)] * 2)
+    return Merged(update, *[_inner(update, update)] * 2)  # nothing is lost
 
 
 def _product(update: Update) -> Matrix:
@@ -187,12 +188,14 @@ def _cosine(first: Update, second: Update) -> float:
 
 def _inner(one: Update, other: Update) -> float:
     """Return the sum of the products of the values of two updates."""
+    # sum(B1 A1 * B2 A2) = sum((B1^T B2) * (A1 A2^T)): products of (rank, rank), without the updates themselves.
     halves = (one.b.T.astype(np.float64) @ other.b, one.a.astype(np.float64) @ other.a.T)
     return float(np.sum(halves[0] * halves[1]))
 
 
 def _reduce(update: Update, rank: int) -> Merged:
     """Return the best approximation of a smaller rank: SVD of the small factors of a QR decomposition."""
+    # B A = Q_b (R_b R_a^T) Q_a^T, so the SVD of the small middle matrix gives the one of B A.
     (of_b, right), (of_a, left) = np.linalg.qr(update.b), np.linalg.qr(update.a.T)
     u, sizes, v = np.linalg.svd(right @ left.T)
     rank = min(rank, len(sizes))
@@ -204,7 +207,7 @@ def _approximate(matrix: Matrix, rank: int) -> Merged:
     """Return the best approximation of a rank, by eigenvectors of the matrix times its transpose."""
     wide = matrix if len(matrix) <= matrix.shape[1] else matrix.T  # the smaller product
     sizes, vectors = np.linalg.eigh(wide.astype(np.float64) @ wide.T)
-    top = vectors[:, ::-1][:, :rank].astype(np.float32)
+    top = vectors[:, ::-1][:, :rank].astype(np.float32)  # eigh sorts upwards
     update = Update(top.T @ matrix, top) if wide is matrix else Update(top.T, matrix @ top)
     return Merged(update, float(sizes.sum()), float(sizes[-rank:].sum()))
 

@@ -98,7 +98,7 @@ def merge_differences(name: str, reads: Sequence[Read], options: MergeOptions) -
             return difference
         if options.method == "ties":
             return difference * largest(difference, options.density)
-        seeds = [options.seed, zlib.crc32(name.encode()), number]
+        seeds = [options.seed, zlib.crc32(name.encode()), number]  # hash() differs between processes
         return drop(difference, np.random.default_rng(seeds).random(difference.shape, np.float32) < options.density)
 
     prunes = [lambda number=number: pruned(number) for number in range(len(reads))]
@@ -113,6 +113,7 @@ def largest(values: Values, density: float) -> Bool[np.ndarray, "..."]:
     count = max(1, int(density * magnitudes.size))
     least = np.partition(magnitudes, magnitudes.size - count)[magnitudes.size - count]
     mask = magnitudes > least
+    # If the least value is 0, the values that are missing are zeros, which stay zeros without the mask.
     if least > 0:
         mask[np.flatnonzero(magnitudes == least)[: count - np.count_nonzero(mask)]] = True
     return mask.reshape(values.shape)

@@ -60,7 +60,7 @@ def merge_models(folders: Sequence[Path], base: Path | None, output: Path, optio
     _check_alike(everyone)
     check_content(source for model in everyone for source in model.tensors.values())
     tensors = hf.named_as_in_files(first.folder, _merged(everyone, base is not None, options))
-    with hf.staging_folder(output, replaces=re.compile("(?!)")) as stage:
+    with hf.staging_folder(output, replaces=re.compile("(?!)")) as stage:  # (?!) matches no file: none is removed
         hf.write(stage, tensors)
         _write_config(first, stage, changes)
         hf.copy_tokenizer_files(first.folder, stage)
@@ -158,7 +158,7 @@ def _merge(name: str, sources: Sequence[TensorSource], has_base: bool, options: 
 def _read(name: str, source: TensorSource) -> Values:
     if source.dtype not in DTYPES:
         raise UserError(f"{source.file}: {name} is {source.dtype}; only {', '.join(DTYPES)} are merged")
-    return np.atleast_1d(source.whole().astype(np.float32))
+    return np.atleast_1d(source.whole().astype(np.float32))  # `out=` needs an array, also for a scalar
 
 
 def _same(name: str, sources: Sequence[TensorSource]) -> np.ndarray:
