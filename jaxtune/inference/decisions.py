@@ -105,6 +105,7 @@ class Decider:
         def run(parameters: Parameters, batch: Batch) -> Float[Array, "b r"]:
             """Return the scores after each row's last token."""
             logits = score_labels(bind(opened.model.graph, parameters), batch, call, tokens=tokens).logits
+            # One position of a row is `last`, so the sum over positions is its scores.
             return jax.reshard(jnp.sum(jnp.where(batch["last"][..., None], logits, 0.0), axis=1), jax.P())
 
         self._run = jax.jit(run)
@@ -148,9 +149,11 @@ class Decider:
         """Return the scores of the head's rows after each prompt; a prompt is a row, padded to a power of two."""
         length = 2 ** math.ceil(math.log2(max(map(len, prompts))))
         devices = jax.sharding.get_mesh().size
+        # Multiples of the number of devices: any axes of the mesh divide rows and positions.
         length, rows = math.ceil(length / devices) * devices, math.ceil(self._batch_size / devices) * devices
         shape = rows, length
         batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segment_ids")}
+        # Padding sees no key: its first visible key is past the last one.
         batch |= {"key_start": np.full(shape, length, np.int32), "last": np.zeros(shape, bool)}
         for row, tokens in enumerate(prompts):
             count = len(tokens)

@@ -149,6 +149,7 @@ def advance(
     # Each device has whole vocabularies of some rows: a sort along a sharded axis would communicate.
     chosen = jax.shard_map(partial(choose, sampling=sampling), in_specs=rows, out_specs=rows)(*arguments)
     if call.record_routing:
+        # (mixtures, b, s, k) -> (b, s, mixtures, k); int16 takes half of the copy to the host.
         chosen = chosen._replace(routed_experts=jnp.moveaxis(recorded["routed_experts"].astype(jnp.int16), 0, 2))
     chosen = jax.reshard(chosen, P())
     if seen is not None:

@@ -99,7 +99,7 @@ def decode_programs(
 
     @partial(jax.jit, compiler_options=compiler_options())
     def first(tokens, start, numbers, indices, parameters):
-        length = tokens.shape[1] + max_new_tokens
+        length = tokens.shape[1] + max_new_tokens  # positions of the cache
         decoder = bind(graph, parameters)
         return begin(decoder, tokens, start, keys(numbers, indices), sampling, length, call)
 
@@ -132,7 +132,7 @@ def make_generate(graph: nnx.GraphDef, spec: ModelSpec, *, max_new_tokens: int, 
         lacking = [max_new_tokens - there for there in written or [0] * len(prompts)]
         tokens, start = _pad(prompts, lacking, spec)
         numbered = np.resize(np.array(range(len(prompts)) if numbers is None else numbers, np.int32), len(tokens))
-        index = max_new_tokens - np.resize(np.array(lacking, np.int32), len(tokens))
+        index = max_new_tokens - np.resize(np.array(lacking, np.int32), len(tokens))  # tokens written so far
         with RULES(rules_of_decoding(RULES.value)):
             upcoming, decoding = first(tokens, start, numbered, index, parameters)
         for count in range(1, max(lacking) + 1):
@@ -141,7 +141,7 @@ def make_generate(graph: nnx.GraphDef, spec: ModelSpec, *, max_new_tokens: int, 
             if count < max(lacking):
                 with RULES(rules_of_decoding(RULES.value)):
                     upcoming, decoding = following(chosen.tokens, decoding, numbered, index + count, parameters)
-            local = jax.tree.map(lambda array: array.addressable_data(0), chosen)
+            local = jax.tree.map(lambda array: array.addressable_data(0), chosen)  # replicated on all devices
             yield local._replace(tokens=np.asarray(local.tokens)[: len(prompts)])
 
     return generate
