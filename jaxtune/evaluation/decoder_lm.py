@@ -292,7 +292,7 @@ class DecoderLM(TemplateLM):
     def _row_length(self, tokens: int) -> int:
         """Return the row length to compile for a text of `tokens` tokens, a multiple that the mesh divides."""
         parts = shards(RULES.value.residual, self._mesh)
-        bucket = min(max(ROW_BUCKET, 1 << (tokens - 1).bit_length()), self.max_length)
+        bucket = min(max(ROW_BUCKET, 1 << (tokens - 1).bit_length()), self.max_length)  # the next power of two
         return -(-bucket // parts) * parts
 
     def _rows(self, wanted: int, length: int) -> int:
@@ -333,7 +333,7 @@ class DecoderLM(TemplateLM):
             sums = np.asarray(self._step(opened.trained, opened.frozen, batch).addressable_data(0))
             self._beat()
             for (log_prob, hits), count in zip(sums.tolist(), counts[first:after]):
-                yield ContinuationScore(log_prob, round(hits) == count)
+                yield ContinuationScore(log_prob, round(hits) == count)  # hits: a float32 sum of ones
             first = after
 
 

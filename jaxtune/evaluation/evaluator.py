@@ -73,6 +73,7 @@ def metric_names(config: Config, program: Program, sets: Collection[str]) -> lis
     task, step = _step(config, program.model)
     state = program.state
     sums = jax.eval_shape(step, state.trained, {**program.frozen, **state.base}, program.batch, state.reference)
+    # Ones, because a metric without weight would be left out.
     metrics = _means(jax.tree.map(lambda sum_: np.ones(sum_.shape), sums), task)
     return list(_flatten(dict.fromkeys(("", *_reported_sets(sets)), metrics)))
 

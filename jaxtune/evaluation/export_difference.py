@@ -100,7 +100,7 @@ def merge_difference(model: Model, parameters: Parameters, config: Config, outpu
 
 def _fits(output: Path) -> bool:
     """Whether the weights of an export fit in the devices' free memory."""
-    memory = jax.local_devices()[0].memory_stats() or {}
+    memory = jax.local_devices()[0].memory_stats() or {}  # CPUs have no statistics
     free = memory.get("bytes_limit", math.inf) - memory.get("bytes_in_use", 0)
     # The export is sharded over all devices.
     return _size(output) / jax.sharding.get_mesh().size <= free
