@@ -291,7 +291,7 @@ def _storage(treatment: Treatment, adapted: bool) -> Storage | None:
 def sites(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
     """Return the parameters in each Hugging Face tensor (several if it is fused), without adapters."""
     by_tensor: dict[str, tuple[Site, ...]] = {}
-    # The decoder without layers declares only what is outside of them.
+    # A decoder without layers declares only the parameters outside the layers.
     outside = _declarations(Decoder(dataclasses.replace(spec, layers=(), mtp=(), stages=1, chunks=1)))
     # Equal layers declare the same parameters, so one block is built for each kind of layer.
     inside = {layer: _declarations(block_of(layer)(spec, layer)) for layer in set(spec.every_layer)}

@@ -74,7 +74,7 @@ def read_spec(config: dict[str, Any], mtp: bool = False, mtp_default: int | None
 
 def refuses_lora(spec: ModelSpec, name: str) -> bool:
     """Return whether peft cannot load LoRA of a linear layer."""
-    return re.search(getattr(FAMILIES[spec.family], "NO_LORA", r"\Z\A."), name) is not None
+    return re.search(getattr(FAMILIES[spec.family], "NO_LORA", r"\Z\A."), name) is not None  # \Z\A. never matches
 
 
 def modules_of(spec: ModelSpec) -> MtpTensors:

@@ -61,7 +61,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
         llama.windows(config),
         [rope if kind == "sliding_attention" else None for kind in llama.layer_types(config)],
         glm4_moe.feed_forwards(config | {"first_k_dense_replace": config["num_dense_layers"]}, experts),
-        norm=Norm(config["rms_norm_eps"], rounded=False),
+        norm=Norm(config["rms_norm_eps"], rounded=False),  # AfmoeRMSNorm rounds after the weight
         layer={"norms": "both"},
         model={"embedding_scale": config["hidden_size"] ** 0.5 if config["mup_enabled"] else 1.0},
         qk_norm="head",

@@ -19,7 +19,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
         config,
         windows,
         [None if window is None else rope for window in windows],
-        norm=Norm(config["layer_norm_eps"], centred=True, rounded=False),
+        norm=Norm(config["layer_norm_eps"], centred=True, rounded=False),  # Cohere2LayerNorm: no bias
         layer={"norms": "shared"},
         model={"logit_scale": config["logit_scale"]},
     )

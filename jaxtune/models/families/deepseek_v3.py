@@ -67,10 +67,11 @@ def common_spec(
     bias = ("q_down", "kv_down", "o") if config.get("attention_bias", False) else ()
     return llama.common_spec(
         family,
+        # {"head_dim" | Every query head has its own key and value, expanded from the latent.
         config | {"head_dim": head_dim, "num_key_value_heads": config["num_attention_heads"]},
         rope=rope,
         feed_forward=feed_forwards,
         bias=frozenset(bias),
-        scale=head_dim**-0.5 * rope.magnitude(rope.mscale_all_dim or 0) ** 2,
+        scale=head_dim**-0.5 * rope.magnitude(rope.mscale_all_dim or 0) ** 2,  # transformers: scaling * mscale**2
         latent=Latent(config["kv_lora_rank"], config["q_lora_rank"], rotated, config["v_head_dim"]),
     )

@@ -53,7 +53,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     if config.get("use_bias"):
         raise UserError("config.json: use_bias=true is not supported for this family")
     end = config.get("moe_layer_end_index", -1)
-    sparse = range(config["moe_layer_start_index"], count if end == -1 else end + 1)
+    sparse = range(config["moe_layer_start_index"], count if end == -1 else end + 1)  # -1: to the last layer
     dense = llama.dense(config)
     experts = Experts(
         size=config["moe_intermediate_size"],

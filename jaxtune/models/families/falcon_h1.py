@@ -55,7 +55,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
             "embedding_scale": config.get("embedding_multiplier", 1.0),
             "logit_scale": config.get("lm_head_multiplier", 1.0),
         },
-        scale=width**-0.5 * config.get("key_multiplier", 1.0),
+        scale=width**-0.5 * config.get("key_multiplier", 1.0),  # a factor on keys is one on logits
     )
     net = granitemoehybrid.mamba(
         config, config["mamba_d_ssm"], factors=factors(config, "ssm_multipliers", 5), normed=normed

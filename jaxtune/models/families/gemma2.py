@@ -47,7 +47,7 @@ def common_spec(family: str, config: dict[str, Any], rope: Sequence[Rope] | None
         llama.windows(config),
         rope,
         feed_forward,
-        norm=Norm(config["rms_norm_eps"], offset=True, rounded=False),
+        norm=Norm(config["rms_norm_eps"], offset=True, rounded=False),  # Gemma2RMSNorm: x * (1 + weight)
         layer={"norms": "both"},
         model={
             "embedding_scale": config["hidden_size"] ** 0.5,

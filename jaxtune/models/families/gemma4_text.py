@@ -93,7 +93,7 @@ def common_spec(family: str, config: dict[str, Any], **model: Any) -> ModelSpec:
         llama.windows(config),
         llama.ropes_by_kind(config, 1e6, 1e4),
         feed_forward,
-        norm=Norm(config["rms_norm_eps"], rounded=False),
+        norm=Norm(config["rms_norm_eps"], rounded=False),  # without Gemma 2's offset
         layer={"norms": "both", "scaled": True},
         model={
             "embedding_scale": config["hidden_size"] ** 0.5,
@@ -102,7 +102,7 @@ def common_spec(family: str, config: dict[str, Any], **model: Any) -> ModelSpec:
         },
         qk_norm="head",
         v_norm=True,
-        scale=1.0,
+        scale=1.0,  # queries and keys are normalised
     )
     kinds = llama.layer_types(config)
     changes = [sizes(config, *one) | shared for one, shared in zip(enumerate(kinds), sharing(config, kinds))]
@@ -133,7 +133,7 @@ def sharing(config: dict[str, Any], kinds: list[str]) -> list[dict[str, str]]:
         raise UserError(
             f"config.json: num_kv_shared_layers={count} leaves no {missing[0]} layer with keys and values of its own"
         )
-    last = {kind: number for number, kind in enumerate(own) if kind in shared}
+    last = {kind: number for number, kind in enumerate(own) if kind in shared}  # later numbers replace earlier ones
     return [{"keeps": k} if last.get(k) == n else {} for n, k in enumerate(own)] + [{"takes": k} for k in shared]
 
 

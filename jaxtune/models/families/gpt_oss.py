@@ -61,7 +61,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
         llama.windows(config),
         llama.read_rope(config, theta=150_000.0),
         experts,
-        norm=Norm(config["rms_norm_eps"], rounded=False),
+        norm=Norm(config["rms_norm_eps"], rounded=False),  # GptOssRMSNorm rounds after the weight
         model=qwen3_moe.router_loss(config, 0.001),
         sinks=True,
     )

@@ -22,7 +22,7 @@ def common_spec(family: str, config: dict[str, Any], model: Mapping[str, Any] = 
         layer={"residual_scale": config.get("residual_multiplier", 1.0)},
         model={
             "embedding_scale": config.get("embedding_multiplier", 1.0),
-            "logit_scale": 1 / config.get("logits_scaling", 1.0),
+            "logit_scale": 1 / config.get("logits_scaling", 1.0),  # transformers divides the logits
             **model,
         },
         scale=config.get("attention_multiplier", 1.0),

@@ -77,5 +77,6 @@ def inner_size(config: dict[str, Any]) -> int:
     size = config["block_ff_dim" if "block_ff_dim" in config else "intermediate_size"]
     if not config["block_auto_adjust_ff_dim"]:
         return size
+    # As Lfm2MLP, which rounds both factors down.
     size, multiple = int(config["block_ffn_dim_multiplier"] * int(2 * size / 3)), config["block_multiple_of"]
     return -(-size // multiple) * multiple

@@ -39,7 +39,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
         scores="sigmoid",
         scale=config["routed_scaling_factor"],
         corrected=bool(config["use_expert_bias"]),
-        epsilon=1e-6,
+        epsilon=1e-6,  # as in transformers
     )
     dense, first = FeedForward(config["intermediate_size"]), config["num_dense_layers"]
     layers = [dense if number < first else experts for number in range(config["num_hidden_layers"])]

@@ -119,7 +119,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
         vocabulary=config["vocab_size"],
         hidden=config["hidden_size"],
         layers=tuple(map(layer, layer_types(config))),
-        norm=Norm(config["layer_norm_epsilon"], rounded=False),
+        norm=Norm(config["layer_norm_epsilon"], rounded=False),  # NemotronHRMSNorm rounds after the weight
         max_positions=config["max_position_embeddings"],
         tied=False,
         initializer_range=config.get("initializer_range", 0.02),

@@ -21,7 +21,7 @@ def common_spec(family: str, config: dict[str, Any], **fields: Any) -> ModelSpec
     return llama.common_spec(
         family,
         config,
-        norm=Norm(config.get("rms_norm_eps", 1e-5), rounded=False),
+        norm=Norm(config.get("rms_norm_eps", 1e-5), rounded=False),  # Olmo2RMSNorm rounds after the weight
         layer={"norms": "after"},
         qk_norm="whole",
         **fields,

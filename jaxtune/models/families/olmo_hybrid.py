@@ -55,7 +55,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     net = qwen3_next.delta_net(
         config,
         strength=2.0 if config["linear_allow_neg_eigval"] else 1.0,
-        epsilon=1e-5,
+        epsilon=1e-5,  # fixed in transformers, as in flash-linear-attention
         rates=(max(config["linear_a_log_min"], 0.01), config["linear_a_log_max"]),  # the logarithm of 0 is infinite
         steps=RandomSteps(config["linear_dt_min"], config["linear_dt_max"], config["linear_dt_init_floor"]),
     )

@@ -7,6 +7,7 @@ from jaxtune.models.spec import ModelSpec
 
 CLASSIFIER = "Qwen2"
 
+# "attention.q.bias"[-6] is "q".
 NAMES = {**llama.NAMES_WITHOUT_BIAS, **{name: hf for name, hf in llama.BIAS_NAMES.items() if name[-6] in "qkv"}}
 IGNORABLE = llama.IGNORABLE
 

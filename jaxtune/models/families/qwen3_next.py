@@ -66,7 +66,7 @@ def common_spec(family: str, config: dict[str, Any], fused: bool, **fields: Any)
         family,
         config,
         rope=llama.read_rope(config, fraction=llama.partial_rotary(config)),
-        norm=Norm(config["rms_norm_eps"], offset=True, rounded=False),
+        norm=Norm(config["rms_norm_eps"], offset=True, rounded=False),  # x * (1 + weight)
         qk_norm="head",
         gated="fused",
         **fields,

@@ -34,6 +34,6 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
         config,
         config.get("sliding_window"),
         feed_forward=feed_forward,
-        norm=Norm(config["norm_epsilon"], centred=True, bias=True, rounded=False),
+        norm=Norm(config["norm_epsilon"], centred=True, bias=True, rounded=False),  # torch's LayerNorm
         bias=frozenset("qkvo" if config["use_bias"] else ""),
     )

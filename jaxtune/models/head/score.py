@@ -270,6 +270,6 @@ def logits(decoder: Decoder, hidden: Float[Array, "*b d"], dtype: jnp.dtype) -> 
     head = gather(decoder.head_weight.astype(dtype))
     by_row = P(*rows, gathered_entry("vocabulary"))
     scores = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32, out_sharding=by_row)
-    # The product is sharded over the vocabulary; a caller needs all of it, without padding rows.
+    # The product is sharded over the vocabulary; callers need whole rows, without padding tokens.
     scores, cap = jax.reshard(scores, P(*rows, None))[..., : decoder.spec.vocabulary], decoder.spec.logit_cap
     return scores if cap is None else cap * jnp.tanh(scores / cap)

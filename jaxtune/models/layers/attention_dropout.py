@@ -88,7 +88,7 @@ def attend_dropping(
         return None, jnp.einsum("bhqt,bthd->bqhd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
 
     def in_blocks(x: Array) -> Array:
-        # (b, s, ...) -> (blocks, b, q, ...), of which blocks are scanned.
+        # (b, s, ...) -> (blocks, b, q, ...): blocks are scanned.
         return jnp.moveaxis(x.reshape(batch, length // size, size, *x.shape[2:]), 1, 0)
 
     _, out = jax.lax.scan(attend, None, tuple(map(in_blocks, (q, first, end, index))))

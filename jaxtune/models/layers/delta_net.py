@@ -94,7 +94,7 @@ class GatedDeltaNet(nnx.Module):
         # Rows of the fused matrices are grouped by key head: for each its q and k, then v and z of its value heads.
         # Both become (b, s, hk, features of a key head's group).
         qkvz, ba = (_by_group(y, net.key_heads) for y in run_linears([self.qkvz, self.ba], x, call))
-        values = net.value_heads // net.key_heads * net.value_dim  # those of the key head's value heads
+        values = net.value_heads // net.key_heads * net.value_dim  # features of v in a group, and of z
         q, k, v, z = jnp.split(qkvz, [net.key_dim, 2 * net.key_dim, 2 * net.key_dim + values], axis=-1)
         b, a = jnp.split(ba, 2, axis=-1)
         return (merge_heads(q), merge_heads(k), merge_heads(v)), merge_heads(z), merge_heads(b), merge_heads(a)

@@ -125,7 +125,7 @@ def _recur(
     step = jnp.clip(jax.nn.softplus(dt.astype(jnp.float32) + step_bias), *net.step_limit)
     # Padding must not change the state: a step of 0 neither decays it nor writes to it.
     step = jnp.where(valid[..., None], step, 0)
-    # x, dt, A, B, C and D of the paper; the state is zero again where a document begins.
+    # x, dt, A, B, C and D of the paper; at the start of a document the state is zero.
     out, state = mamba2_scan(x, step, -jnp.exp(log_rate), write, read, skip, positions == 0, before.state)
     return out, RecurrentCache(tails, state)
 

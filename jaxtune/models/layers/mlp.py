@@ -97,7 +97,7 @@ def by_tiles(
     if tiles == 1:
         return function(x, call)
     size = x.shape[1] // parts // tiles
-    # (b, s, d) -> (b, devices, tiles, positions of a tile, d), of which tiles are scanned.
+    # (b, s, d) -> (b, devices, tiles, positions of a tile, d): tiles are scanned.
     split = jnp.reshape(
         x, (x.shape[0], parts, tiles, size, x.shape[2]), out_sharding=P(batch, positions, None, None, None)
     )
