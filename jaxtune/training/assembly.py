@@ -94,7 +94,7 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     objective, recipe = objective or objective_of(config, model), forward.recipe
     reference, averaged = abstract_reference(model, config), abstract_average(model, config)
     merged, on_host = merge_targets(model, config), config.memory.offload_gradients
-    # The gradients of these are added to their sums layer by layer, so that no whole stack is on the device.
+    # Gradients of these stacks are added layer by layer, so that no whole stack is on the device.
     stacks = [name for name, p in model.trained.items() if p.lead and (p.on_host or on_host)]
     options = StepOptions(
         seed=config.train.seed,

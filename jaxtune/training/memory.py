@@ -359,7 +359,7 @@ def _cgroup_limits(root: Path, membership: Path) -> Iterator[Limit]:
         # Memory of a group also counts against the limits of all groups above it.
         for folder in (group, *group.parents):
             size, used = (folder / names[0], folder / names[1])
-            # Version 2 writes "max" if there is no limit.
+            # Version 2 writes "max" for no limit.
             if size.exists() and used.exists() and (text := size.read_text().strip()).isdecimal():
                 stat = folder / "memory.stat"
                 cached = re.search(r"^(?:file|cache) (\d+)", stat.read_text() if stat.exists() else "", re.MULTILINE)

@@ -325,8 +325,9 @@ def _tick(step: PipelinedStep, carry: Carry, row: Any) -> tuple[Carry, None]:
 def _score(step: PipelinedStep, carry: Carry, x: Array, number: Index) -> Carry:
     """Add the loss of a micro-batch that leaves the last stage, and the gradients from the loss to this output."""
     emitted, entered = _index(carry.stages.emitted, number, axis=2), _index(carry.entered, number)
+    # With respect to all arguments but `number`.
     (_, sums), (*parts, dx, d_entered, d_emitted) = jax.value_and_grad(
-        partial(_run_after_stages, step), range(5), has_aux=True  # with respect to all but `number`
+        partial(_run_after_stages, step), range(5), has_aux=True
     )(step.outside.trained, step.outside.scales, x, entered, emitted, number)
     put = partial(jax.lax.dynamic_update_index_in_dim, index=number)
     d_emitted = jax.tree.map(partial(put, axis=2), carry.stages.d_emitted, d_emitted)
