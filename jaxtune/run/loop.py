@@ -172,7 +172,7 @@ def train(
                 reporter.arrivals.watch(results)
                 watch.profiler.after_step(results)
                 state = reporter.report(state)
-                request = watch.stop.agree(bool(watch.plugins.ending))
+                request = watch.stop.agree(bool(watch.plugins.ending))  # a collective: every process, in every step
             moment = StepInfo(position.step + 1, watch.epoch(after), watch.epoch(position.feed))
             position.step, position.feed, position.put_off = moment.step, after, ()
             # A copy, because `position` has advanced by the time the results are reported.
@@ -252,6 +252,7 @@ class _Reporter:
         metrics = jax.device_get(results)
         absent = metrics.pop("absent", {})
         values = {name: value.item() for name, value in metrics.items() if not absent.get(name)}
+        # Step n was taken with rates[n - 1], times the factor of the guard.
         values["learning_rate"] = float(self.rates[at.step - 1]) * values.pop("rate_factor", 1.0)
         now = self.arrivals.next()
         seconds, self.last = now - self.last, now

@@ -206,7 +206,7 @@ def begin(config: Config, folder: RunFolder, counts: Counts | None) -> None:
         for path in (folder.checkpoints, folder.export) if config.ckpt.resume == "overwrite" else ():
             if path.exists():
                 log.info("removing %s (ckpt.resume='overwrite')", path)
-                shutil.rmtree(path.resolve())
+                shutil.rmtree(path.resolve())  # rmtree refuses a link
                 if path.is_symlink():
                     path.resolve().mkdir()  # the target of a link must exist
         folder.write_records(config, counts)

@@ -104,7 +104,7 @@ def first_state(config: Config, program: Program, saved: Saved | None) -> tuple[
         state, starts, position = restore_run(saved, program, config.ckpt.load_optimizer)
         return state, starts | frozen_parameters(model, config, but={**state.base, **starts}), position
     trained, base, frozen = start_parameters(model, config)
-    state = jax.jit(program.start, donate_argnums=0)(trained)._replace(base=base)
+    state = jax.jit(program.start, donate_argnums=0)(trained)._replace(base=base)  # no copy of `trained`
     if state.reference and config.preference.reference != "start":
         state = state._replace(reference=read_reference(model, config, state.reference))
     # Evaluations at the start are tasks that were put off: the loop runs such tasks before its first step.

@@ -67,6 +67,7 @@ def tasks_of(
         watch.plugins("on_epoch", at.step, round(watch.epoch(at.feed)))
 
     def save_due(at: StepInfo) -> bool:
+        # A new best evaluation needs a checkpoint; `judge` runs before this, in the same moment.
         return every(ckpt.save_steps, ckpt.save_epochs)(at) or (ckpt.keep_best and position.standing.step == at.step)
 
     tasks = [Task("epoch", every(epochs=1.0), end_epoch, at_end=False)]
