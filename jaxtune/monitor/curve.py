@@ -59,7 +59,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
     """Centred moving average over about a thirtieth of the values, weighted towards the middle; shorter at the ends."""
     if not values.size:
         return values
-    weights = np.hanning(2 * (values.size // 60) + 3)[1:-1]
+    weights = np.hanning(2 * (values.size // 60) + 3)[1:-1]  # without the zeros at its ends
     weighted = np.convolve(values, weights)
     total = np.convolve(np.ones_like(values), weights)
     return (weighted / total)[weights.size // 2 :][: values.size]
@@ -69,5 +69,5 @@ def _series(rows: Sequence[dict[str, Any]], name: str) -> tuple[np.ndarray, np.n
     """Steps and finite values of a metric."""
     points = [(row["step"], row[name]) for row in rows if not isinstance(row.get(name, ""), str)]
     points = [(step, value) for step, value in points if math.isfinite(value)]
-    steps, values = np.array(points, dtype=float).reshape(-1, 2).T
+    steps, values = np.array(points, dtype=float).reshape(-1, 2).T  # without points: (0, 2)
     return steps, values

@@ -38,7 +38,7 @@ class Gpus:
         self._readings = {
             "gpu_utilization": lambda: sum(nvml.nvmlDeviceGetUtilizationRates(g).gpu for g in gpus) / len(gpus) / 100,
             "gpu_memory_bytes": lambda: max(nvml.nvmlDeviceGetMemoryInfo(gpu).used for gpu in gpus),
-            "gpu_power_watts": lambda: sum(nvml.nvmlDeviceGetPowerUsage(gpu) for gpu in gpus) / 1000,
+            "gpu_power_watts": lambda: sum(nvml.nvmlDeviceGetPowerUsage(gpu) for gpu in gpus) / 1000,  # from mW
         }
         self.read()
 
@@ -57,5 +57,6 @@ class Gpus:
 def _handle(nvml: Any, ordinal: int) -> Any:
     """NVML's handle of a GPU by CUDA's number; NVML also counts the GPUs that CUDA_VISIBLE_DEVICES hides."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    # CUDA_VISIBLE_DEVICES lists numbers or UUIDs (GPU-..., MIG-...).
     name = visible[ordinal] if ordinal < len(visible) else str(ordinal)
     return nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else nvml.nvmlDeviceGetHandleByUUID(name)

@@ -17,7 +17,7 @@ import jax
 from jaxtune.monitor.goodput import Goodput
 
 TICK_SECONDS = 1
-LEAVE_SECONDS = 5
+LEAVE_SECONDS = 5  # time to write the stacks
 
 
 @contextmanager
@@ -42,6 +42,7 @@ def _watch(goodput: Goodput, seconds: int, stacks: Path, ended: threading.Event)
         if ended.wait(TICK_SECONDS):
             return
         before, seen = seen, goodput.now
+        # Ticks are counted, because a clock would include time in which this process was stopped.
         quiet = quiet + TICK_SECONDS if seen == before else 0
     sys.stderr.write(
         f"\njaxtune: process {jax.process_index()} hangs in {seen[0]!r}: nothing has ended for {seconds} s "
@@ -52,7 +53,7 @@ def _watch(goodput: Goodput, seconds: int, stacks: Path, ended: threading.Event)
     threading.Thread(target=_write, args=(stacks,), daemon=True).start()
     # The other processes hang as well and write theirs: when process 0 has ended, jax aborts them.
     time.sleep(LEAVE_SECONDS)
-    os._exit(1)
+    os._exit(1)  # sys.exit would end only this thread
 
 
 def _write(stacks: Path) -> None:

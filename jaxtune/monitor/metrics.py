@@ -79,7 +79,7 @@ class MetricsLog:
             for name, value in row.items():
                 if name != "step" and not isinstance(value, str):
                     self._tensorboard.add_scalar(name, value, step)
-        if self._wandb is not None and (step % self._wandb_every == 0 or "loss" not in row):
+        if self._wandb is not None and (step % self._wandb_every == 0 or "loss" not in row):  # evaluations always
             self._wandb.log(row)
         if self._aim is not None:
             for name, value in row.items():
@@ -134,7 +134,7 @@ def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
 
     Raises UserError, with file and line, for a line that is not an object with a step.
     """
-    *lines, _half_written = path.read_bytes().split(b"\n")
+    *lines, _half_written = path.read_bytes().split(b"\n")  # b"" if the last line is whole
     rows = []
     for number, line in enumerate(lines, start=1):
         try:

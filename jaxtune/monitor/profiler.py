@@ -82,7 +82,7 @@ class Profiler:
         self._tracing = False
         if self._memory:
             jax.profiler.save_device_memory_profile(str(self._folder / f"memory-{self._count}.prof"))
-        steps = self._count - self._last + self._steps
+        steps = self._count - self._last + self._steps  # fewer if the run ended first
         log.info("profile of %d steps: %s", steps, self._folder)
         file = self._folder / step_time.NAME
         file.unlink(missing_ok=True)  # left by an earlier trace

@@ -84,7 +84,7 @@ def thin(metric: Series, most: int) -> tuple[Series, Series]:
     count = metric.values.size
     if count <= most:
         return metric, metric
-    edges = np.linspace(0, count, math.ceil(most / 2) + 1).astype(int)
+    edges = np.linspace(0, count, math.ceil(most / 2) + 1).astype(int)  # two points are drawn of an interval
     drawn, places, means = {0, count - 1}, [], []
     for first, end in itertools.pairwise(edges):
         finite = np.isfinite(metric.values[first:end])

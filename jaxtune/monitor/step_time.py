@@ -203,7 +203,7 @@ def step_time(text: str, device: str, found: Sequence[Operation], steps: int) ->
         sums[place.part][place.phase] += each.end - each.start
     if intervals[_OTHER_PROGRAMS]:  # without their text, loops cannot be told from their bodies: take the union
         sums[_OTHER_PROGRAMS]["rest"] = _union_length(intervals[_OTHER_PROGRAMS])
-    ms = 1e6 * steps
+    ms = 1e6 * steps  # from ns, to ms a step
     busy = _union_length(itertools.chain(*intervals.values()))
     parts, alone = {}, {}
     for part in (part for part in PARTS if part in sums):

@@ -41,7 +41,7 @@ def flops_per_token(work: Work) -> float:
     """
     window = min(work.window or work.seq_len, work.seq_len)
     visible_keys = window * (1 - window / (2 * work.seq_len))
-    attention = 3 * 4 * visible_keys * work.attention_width * work.layers
+    attention = 3 * 4 * visible_keys * work.attention_width * work.layers  # 3: forward, and twice in backward
     return 6 * work.trained + 4 * work.frozen + attention
 
 
