@@ -64,8 +64,8 @@ def add(value: Any) -> str:
     samples = value.with_format(None)
     digest = hashlib.sha256()
     for sample in itertools.islice(samples, _STREAM_SAMPLES) if kind == "IterableDataset" else samples:
-        digest.update(json.dumps(sample, default=str).encode())
-    name = f"{PREFIX}{kind}-{digest.hexdigest()[:16]}"
+        digest.update(json.dumps(sample, default=str).encode())  # str: dates, for example
+    name = f"{PREFIX}{kind}-{digest.hexdigest()[:16]}"  # 64 bits of the hash
     before = _REGISTRY.get(name, _Entry(None, (), ""))
     # Another object with the same name needs a new token, so that no cache of the earlier one is used for it.
     if not before.objects or before.objects[-1] is not value:
@@ -120,5 +120,5 @@ def _class_of(value: Any) -> str | None:
         ("pandas", "DataFrame"),
         *(("datasets", name) for name in ("Dataset", "IterableDataset", "DatasetDict", "IterableDatasetDict")),
     }
-    classes = ((kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__)
+    classes = ((kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__)  # subclasses too
     return next((name for package, name in classes if (package, name) in known), None)

@@ -23,7 +23,7 @@ class RecipeConfig(ConfigDict):
     depths: dict[str, int]
 
     def __init__(self, values: Mapping[str, Any] | None = None, type_safe: bool = False):
-        object.__setattr__(self, "depths", {})
+        object.__setattr__(self, "depths", {})  # ConfigDict's own would make it an option
         # `resolve` checks all types together: ml_collections supports neither unions nor allowed values.
         super().__init__(type_safe=type_safe)
         for name, value in (values or {}).items():

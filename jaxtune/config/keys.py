@@ -116,7 +116,7 @@ def _nearest(key: str) -> str | None:
         return meant
     scores = {candidate: likeness(candidate) for candidate in options()}
     best = max(scores, key=lambda candidate: sum(scores[candidate]))
-    return best if max(scores[best]) >= 0.6 else None
+    return best if max(scores[best]) >= 0.6 else None  # 0.6: difflib's own cutoff
 
 
 def is_like_one_of_an_entry(name: str) -> bool:
@@ -193,6 +193,7 @@ def names_in_expression(expression: str) -> list[str]:
     """Return the options that an expression reads, as dotted names."""
     nodes = ast.walk(ast.parse(expression, mode="eval"))
     read = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)]
+    # Without the parts of longer names: ast.walk yields `optim` too for `optim.name`.
     return [name for name in read if not any(other.startswith(f"{name}.") for other in read)]
 
 

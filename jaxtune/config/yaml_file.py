@@ -28,7 +28,7 @@ class YamlFile:
     def line(self, name: str) -> int:
         """Return the line of an option; for one from an alias or `<<`, the line of the alias or `<<`."""
         while name and name not in self.lines:
-            name = re.sub(r"\[\d+\]$|\.?[^.]*$", "", name, count=1)
+            name = re.sub(r"\[\d+\]$|\.?[^.]*$", "", name, count=1)  # without its last [0] or .name
             # Without a line of its own, the value came from a `<<` in an enclosing mapping.
             if brought := self.lines.get(f"{name}.<<" if name else "<<"):
                 return brought
@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
 
 # YAML 1.1, which PyYAML implements, reads 2e-4 (no dot) as text.
 _NUMBER = re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))  # the characters it begins with
 
 
 def read(file: Path, name: str) -> YamlFile:
