@@ -214,7 +214,7 @@ def _hold_lock(path: Path, shared: bool = False) -> Iterator[bool]:
 def folder_name(source: sources.SampleSource, entry: Dataset, shaping: str) -> str:
     """Return a hash of everything that shapes an entry's documents; `shaping` is the result of `hash_shaping`."""
     parts = [source.identity, _changed_options(entry), shaping]
-    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]  # 128 bits
 
 
 def _request(entry: Dataset, shaping: str) -> str:
@@ -233,7 +233,7 @@ def _changed_options(entry: Dataset) -> dict[str, Any]:
 
 def hash_shaping(tokenizer: Tokenizer, on_bad_row: str, labels: tuple[str, ...], chat: ChatOptions) -> str:
     """Return a hash of the settings that shape the tokens and labels of every entry."""
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())  # the content of tokenizer.json
     # State left by the last call of the tokenizer; `Encoder` does not use it.
     del backend["truncation"], backend["padding"]
     parts = [token_cache.FORMAT, on_bad_row, backend, tokenizer.chat_template, tokenizer.special_tokens_map]

@@ -87,10 +87,10 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
     # If each unit is one document, the key is the same as in checkpoints from before there were units.
     if len(sizes) < len(lengths):
         content.update(np.array(sizes, np.int64).tobytes())
-    np.save(folder / "offsets.npy", np.append(0, np.cumsum(lengths, dtype=np.int64)))
-    np.save(folder / "units.npy", np.append(0, np.cumsum(sizes, dtype=np.int64)))
-    np.save(folder / "targets.npy", np.array(targets, np.int64))
-    np.save(folder / "continuous.npy", np.frombuffer(continuous, bool))
+    np.save(folder / "offsets.npy", np.append(0, np.cumsum(lengths, dtype=np.int64)))  # (documents + 1,)
+    np.save(folder / "units.npy", np.append(0, np.cumsum(sizes, dtype=np.int64)))  # (units + 1,)
+    np.save(folder / "targets.npy", np.array(targets, np.int64))  # (documents,)
+    np.save(folder / "continuous.npy", np.frombuffer(continuous, bool))  # (documents,)
     declared = [
         [column.name, np.dtype(column.dtype).name, column.per, *([column.width] if column.width else [])]
         for column in stored

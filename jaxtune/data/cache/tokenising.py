@@ -21,7 +21,7 @@ Items = list[tuple[str, Sample] | UserError]
 _Converted = tuple[str, Rendered | Encoded | RenderedUnit]
 """The place that a sample comes from, and its document."""
 
-_BATCH_CHARS = 2**22
+_BATCH_CHARS = 2**22  # of one call of the tokenizer
 
 
 @dataclass(frozen=True)
@@ -232,6 +232,7 @@ def _cut(unit: Unit, most: int, way: Literal["delete", "left", "right", "split"]
         return []
     (document,) = unit.documents
     length = len(document.tokens)
+    # "left" leaves out the beginning, "right" the end, and "split" nothing.
     starts = {"left": range(length - most, length, most), "right": range(0, most, most)}.get(
         way, range(0, length, most)
     )

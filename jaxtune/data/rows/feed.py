@@ -100,7 +100,7 @@ def open_feed(
     """
     train, data = config.train, config.data
     most = config.attention.max_documents_per_row
-    shape = (train.grad_accum_steps, train.micro_batch_size * data_shards(mesh), data.seq_len)
+    shape = (train.grad_accum_steps, train.micro_batch_size * data_shards(mesh), data.seq_len)  # (A, B, S)
     rows_per_step = shape[0] * shape[1]
     if data.streaming:
         eval_documents = open_validation(config, tokenizer, vocabulary)

@@ -117,7 +117,7 @@ class Rows:
         # Pieces are sorted by parcel: a parcel begins where the number changes.
         opens = np.flatnonzero(np.diff(pieces.parcel[kept], prepend=-1))
         self._parcels = np.append(opens, len(self._length))  # index of each parcel's first piece, and the end
-        parcel_lengths = np.add.reduceat(self._length, opens)
+        parcel_lengths = np.add.reduceat(self._length, opens)  # (parcels,)
         planned = partial(
             *(plan, parcel_lengths, data.seq_len, data.seed),
             method=data.packing_method if data.packing else None,

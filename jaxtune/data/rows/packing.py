@@ -151,7 +151,7 @@ def plan(
         row = _next_fit(lengths[order].tolist(), seq_len)
     # Parcels row after row; inside a row they keep their order.
     order = order[np.argsort(row, kind="stable")]
-    return RowPlan(order, np.concatenate([[0], np.cumsum(np.bincount(row))]))
+    return RowPlan(order, np.concatenate([[0], np.cumsum(np.bincount(row))]))  # bincount: parcels of each row
 
 
 def stable_permutation(count: int, seed: int, epoch: int, *purpose: int) -> Int64[np.ndarray, "count"]:
