@@ -41,7 +41,7 @@ MIXTURE = {
     "n_routed_experts": 16,
     "num_experts_per_tok": 3,
     "n_shared_experts": 1,
-    "n_group": 1,
+    "n_group": 1,  # experts are not chosen by groups
     "topk_group": 1,
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,

@@ -22,13 +22,13 @@ def get_config(model="HuggingFaceTB/SmolLM2-135M"):
 
     config.train.max_steps = 2000
     config.train.micro_batch_size = 8
-    config.train.grad_accum_steps = 8
+    config.train.grad_accum_steps = 8  # 8 * 8 * 2048 = 131,072 tokens a step on one GPU
 
     config.optim.learning_rate = 1e-3
-    config.optim.schedule = "wsd"
+    config.optim.schedule = "wsd"  # warm-up, stable, decay over the last cooldown_steps
     config.optim.warmup_steps = 100
     config.optim.cooldown_steps = 400
-    config.optim.weight_decay = 0.1
+    config.optim.weight_decay = 0.1  # 0.1 and 0.95 as in GPT-3 and Llama
     config.optim.beta2 = 0.95
 
     config.ckpt.save_steps = 200

@@ -23,5 +23,5 @@ def get_config(model="Qwen/Qwen3-0.6B"):
     config.data.validation_split = 0.0
     held_out = {"path": "HuggingFaceTB/smoltalk", "subset": "all", "split": "test", "samples": 1000}
     config.data.eval_datasets = (dataset(**held_out, type="conversation"),)
-    config.train.max_steps = 1000
+    config.train.max_steps = 1000  # a stream has no end
     return config

@@ -17,5 +17,5 @@ def get_config(model="nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"):
     config = qwen_lora.get_config(model)
     config.memory.remat = "block"
     config.train.micro_batch_size = 1
-    config.train.grad_accum_steps *= 2
+    config.train.grad_accum_steps *= 2  # the same rows in a step
     return config

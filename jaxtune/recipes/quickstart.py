@@ -20,14 +20,14 @@ MODEL = {
     "hidden_size": 192,
     "num_hidden_layers": 4,
     "num_attention_heads": 6,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 2,  # each for three query heads
     "head_dim": 32,
     "intermediate_size": 512,
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
 END, TURN_START, TURN_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-CHAT_TEMPLATE = (
+CHAT_TEMPLATE = (  # ChatML
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}"
@@ -88,7 +88,7 @@ def make_model_folder(folder, kind, sizes):
         vocab_size=len(tokenizer), eos_token_id=end, pad_token_id=end, architectures=[f"{kind}ForCausalLM"], **sizes
     ).save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
-    temporary.chmod(0o755)
+    temporary.chmod(0o755)  # mkdtemp lets only its owner read it
     try:
         temporary.rename(folder)  # atomic, because other processes may create it at the same time
     except OSError:

@@ -18,5 +18,5 @@ def get_config(model="Qwen/Qwen3-30B-A3B"):
     config.lora.target_modules = "q_proj|k_proj|v_proj|o_proj"
     config.memory.remat = "block"
     config.train.micro_batch_size = 1
-    config.train.grad_accum_steps *= 2
+    config.train.grad_accum_steps *= 2  # the same rows in a step
     return config

@@ -18,7 +18,7 @@ def get_config(model="Qwen/Qwen3-0.6B"):
     config.data.datasets = (dataset(path="trl-lib/ultrafeedback_binarized"),)
     config.data.seq_len = 4096
     config.preference.loss = "sigmoid"
-    config.preference.beta = 0.1
+    config.preference.beta = 0.1  # as in the paper, arXiv:2305.18290
     config.optim.learning_rate = 1e-5
     config.optim.warmup_ratio = 0.1
     return config

@@ -13,7 +13,7 @@ from jaxtune.recipes import qwen_lora
 def get_config(model="Qwen/Qwen3-0.6B"):
     """Return the config of qwen_lora with every parameter trained, at a lower learning rate."""
     config = qwen_lora.get_config(model)
-    config.lora = new_config().lora
+    config.lora = new_config().lora  # back to the defaults: no adapters
     config.optim.learning_rate = 1e-5
     config.optim.weight_decay = 0.01
     return config

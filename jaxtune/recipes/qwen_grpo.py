@@ -23,13 +23,13 @@ def get_config(model="Qwen/Qwen3-0.6B"):
     config = qwen_lora.get_config(model)
     config.data.datasets = (dataset(path="openai/gsm8k", subset="main"),)
     config.data.validation_split = 0.0
-    config.data.seq_len = 1024
+    config.data.seq_len = 1024  # prompt and completion together
     config.chat.template = "qwen3_nothinking"
     config.rollout.rewards = ("jaxtune.recipes.qwen_grpo:right",)
     config.rollout.group_size = 8
-    config.rollout.max_new_tokens = 512
+    config.rollout.max_new_tokens = 512  # leaves 512 for the prompt
     config.train.micro_batch_size = 8
-    config.train.grad_accum_steps = 8
+    config.train.grad_accum_steps = 8  # 64 completions a step on one GPU: 8 of each of 8 prompts
     config.optim.learning_rate = 1e-5
     config.optim.schedule = "constant"
     config.optim.warmup_ratio = 0.0

@@ -16,19 +16,19 @@ def get_config(model="Qwen/Qwen3-0.6B"):
     config = new_config()
     config.model.path = model
     config.data.datasets = (dataset(path="tatsu-lab/alpaca", type="instruction"),)
-    config.data.validation_split = 0.01
-    config.data.seq_len = 2048
+    config.data.validation_split = 0.01  # of the documents
+    config.data.seq_len = 2048  # tokens of a row, into which documents are packed
 
     config.lora.enabled = True
     config.lora.rank = 16
-    config.lora.alpha = 32.0
-    config.lora.target_modules = "all-linear"
+    config.lora.alpha = 32.0  # B A is multiplied by alpha / rank = 2
+    config.lora.target_modules = "all-linear"  # not only attention, as in the QLoRA paper (arXiv:2305.14314)
 
     config.train.epochs = 1
     config.train.micro_batch_size = 2
-    config.train.grad_accum_steps = 4
+    config.train.grad_accum_steps = 4  # a step has 8 rows on one GPU
 
-    config.optim.learning_rate = 2e-4
+    config.optim.learning_rate = 2e-4  # QLoRA's up to 13 billion parameters
     config.optim.schedule = "cosine"
     config.optim.warmup_ratio = 0.03
 

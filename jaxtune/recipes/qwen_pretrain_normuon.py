@@ -15,5 +15,5 @@ def get_config(model="Qwen/Qwen3-0.6B"):
     """Return the config of llama_pretrain with NorMuon for the matrices, and a z-loss."""
     config = llama_pretrain.get_config(model)
     config.optim.name = "normuon"
-    config.train.z_loss = 1e-4
+    config.train.z_loss = 1e-4  # as in PaLM, arXiv:2204.02311
     return config
