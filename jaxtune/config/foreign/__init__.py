@@ -161,11 +161,11 @@ def recognise(values: Mapping[str, Any], name: str) -> str | None:
     ours += sum(not value and keys.is_section(name) for name, value in values.items())
     known = {dialect: sum(option in table(dialect) for option in _flat(values, table(dialect))) for dialect in DIALECTS}
     matches = [dialect for dialect, count in known.items() if count == max(known.values())]
-    if "base" not in values and 2 * ours < len(list(keys.flatten_options(values))):
+    if "base" not in values and 2 * ours < len(list(keys.flatten_options(values))):  # most of the options are not ours
         _refuse_other_systems(values, name)
     if "base" in values or known[matches[0]] <= ours:
         return None
-    if len(matches) > 1:
+    if len(matches) > 1:  # such as Axolotl and TRL, which share names of transformers' TrainingArguments
         first, last = matches[:-1], matches[-1]
         systems = f"{', '.join(DIALECTS[dialect] for dialect in first)} and {DIALECTS[last]}"
         raise UserError(f"{name}: {systems} have these options; choose one with --dialect={matches[0]}")
@@ -243,7 +243,7 @@ def _flat(values: Mapping[str, Any], table: Mapping[str, ForeignOption], prefix:
             flat[option] = value
             continue
         if option in table:
-            flat[option] = value if value is None else True
+            flat[option] = value if value is None else True  # the section itself is an option too, which is on
         flat |= _flat(value or {}, table, f"{option}.")
     return flat
 
@@ -271,7 +271,7 @@ def _lines(
     # Values of a wrong type: each gets an error line, and conversions do not see them.
     odd = {name for name, value in from_file.items() if name in table and not _fits(value, table[name])}
     options |= {name: value for name, value in from_file.items() if value is not None and name not in odd}
-    options |= {name: True for name in from_file if name in table and table[name].present}
+    options |= {name: True for name in from_file if name in table and table[name].present}  # even as `name: null`
     faults: dict[str, str | None] = {}
     options |= {} if file is None else {FILE: file}
     for name, row in table.items():
@@ -282,12 +282,13 @@ def _lines(
         elif name in odd:
             sample = next(iter(row.values), None) if row.sample is None else row.sample
             yield Line(f"{theirs}{name}", value, True, {}, f"expected a value such as {sample!r}", wrong=True)
+        # A default without a meaning here is not shown.
         elif name in from_file or (name in options and not (row.reason or row.later)):
             settings, text, wrong = _translate_value(row, value, options)
             if wrong and row.convert:
                 if text not in faults:
                     faults[text] = _find_fault(text, options, from_file, table)
-                if faults[text] not in (None, name):
+                if faults[text] not in (None, name):  # the error is told once, at the option that causes it
                     text, wrong = f"see {faults[text]}", False
             settings = {f"{ours}{key}": setting for key, setting in settings.items()}
             yield Line(f"{theirs}{name}", value, name in from_file, settings, text, wrong)
@@ -295,7 +296,7 @@ def _lines(
     by_name = {key.replace(".", "_"): name for name, row in table.items() for key in row.keys}
     by_name |= {name: name for name in table if not name.endswith(".*")}
     for name in (name for name in from_file if name not in table):
-        nearest = difflib.get_close_matches(name, by_name, n=1, cutoff=0.5)
+        nearest = difflib.get_close_matches(name, by_name, n=1, cutoff=0.5)  # a prefix lowers the ratio below 0.6
         text = f"no such option of {system}" + (f"; nearest: {by_name[nearest[0]]}" if nearest else "")
         off = _is_off(from_file[name])
         text = f"left out: the table of {system} lacks it, and its value switches nothing on" if off else text
@@ -341,6 +342,7 @@ def _fits(value: Any, row: ForeignOption) -> bool:
     """
     if isinstance(value, float) and not math.isfinite(value):
         return False
+    # A whole number may be written as 1.0, a float as 1, and YAML reads an unquoted 4.51 as a number, not as text.
     kinds = {bool: bool, int: (int, float), float: (int, float), str: (str, int, float), list: (list, str), dict: dict}
     if row.values and isinstance(value, list):
         switches = not row.key and all(isinstance(here, Mapping | None) for here in row.values.values())
@@ -366,13 +368,13 @@ def _translate_value(row: ForeignOption, value: Any, options: Mapping[str, Any])
     if row.convert and (value is not None or row.default is not _NO_DEFAULT):
         try:
             settings = dict(CONVERSIONS[row.convert](options))
-            note = settings.pop(NOTE, row.note)
+            note = settings.pop(NOTE, row.note)  # which is no setting
             return settings, note or ("" if settings else DEFAULT), False
         except Unsupported as error:
             return {}, f"not supported yet: {error}", True
     settings = {}
     for item in value if row.values and isinstance(value, list) else [value]:
-        word = str(item).lower() if isinstance(item, bool) else str(item)
+        word = str(item).lower() if isinstance(item, bool) else str(item)  # `true` in the table, True in Python
         if item is not None and row.values and word not in row.values and not row.others:
             return {}, f"not supported yet; supported are {', '.join(row.values)}", True
         ours = row.values.get(word, item)
@@ -412,12 +414,12 @@ def _gather_entries(settings: Settings) -> Settings:
     for key, value in settings.items():
         if match := re.fullmatch(r"(.*)\[(\d+)\]\.(.*)", key):
             entries = gathered.setdefault(match[1], [])
-            entries += [{} for _ in range(int(match[2]) + 1 - len(entries))]
+            entries += [{} for _ in range(int(match[2]) + 1 - len(entries))]  # settings may come in any order
             entries[int(match[2])][match[3]] = value
     for key, value in settings.items():
         if "[i]" in key:
             for entry in (*gathered.get("data.datasets", ()), *gathered.get("data.eval_datasets", ())):
-                entry.setdefault(key.rpartition(".")[2], value)
+                entry.setdefault(key.rpartition(".")[2], value)  # the entry's own value has priority
     return gathered
 
 

@@ -44,11 +44,12 @@ def strategy_of(value: Any) -> str:
 
 def word_of(strategy: Any) -> Any:
     """Return a strategy; YAML reads an unquoted `no` as false."""
-    return "no" if strategy is False else strategy
+    return "no" if strategy is False else strategy  # YAML 1.1, which PyYAML reads
 
 
 def saves_of(strategy: Any, steps: int) -> Settings:
     """Return the checkpoint settings for a strategy and its steps."""
+    # With `no`, transformers' Trainer saves nothing by itself, not even at the end.
     by = {"steps": {"ckpt.save_steps": steps}, "epoch": {"ckpt.save_epochs": 1.0}, "no": {"ckpt.at_end": False}}
     return {"ckpt.save_steps": 0} | by[strategy_of(strategy)]
 

@@ -49,6 +49,7 @@ def ernie_eval(o: Options) -> Settings:
 def ernie_samples(o: Options) -> Settings:
     """Samples in an epoch, only for the strategy 'random' (docs/datasets.md); by default there is no limit."""
     limit = o["num_samples_each_epoch"]
+    # 6,000,000 is their default.
     return {"data.samples_per_epoch": limit} if limit != 6000000 and o.get("mix_strategy", "random") == "random" else {}
 
 
@@ -64,7 +65,7 @@ def ernie_run(o: Options) -> Settings:
 
 def ernie_dropout(o: Options) -> Settings:
     """Both rates, which grow with the layer's number (ernie/callbacks/layerwise_dropout_callback.py)."""
-    hidden, attention = o["hidden_dropout_prob"], o["attention_probs_dropout_prob"]
+    hidden, attention = o["hidden_dropout_prob"], o["attention_probs_dropout_prob"]  # their names of config.json
     settings: Settings = {"train.hidden_dropout": hidden, "train.attention_dropout": attention}
     return settings | ({"train.dropout_by_depth": True} if hidden or attention else {})
 
@@ -92,7 +93,7 @@ def ernie_stage(o: Options) -> Settings:
     if not no_reference and o["reference_free"]:
         settings["preference.reference"] = None
     elif not no_reference and o["ref_model_update_steps"] > 0:
-        settings["preference.reference_update_steps"] = o["ref_model_update_steps"]
+        settings["preference.reference_update_steps"] = o["ref_model_update_steps"]  # steps between copies of the model
     return settings
 
 
@@ -130,9 +131,9 @@ def _ernie_entries(o: Options, part: str) -> list[Settings]:
     if unknown := [kind for kind in kinds if kind not in types]:
         kinds_of_stage = f"for {_ernie_stage(o)}, {part}_dataset_type is one of {', '.join(types)}"
         raise Unsupported(f"data of type {unknown[0]}; {kinds_of_stage}")
-    if len(paths) == 1:
+    if len(paths) == 1:  # a probability of a single dataset means nothing
         return [{"path": paths[0], **types[kinds[0]]}]
-    kinds = kinds * len(paths) if len(kinds) == 1 else kinds
+    kinds = kinds * len(paths) if len(kinds) == 1 else kinds  # one type for all paths
     if not len(paths) == len(kinds) == len(shares):
         raise Unsupported(
             f"{len(paths)} paths with {len(shares)} of {part}_dataset_prob and {len(kinds)} of {part}_dataset_type; "
@@ -146,7 +147,7 @@ def _ernie_entries(o: Options, part: str) -> list[Settings]:
 
 def _split(text: Any) -> list[str]:
     # A YAML list is not in their documents, but says the same.
-    parts = text if isinstance(text, list) else str(text).split(",")
+    parts = text if isinstance(text, list) else str(text).split(",")  # "a.jsonl, b.jsonl"
     return [stripped for part in parts if (stripped := str(part).strip())]
 
 
@@ -154,6 +155,7 @@ def ernie_rate(o: Options) -> Settings:
     """The learning rate; without one, the rate that their reference recommends for what is trained."""
     if o.get("learning_rate") is not None:
         return {"optim.learning_rate": o["learning_rate"]}
+    # By (whether the stage is DPO, whether adapters are trained).
     recommended = {(False, False): 3e-5, (False, True): 3e-4, (True, False): 1e-6, (True, True): 1e-5}
     return {"optim.learning_rate": recommended[_ernie_stage(o) == "DPO", _ernie_lora(o)]}
 
@@ -198,7 +200,7 @@ def ernie_amp(o: Options) -> Settings:
         ("amp_custom_black_list", _LOW, "in the recipe's dtype; leave it out of amp_custom_black_list"),
     ):
         for word in re.findall(r"\w+", str(o.get(option))):
-            if re.fullmatch(rf"(c_|fused_)?({refused})(_v2)?", word):
+            if re.fullmatch(rf"(c_|fused_)?({refused})(_v2)?", word):  # Paddle's variants: c_softmax, matmul_v2
                 raise Unsupported(f"jaxtune computes {word} {text}")
     return {}
 
@@ -292,13 +294,14 @@ def ernie_moments(o: Options) -> Settings:
 def ernie_sharding(o: Options) -> Settings:
     """Replicas take the devices that sharding leaves."""
     degree = o.get("sharding_parallel_degree")
-    if degree is None or degree == -1:
+    if degree is None or degree == -1:  # all devices shard
         return {"mesh.fsdp": -1}
-    return {"mesh.fsdp": max(degree, 1), "mesh.data": -1}
+    return {"mesh.fsdp": max(degree, 1), "mesh.data": -1}  # -1: the devices that remain
 
 
 def ernie_remat(o: Options) -> Settings:
     """The rematerialisation policy, or none."""
+    # full_attn recomputes attention with its projections, core_attn without them.
     policies = {"full": "block", "full_attn": "attention+qkv", "core_attn": "dots"}
     if o["recompute_granularity"] not in policies:
         raise Unsupported(f"recompute_granularity is one of {', '.join(policies)}")

@@ -20,7 +20,7 @@ from jaxtune.config.foreign.trl import trl_schedule, zero_of
 def qefficient_data(o: Options) -> Settings:
     """A file has priority over a dataset name. Validation data is the named split, or a part of the training data."""
     file, name, label = o["dataset.json_file_path"], o["dataset.dataset_name"], o.get("dataset.target_column")
-    entry = {"path": file or name, "type": "classification" if label else "instruction"}
+    entry = {"path": file or name, "type": "classification" if label else "instruction"}  # a target column is a label
     if _qefficient_dpo(o):
         entry["type"] = "preference"
     if label:
@@ -48,7 +48,7 @@ def _qefficient_subset(o: Options) -> Settings:
 
 def qefficient_samples(o: Options) -> Settings:
     """The first samples of each split; -1: all."""
-    most = o["dataset.dataset_num_samples"]
+    most = o["dataset.dataset_num_samples"]  # -1: all
     return {"data.datasets[i].samples": most} if most > 0 else {}
 
 
@@ -112,7 +112,7 @@ def _qefficient_text(key: str, template: Any) -> Settings:
     if template is None:
         return {}
     text = str(template)
-    if re.fullmatch(r"""f(["'])(?:(?!\1)[^\\]|\\.)*\1\s*""", text, re.DOTALL):
+    if re.fullmatch(r"""f(["'])(?:(?!\1)[^\\]|\\.)*\1\s*""", text, re.DOTALL):  # f"..." or f'...' as a whole
         # Text in the quotes of YAML has real line ends, which a Python string has only as \n.
         code = text.strip()[1:].replace("\r", "\\r").replace("\n", "\\n")
         try:
@@ -133,6 +133,7 @@ def qefficient_early(o: Options) -> Settings:
     """Early stopping, if the callback is listed."""
     if "callbacks.early_stopping" not in o:
         return {}
+    # A number of evaluations, and the least improvement of the metric.
     patience, least = (o[f"callbacks.early_stopping.early_stopping_{part}"] for part in ("patience", "threshold"))
     return {"eval.patience": patience, "eval.min_improvement": least}
 
@@ -159,7 +160,7 @@ def qefficient_devices(o: Options) -> Settings:
     if o["training.fsdp_config"]:
         return {"mesh.fsdp": -1}
     divided = o["training.tp_degree"] > 1 or o["training.pp_degree"] > 1
-    return {"mesh.fsdp": 1, "mesh.data": o["training.ddp_degree"] if divided else -1}
+    return {"mesh.fsdp": 1, "mesh.data": o["training.ddp_degree"] if divided else -1}  # -1: the devices that remain
 
 
 def qefficient_device(o: Options) -> Settings:
@@ -201,7 +202,7 @@ def qefficient_optimizer(o: Options) -> Settings:
     name = _qefficient_optimizer(o)
     settings: dict[str, Settings] = {
         "adamw": {"optim.name": "adamw"},
-        "adam": {"optim.name": "adamw"},
+        "adam": {"optim.name": "adamw"},  # the same rule without decay; qefficient_decay refuses a decay
         "sgd": {"optim.name": "sgd", "optim.beta1": 0.0},
     }
     if name not in settings:

@@ -68,6 +68,7 @@ def surogate_zero(o: Options) -> Settings:
     if o["parallelism"] not in (None, "ddp", "dispatch_pp"):
         raise Unsupported("parallelism is ddp or dispatch_pp")
     spread = o["cpu_training"] or o["parallelism"] == "dispatch_pp" or (o["ep_size"] > 1 and not _experts_apart(o))
+    # ZeRO 1 shards the optimizer's state, 2 gradients too, 3 weights too.
     level = max(o["zero_level"], 3 if o["shard_weights"] or spread else 1, 2 if o["shard_gradients"] else 1)
     told = {NOTE: "layers are sharded instead of being stages: the same batch"} if o["parallelism"] else {}
     return {"parallel.zero": level} | (told if o["parallelism"] == "dispatch_pp" else {})
@@ -295,7 +296,7 @@ def surogate_distillation(o: Options) -> Settings:
     if of_teacher <= 0 or of_targets < 0:
         raise Unsupported("kd_weight of 0, or a negative ce_weight")
     temperature = o["distillation.temperature"]
-    share = of_teacher * temperature**2
+    share = of_teacher * temperature**2  # T^2 undoes the 1 / T^2 of the gradient of softened logits
     scale = share + of_targets
     settings: Settings = {"distill.teacher": teacher, "distill.weight": share / scale}
     settings |= {"distill.top_k": o["distillation.top_k"], "distill.temperature": temperature}

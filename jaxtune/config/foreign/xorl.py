@@ -34,7 +34,7 @@ def xorl_model(o: Options) -> Settings:
         return {"model.path": config, "model.from_scratch": True} | other_tokenizer
     settings = {"model.path": model}
     if config not in (None, model):
-        settings |= {"model.config": config}
+        settings |= {"model.config": config}  # the architecture, apart from the weights
     if tokenizer not in (None, config or model):
         settings |= {"model.tokenizer": tokenizer}
     return settings
@@ -115,7 +115,7 @@ def xorl_mesh(o: Options) -> Settings:
     if experts <= 1:
         apart = 1
     elif shards > 0:
-        apart = math.gcd(experts, shards)
+        apart = math.gcd(experts, shards)  # the part of the experts' devices that shards rows
     else:
         apart = experts if o["train.ulysses_parallel_size"] * o["train.ringattn_parallel_size"] == 1 else 1
     # Of replicas and shards, XORL computes the one that is not given; if neither is, all devices are shards.
@@ -130,7 +130,7 @@ def xorl_mesh(o: Options) -> Settings:
 def xorl_pipeline(o: Options) -> Settings:
     """The pipeline schedule, whose name differs in case; Interleaved1F1B is 1F1B with several stages a device."""
     schedules = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "1f1b"}
-    schedule = str(o["train.pipeline_parallel_schedule"]).lower()
+    schedule = str(o["train.pipeline_parallel_schedule"]).lower()  # torch's names: 1F1B, GPipe, Interleaved1F1B
     if schedule not in schedules:
         raise Unsupported("the schedules are 1F1B, Interleaved1F1B and GPipe")
     return {"parallel.pipeline": schedules[schedule]} if o["train.pipeline_parallel_size"] > 1 else {}
@@ -215,7 +215,7 @@ def xorl_qlora(o: Options) -> Settings:
     """Adapters and quantization; quantized weights are frozen, so QLoRA implies adapters."""
     if not o["lora.enable_qlora"]:
         return {"lora.enabled": o["lora.enable_lora"]}
-    formats = {"nvfp4": "nvfp4", "block_fp8": "fp8", "nf4": "nf4"}
+    formats = {"nvfp4": "nvfp4", "block_fp8": "fp8", "nf4": "nf4"}  # block_fp8: a scale for each block, as ours has
     if o["lora.quant_format"] not in formats:
         raise Unsupported(f"quant_format is one of {', '.join(formats)}")
     settings = {"lora.enabled": True, "quant.format": formats[o["lora.quant_format"]]}
@@ -244,7 +244,7 @@ def xorl_exclude(o: Options) -> Settings:
     names = [name for name in names if name not in ("lm_head", "gate") and "." not in name]
     if not names or not o["lora.enable_qlora"]:
         return {NOTE: "the head and routers are never quantized"}
-    return {"quant.exclude": rf"\.({'|'.join(map(re.escape, names))})$"}
+    return {"quant.exclude": rf"\.({'|'.join(map(re.escape, names))})$"}  # names are paths with dots
 
 
 def xorl_noise(o: Options) -> Settings:

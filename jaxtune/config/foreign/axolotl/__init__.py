@@ -52,7 +52,7 @@ def axolotl_targets(o: Options) -> Settings:
     if o.get("lora_target_linear") or names in ("all-linear", ["all-linear"]):
         return {"lora.target_modules": "all-linear"}
     if not names and not parameters:
-        names = ["q_proj", "v_proj"]
+        names = ["q_proj", "v_proj"]  # as peft has for Llama, Mistral and Qwen2
     return {"lora.target_modules": targets_of(names, parameters)}
 
 
@@ -67,7 +67,7 @@ def axolotl_frozen(o: Options) -> Settings:
     for pattern in patterns:
         if re.search(r"\[\d*(:\d*)?\]$", pattern):
             raise Unsupported(f"training a range of rows ({pattern}); train the whole parameter or none of it")
-    literal = (re.sub(r"(?<!\\)\.(?![+])", r"\\.", pattern) for pattern in patterns)
+    literal = (re.sub(r"(?<!\\)\.(?![+])", r"\\.", pattern) for pattern in patterns)  # `.+` and `\.` stay
     return {"train.freeze": f"^(?!{'|'.join(f'(?:{pattern})' for pattern in literal)})"}
 
 
@@ -119,7 +119,7 @@ def axolotl_rates(o: Options) -> Settings:
         factors.append(f"embed_tokens|lm_head={float(o['embedding_lr']) / rate:g}")
     if o.get("embedding_lr_scale"):
         factors.append(f"embed_tokens|lm_head={o['embedding_lr_scale']:g}")
-    settings: Settings = {"optim.lr_multipliers": factors} if factors else {}
+    settings: Settings = {"optim.lr_multipliers": factors} if factors else {}  # relative to the learning rate
     return settings | ({"lora.lr_ratio": float(o["loraplus_lr_ratio"])} if o.get("loraplus_lr_ratio") else {})
 
 
@@ -138,7 +138,7 @@ def axolotl_warmup(o: Options) -> Settings:
     """Warm-up; 3% of all steps if neither option is set."""
     if o.get("warmup_steps") is not None:
         return {"optim.warmup_steps": o["warmup_steps"]}
-    return {"optim.warmup_ratio": 0.03 if o.get("warmup_ratio") is None else o["warmup_ratio"]}
+    return {"optim.warmup_ratio": 0.03 if o.get("warmup_ratio") is None else o["warmup_ratio"]}  # Axolotl's default
 
 
 def axolotl_optimizer(o: Options) -> Settings:
@@ -204,7 +204,7 @@ def axolotl_devices(o: Options) -> Settings:
         config = {str(name).removeprefix("fsdp_"): value for name, value in (given or {}).items()}
         words = {str(config.get("sharding_strategy")).upper(), *(str(word).upper() for word in names_of(o.get("fsdp")))}
         replicas = o.get("dp_replicate_size") or 1
-        zero = 2 if "SHARD_GRAD_OP" in words else 3
+        zero = 2 if "SHARD_GRAD_OP" in words else 3  # FULL_SHARD: weights too
         settings: Settings = {"mesh.fsdp": o.get("dp_shard_size") or -1, "mesh.data": replicas, "parallel.zero": zero}
         if config.get("offload_params") or config.get("cpu_offload") or "OFFLOAD" in words:
             quantized = o.get("adapter") == "qlora" or o["load_in_4bit"] or o["load_in_8bit"]
@@ -222,7 +222,7 @@ def _when(o: Options, event: str, plural: str) -> tuple[int, float | None]:
     if steps is not None:
         return steps_or_epochs(steps, o.get("max_steps"), o["num_epochs"])
     if often is not None:
-        return 0, 1 / often if often > 0 else None
+        return 0, 1 / often if often > 0 else None  # 4 per epoch: each quarter of an epoch
     return 0, 1.0 if strategy in (None, "epoch") else None
 
 
@@ -254,6 +254,7 @@ def axolotl_wandb(o: Options) -> Settings:
 def axolotl_profile(o: Options) -> Settings:
     """A trace of a few steps, by default of the first ones."""
     steps, start = o.get("profiler_steps"), o.get("profiler_steps_start") or 0
+    # Steps count from 1 here, from 0 there.
     return {"prof.enabled": True, "prof.start_step": start + 1, "prof.steps": steps} if steps else {}
 
 

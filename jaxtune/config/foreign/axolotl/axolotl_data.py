@@ -111,7 +111,7 @@ def axolotl_type(o: Options) -> Settings:
     if custom_format:
         return _own_type(custom_format)
     if kind is None or kind is True:
-        return {"type": "tokenized"}
+        return {"type": "tokenized"}  # columns input_ids, attention_mask and labels
     if kind == "completion":
         return {"type": "text", "text_field": o.get("field") or "text"}
     if kind == "chat_template":
@@ -125,6 +125,7 @@ def axolotl_type(o: Options) -> Settings:
     if kind in _PREFERENCES:
         return settings
     if kind in _WITH_INPUT_COLUMN:
+        # Their `input` is the prompt itself.
         return {"prompt_field": "input", "input_field": None, "system_field": "system"} | settings
     raise Unsupported(
         "type must be completion, chat_template, alpaca, a section with format and field_..., for preferences "
@@ -158,7 +159,7 @@ def axolotl_path(o: Options) -> Settings:
     """The path and its files; if the path is a file format, such as json, the files are the path."""
     files, path = o.get("data_files"), o.get("path")
     if files is not None and path in ("json", "csv", "parquet", "text", "arrow"):
-        return {"path": files, "ds_type": path}
+        return {"path": files, "ds_type": path}  # path: json, as load_dataset("json", data_files=...)
     return {"path": path} | ({"glob": files} if files is not None else {})
 
 
@@ -223,6 +224,7 @@ def axolotl_template(o: Options) -> Settings:
     if jinja:
         return {"chat.template": jinja}
     name = str(_common(o, "chat_template") or o.get("chat_template") or "tokenizer_default")
+    # Qwen/Qwen2.5-7B becomes qwenqwen257b.
     model = re.sub(r"[^a-z0-9]", "", f"{o.get('base_model')} {o.get('tokenizer_config') or ''}".lower())
     # A fallback is for tokenizers without a template, which are an error here that names chat.template.
     own = name == "tokenizer_default" or name.startswith("tokenizer_default_fallback_")

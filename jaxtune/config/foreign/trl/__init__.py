@@ -219,7 +219,7 @@ def zero_of(config: object, adapters: bool = False) -> Settings:
         raise Unsupported(
             "a DeepSpeed file, or a config without ZeRO 1, 2 or 3; write its zero_optimization: {stage: 3} here"
         )
-    settings: Settings = {"mesh.fsdp": -1, "parallel.zero": stage["stage"]}
+    settings: Settings = {"mesh.fsdp": -1, "parallel.zero": stage["stage"]}  # over all devices, as in DeepSpeed
     places = {"offload_optimizer": "memory.offload_optimizer", "offload_param": "memory.offload_master"}
     for name, key in places.items():
         trained = key == "memory.offload_optimizer" or not adapters
@@ -290,7 +290,7 @@ def steps_or_epochs(steps: float, max_steps: int | None, epochs: float) -> tuple
     if not 0 < steps < 1:
         return int(steps), None
     if max_steps is not None and max_steps > 0:
-        return math.ceil(steps * max_steps), None
+        return math.ceil(steps * max_steps), None  # as transformers rounds
     return 0, steps * epochs
 
 

@@ -39,9 +39,9 @@ def part_of(part: float | None, split: str) -> Settings:
     if not 0 < part < 1:
         raise Unsupported("a part of a dataset must be a number up to 1")
     every = 1 / part
-    if abs(every - round(every)) < 1e-6:
+    if abs(every - round(every)) < 1e-6:  # 1 / 3 written as 0.3333333
         return {"split": split, "shards": round(every), "shard_idx": 0}
-    return {"split": f"{split}[:{100 * part:g}%]"}
+    return {"split": f"{split}[:{100 * part:g}%]"}  # the slices of load_dataset: train[:30%]
 
 
 def trl_kwargs(o: Options) -> Settings:
@@ -92,7 +92,7 @@ def trl_length(o: Options) -> Settings:
 
 def trl_packing(o: Options) -> Settings:
     """The packing method; bfd_split and wrapped continue a document that does not fit in the next row."""
-    methods = {"bfd": "best_fit", "bfd_split": "best_fit", "wrapped": "sequential"}
+    methods = {"bfd": "best_fit", "bfd_split": "best_fit", "wrapped": "sequential"}  # bfd: best fit decreasing
     if not o["packing"]:
         return {}
     if o["packing_strategy"] not in methods:

@@ -107,7 +107,7 @@ def _grpo(o: Options) -> Settings:
     if weights is not None and len(weights) != len(functions):
         raise Unsupported(f"{len(weights)} reward_weights for {len(functions)} reward_funcs")
     names = (function.rpartition(":")[2] for function in functions)
-    scales = {"true": "group", "false": "none"}
+    scales = {"true": "group", "false": "none"}  # bools of older files
     scale = str(o.get("scale_rewards", "group")).lower()
     losses = ("grpo", "dr_grpo", "dapo", "cispo", "sapo")
     levels = {"loss_type": losses, "importance_sampling_level": ("token", "sequence")}
@@ -120,6 +120,7 @@ def _grpo(o: Options) -> Settings:
         raise Unsupported("completions that serve several optimizer steps; remove steps_per_generation")
     if o.get("sync_ref_model"):
         raise Unsupported("a reference that is updated; remove sync_ref_model")
+    # CISPO cuts the ratio at epsilon_high there, at 1 + clip_high here.
     highest = o.get("epsilon_high") or 0.0
     if loss == "cispo" and highest < 1:
         raise Unsupported("for cispo, epsilon_high is the largest ratio itself; write a value above 1, such as 5.0")
@@ -127,7 +128,7 @@ def _grpo(o: Options) -> Settings:
         "rollout.rewards": functions,
         "rollout.group_size": o.get("num_generations", 8),
         "rollout.max_new_tokens": o.get("max_completion_length", 512),
-        "rollout.top_k": o.get("top_k") or None,
+        "rollout.top_k": o.get("top_k") or None,  # 0 there: no limit
         "grpo.loss": loss,
         "grpo.importance": level,
         "grpo.advantage_scale": scales.get(scale, scale),
@@ -184,6 +185,7 @@ def _gkd(o: Options) -> Settings:
     if not o.get("teacher_model_name_or_path"):
         raise Unsupported("distillation without teacher_model_name_or_path")
     beta = o.get("beta", 0.5)
+    # The ends of the generalised Jensen-Shannon divergence, which is 0 there if taken literally.
     divergence = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "js")
     settings: Settings = {
         "distill.teacher": o["teacher_model_name_or_path"],
