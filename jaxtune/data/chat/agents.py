@@ -79,7 +79,7 @@ def as_text(style: Style, messages: list[Message], tools: list[Any] | None) -> l
     plain = [message for run in _runs(messages) for message in _plain(style, run)]
     if not tools:
         return plain
-    functions = [tool.get("function", tool) for tool in tools]
+    functions = [tool.get("function", tool) for tool in tools]  # with or without {"type": "function"} around
     described = {
         "hermes": ("\n".join(map(_json, tools)), _HERMES),
         "react": ("\n\n".join(map(_json, functions)), _REACT),

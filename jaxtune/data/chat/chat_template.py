@@ -17,7 +17,7 @@ from jaxtune.data.chat.turns import Conversation, missing_token, missing_token_e
 from jaxtune.errors import UserError
 from jaxtune.tokenizer_type import Tokenizer
 
-MARK = re.compile(r"{%[-+]?\s*generation\b")
+MARK = re.compile(r"{%[-+]?\s*generation\b")  # {%- and {%+ control white space
 
 
 def source_of(tokenizer: Tokenizer) -> str | None:
@@ -212,7 +212,7 @@ class ChatTemplate:
         """Return the trained part of an assistant's turn."""
         # Some templates write a line break after the token that ends a turn. It counts as part of the end.
         whole = text[slice(*span)].rstrip()
-        stop = span[0] + len(whole) - len(self._stop(whole) or "")
+        stop = span[0] + len(whole) - len(self._stop(whole) or "")  # the text ends where the token begins
         return masks.TrainedMessage(span[0], stop, span[1], message.get("loss_scale"))
 
     def _locate(self, text: str, messages: list[Message], places: Conversation, i: int) -> masks.TrainedMessage:
@@ -267,7 +267,7 @@ class ChatTemplate:
     def _render(
         self, messages: list[Message], tools: list[Any] | None, **more: Any
     ) -> tuple[str, list[tuple[int, int]]]:
-        variables = self._variables | {"add_generation_prompt": False} | more
+        variables = self._variables | {"add_generation_prompt": False} | more  # bos_token and others by name
         # Templates get only the keys that they would get from transformers at inference.
         shown = [{key: value for key, value in message.items() if key not in UNSEEN} for message in messages]
         return self._template.render(messages=shown, tools=tools, documents=None, **variables)

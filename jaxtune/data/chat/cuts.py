@@ -82,7 +82,7 @@ def pieces(text: str, cut: re.Pattern[str] | None, size: int) -> Iterator[tuple[
     start = 0
     while cut and (pair := cut.search(text, start + size - 1)):  # the characters before and after the cut
         yield start, pair.end() - 1
-        start = pair.end() - 1
+        start = pair.end() - 1  # between the two characters
     yield start, len(text)
 
 
@@ -104,11 +104,11 @@ def _steps(component: Any) -> list[dict]:
 def _pattern(splitter: dict) -> str:
     """Return the alternatives of a step's splitting pattern, between bars; "unknown" for an unknown step."""
     match splitter:
-        case {"type": "ByteLevel", "use_regex": use_regex}:
-            return f"|{_GPT2}|" if use_regex else "|"
+        case {"type": "ByteLevel", "use_regex": use_regex}:  # which splits by GPT-2's pattern, written in Rust
+            return f"|{_GPT2}|" if use_regex else "|"  # bytes to characters alone: no split
         case {"type": "Digits", "individual_digits": individual}:
             return r"|\p{N}|" if individual else r"|\p{N}+|"
-        case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated" | "Removed"}:
+        case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated" | "Removed"}:  # others join parts
             return f"|{pattern}|"
     return "unknown"
 

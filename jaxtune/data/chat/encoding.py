@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 
 # The tokenizers library needs 150 bytes for each character of a batch, and spreads a batch's pieces over all cores.
-_BATCH_CHARS = 2**16
-_PIECE_CHARS = 2**11
+_BATCH_CHARS = 2**16  # 65,536 characters: about 10 MB
+_PIECE_CHARS = 2**11  # 32 pieces a batch
 
 
 class UntrainableSample(UserError):
@@ -165,7 +165,7 @@ class Encoder:
         """Add the tokens that begin and end every text, and return the arrays."""
         # The post-processor that would add these tokens is off (see __init__), so they are added here. Token arrays are
         # compared as bytes; an empty `_bos` or `_eos` matches every text.
-        if not tokens.startswith(self._bos):
+        if not tokens.startswith(self._bos):  # the first 4 bytes
             # Weight 0, as nothing comes before it that could predict it.
             tokens[:0], weights[:0] = self._bos, np.float16(0).tobytes()
         if document.append_eos and not tokens.endswith(self._eos):
@@ -199,8 +199,8 @@ def _weights(
     if not spans:
         return weights, None
     # float64 holds positions of characters exactly.
-    begins, ends, span_weights = np.array(spans, np.float64).T
-    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + start
+    begins, ends, span_weights = np.array(spans, np.float64).T  # (spans,) each
+    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + start  # (n, 2); reshape: n may be 0
     # A token overlaps the spans [first, last). Most tokens overlap one at most; the loop takes the rest.
     first, last = np.searchsorted(ends, offsets[:, 0], "right"), np.searchsorted(begins, offsets[:, 1], "left")
     # A token that overlaps no span, or covers no character, is not trained.

@@ -40,7 +40,7 @@ _PATTERNS: dict[str, Patterns] = {
             "Action Input:": (2.0, 2.0),
             "Thought:": (1.0, 1.0),
             "Final Answer:": (1.0, 1.0),
-            "Observation:": (2.0, 0.0),
+            "Observation:": (2.0, 0.0),  # what follows is the tool's text
         }
     ),
     "qwen": _sections(
@@ -75,7 +75,7 @@ def trained_messages(messages: Sequence[Message], chat: ChatOptions) -> list[int
     """Return the numbers of the messages that are trained."""
     base = chat.loss_scale.split("+")[0]
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    first = users[-1] if base == "last_round" and users else 0
+    first = users[-1] if base == "last_round" and users else 0  # after the last question
     roles = ROLES if trains_everything(chat) else chat.roles
     return [i for i, m in enumerate(messages) if m.get("train", i >= first and m["role"] in roles)]
 
@@ -116,7 +116,7 @@ def weighted_spans(
             for match in re.finditer(regex, text[part.start : part.stop]):
                 weights[part.start + match.start() : part.start + match.end()] *= factor
     # Yield runs of characters with the same weight.
-    edges = [0, *np.flatnonzero(np.diff(weights)) + 1, len(text)]
+    edges = [0, *np.flatnonzero(np.diff(weights)) + 1, len(text)]  # where the weight changes
     for start, end in pairwise(edges):
         if end > start and weights[start]:
             yield (int(start), int(end)), float(weights[start])

@@ -59,7 +59,7 @@ def _check_message(raw: Any, i: int) -> Message:
         raise UserError(f"message {i} ({message['role']}): content must be text, found {clip(repr(content))}")
     if any(mark in content for mark in MARKS):
         raise UserError(f"message {i}: holds one of the Unicode noncharacters U+FDD0 to U+FDD3")
-    message["content"] = content
+    message["content"] = content  # None, and a list of parts, became text
     _check_training(message, i)
     if "tool_calls" in message:
         if not isinstance(message["tool_calls"], list):

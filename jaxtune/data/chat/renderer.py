@@ -26,7 +26,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_CHARS = 2**26
+MAX_CHARS = 2**26  # 64 Mi characters
 MAX_BYTES = 2**30  # memory of the process: enough for a text of MAX_CHARS and the pieces it is joined from
 RENDERED, FAILED = b"+", b"-"
 # Unicode noncharacters: no text may contain them, so they can mark the ends of {% generation %} blocks.
@@ -70,7 +70,7 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
+        line = next(parser.stream).lineno  # skips the tag's name
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
 
@@ -96,6 +96,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self):
+        # The options with which transformers compiles templates.
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         self.filters["tojson"] = _to_json
         self.globals.update(
@@ -148,7 +149,7 @@ def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program handles Ctrl-C, and ends this process
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end silently if the program was killed
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file of a process that aborts
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # anything that is printed here goes to standard error, not among the answers
     templates: dict[str, _Template] = {}
@@ -169,7 +170,7 @@ def _main() -> None:
             answer = b"it writes half a character (a surrogate)"
         except Exception as error:  # a template is a program: it can fail in any way
             answer = (str(error)[:1000] or type(error).__name__).encode(errors="backslashreplace")
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)  # off until the next request
         answers.write(status + len(answer).to_bytes(8, "little") + answer)
         answers.flush()
 

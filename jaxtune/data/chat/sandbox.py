@@ -75,7 +75,7 @@ def _request(source: str, variables: dict[str, Any] | None) -> str:
         request = json.dumps((source, MAX_SECONDS, variables), default=str).encode()  # str: dates in tables
     except (RecursionError, TypeError, ValueError) as error:
         raise _Failed(f"the conversation cannot be sent to the process that renders: {error}") from None
-    if len(request) > renderer.MAX_CHARS * 4:
+    if len(request) > renderer.MAX_CHARS * 4:  # a character of UTF-8 has up to 4 bytes
         raise _Failed(f"the conversation has more than {renderer.MAX_CHARS * 4} bytes")
     with _lock:
         if _renderer is None:
@@ -84,7 +84,7 @@ def _request(source: str, variables: dict[str, Any] | None) -> str:
         try:
             _renderer.stdin.write(len(request).to_bytes(8, "little") + request)
             _renderer.stdin.flush()
-            header = _renderer.stdout.read(9)
+            header = _renderer.stdout.read(9)  # status byte, then the length
             size = int.from_bytes(header[1:], "little")
             content = _renderer.stdout.read(size)
             if len(header) < 9 or len(content) < size:
@@ -92,6 +92,7 @@ def _request(source: str, variables: dict[str, Any] | None) -> str:
         except BrokenPipeError:
             code = _end()
             slow = f"it takes more than {MAX_SECONDS:g} s"
+            # SIGPROF is the signal of the renderer's timer.
             raise _Failed(slow if code == -signal.SIGPROF else f"its process has ended with code {code}") from None
         except BaseException:  # such as Ctrl-C: the rest of this answer would be read as the next one
             _end()

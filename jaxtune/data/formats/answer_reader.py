@@ -27,7 +27,7 @@ class AnswerReader:
         if key not in self._formats:
             self._formats[key] = make_format(*detect(entry, sample), self._tokenizer, chat=self._chat)
         made = self._formats[key](sample)
-        if not isinstance(made, Encoded | Rendered):
+        if not isinstance(made, Encoded | Rendered):  # a RenderedUnit, such as a pair of preferences
             raise UserError("it holds several answers")
         made = made if isinstance(made, Encoded) else self._encode([made])[0]
         document = Encoded(made.tokens[: self._most], made.loss_weights[: self._most])

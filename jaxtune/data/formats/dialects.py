@@ -105,7 +105,7 @@ def _messages(raw: dict[str, Any], renamed: Mapping[str, str]) -> Iterator[dict[
     names = {theirs: name for name, theirs in {"role": "from", "content": "value", **renamed}.items()}
     # A key that already has OpenAI's name wins over a renamed one.
     names = {theirs: name for theirs, name in names.items() if name not in message}
-    message = {names.get(key, key): value for key, value in message.items()}
+    message = {names.get(key, key): value for key, value in message.items()}  # {from, value} -> {role, content}
     if "role" in message:
         yield message | {"role": _ROLES.get(str(message["role"]), message["role"])}
         return

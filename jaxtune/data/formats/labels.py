@@ -34,7 +34,7 @@ def _label(sample: Mapping[str, Any], column: str) -> str | int | float:
     label = sample[column]
     if isinstance(label, list | tuple):
         raise UserError(f"column {column!r}: {clip(repr(label))}: several labels of a sample are not supported")
-    if isinstance(label, bool) or not isinstance(label, str | int | float):
+    if isinstance(label, bool) or not isinstance(label, str | int | float):  # a bool is an int to Python
         raise UserError(f"column {column!r} must be the name or the number of a label, found {clip(repr(label))}")
     return label
 
@@ -92,12 +92,12 @@ def read_label_names(
         return tuple(f"LABEL_{number}" for number in range(count or _count_labels(numbers, places)))
     if count not in (None, len(texts)):
         raise UserError(f"model.num_labels={count}, but the data has {len(texts)} labels: {clip(', '.join(texts))}")
-    return tuple(sorted(texts, key=int) if all(text.isdecimal() for text in texts) else texts)
+    return tuple(sorted(texts, key=int) if all(text.isdecimal() for text in texts) else texts)  # "10" after "9"
 
 
 def _count_labels(numbers: list[int], places: Mapping[Any, str]) -> int:
     """Return the number of labels. Raises UserError unless they count from 0 without a gap."""
-    missing = next(number for number in itertools.count() if number not in places)
+    missing = next(number for number in itertools.count() if number not in places)  # the first gap
     if missing < len(numbers):
         stray = next(number for number in numbers if number < 0 or number > missing)
         raise UserError(

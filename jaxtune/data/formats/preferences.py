@@ -94,7 +94,7 @@ def add_mismatched_answers(units: Iterable[Unit], name: str) -> Iterator[Unit]:
     Raises:
         UserError: all units of the source `name` are the same.
     """
-    first = previous = None
+    first = previous = None  # the units may be a stream: only two are held
     differ = False
     for unit in units:
         if previous is not None:
@@ -122,7 +122,7 @@ def _with_other(unit: Unit, other: Unit) -> Unit:
     (document,), (other_document,) = unit.documents, other.documents
     prompt, answer = _answer_start(document), _answer_start(other_document)
     mixed = Encoded(
-        np.concatenate([document.tokens[:prompt], other_document.tokens[answer:]]),
+        np.concatenate([document.tokens[:prompt], other_document.tokens[answer:]]),  # a mismatched pair, x_i with y_j
         np.concatenate([document.loss_weights[:prompt], other_document.loss_weights[answer:]]),
     )
     return Unit((document, mixed), unit.continuous, unit.values, unit.where)
@@ -130,7 +130,7 @@ def _with_other(unit: Unit, other: Unit) -> Unit:
 
 def _answer_start(document: Encoded) -> int:
     """Return the index of the first trained token. The first token of a document is never predicted."""
-    return 1 + int(np.argmax(document.loss_weights[1:] > 0))
+    return 1 + int(np.argmax(document.loss_weights[1:] > 0))  # argmax of bools: the first True
 
 
 def cut_prompt(document: Encoded, most: int) -> Encoded:
@@ -174,7 +174,7 @@ def _read_swift(entry: Dataset, sample: Sample) -> tuple[Any, Any, Any]:
         raise UserError(f"column 'messages' must be a conversation, found {clip(repr(messages))}")
     if column == "rejected_messages":
         return None, messages, rejected
-    return messages[:-1], messages[-1:], rejected
+    return messages[:-1], messages[-1:], rejected  # the last message is the better answer
 
 
 def _read_answers(entry: Dataset, sample: Sample) -> tuple[Any, Any, Any]:
@@ -193,7 +193,7 @@ def _is_text(value: Any) -> bool:
 def _number(column: str, value: Any) -> float:
     """Return a number, which CSV files hold as text. Raises UserError for anything else, and for NaN."""
     try:
-        number = math.nan if isinstance(value, bool) else float(value)
+        number = math.nan if isinstance(value, bool) else float(value)  # float(True) is 1.0
     except (TypeError, ValueError):
         number = math.nan
     if not abs(number) < 1e30:  # refuses NaN too
@@ -221,7 +221,7 @@ def _continuations(chosen: str, rejected: str) -> tuple[Rendered, Rendered]:
     """Render two texts; the prompt is their common beginning, without a space at its end (TRL's extract_prompt)."""
     pairs = zip(chosen, rejected)
     shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
-    shared -= bool(shared) and chosen[shared - 1] == " "
+    shared -= bool(shared) and chosen[shared - 1] == " "  # tokenizers join a space to the next word
     if shared in (len(chosen), len(rejected)):
         raise UntrainableSample("one answer is the beginning of the other, so it has no token to train")
     first, second = (Rendered(text, ((shared, len(text)),), append_eos=True) for text in (chosen, rejected))

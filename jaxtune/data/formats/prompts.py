@@ -123,7 +123,7 @@ class Prompts:
         if self._row_tools is not None:
             tools = self._row_tools.schemas(sample) or None
         tokens = self._template.prompt(messages, tools)
-        continued = tokens if self._begun else ()
+        continued = tokens if self._begun else ()  # a prefix is text that the answer continues
         return Prompt(given, tokens, sample, self._begun, continued, messages=messages, tools=tools or ())
 
     def _with_columns(self, entry: Dataset, sample: Sample) -> Dataset:
@@ -182,7 +182,7 @@ def read_prompts(
                 report(UserError(f"{where}: {error}"))
                 continue
             if entry.max_prompt_tokens is not None:
-                prompt = prompt._replace(tokens=prompt.tokens[-entry.max_prompt_tokens :])
+                prompt = prompt._replace(tokens=prompt.tokens[-entry.max_prompt_tokens :])  # the end is kept
             fits = max(len(prompt.tokens), len(prompt.teacher_tokens)) <= most_tokens
             longer += not fits
             kept += [prompt] if fits else []

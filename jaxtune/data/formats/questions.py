@@ -147,6 +147,7 @@ def render_questions(
     asked = [question for question in questions if labels.get(question.name) is not None]
     if not asked:
         raise UntrainableSample(f"column {column!r}: no question has a label")
+    # (questions, HEAD_ROWS) float32
     shares = np.stack([option_shares(question, labels[question.name], column) for question in asked])
     documents = tuple(render_question(state, question, template) for question in asked)
     return RenderedUnit(documents, {OPTION_SHARES.name: shares}, answered=False)
@@ -162,11 +163,11 @@ def option_shares(question: Question, label: Any, column: str) -> Float32[np.nda
     where, options = f"column {column!r}, question {question.name!r}", question.options
     shares: list[float] | None = None
     if question.kind == "noul" and isinstance(label, bool | int | float):
-        shares = [float(label), 1.0 - float(label)]
+        shares = [float(label), 1.0 - float(label)]  # (yes, no); true is 1.0
     elif question.kind == "choice" and isinstance(label, str) and label in options:
         shares = [float(option == label) for option in options]
     elif question.kind == "choice" and isinstance(label, dict) and label.keys() <= set(options):
-        shares = [label.get(option) or 0.0 for option in options]
+        shares = [label.get(option) or 0.0 for option in options]  # null, as Arrow fills it, or absent: 0
     elif question.kind == "score" and isinstance(label, int) and not isinstance(label, bool) and str(label) in options:
         shares = [float(level == label) for level in range(len(options))]
     elif question.kind == "score" and isinstance(label, list) and len(label) == len(options):
@@ -179,8 +180,8 @@ def option_shares(question: Question, label: Any, column: str) -> Float32[np.nda
             "score": f"a level from 0 to {len(options) - 1}, or the probability of each level, with the sum 1",
         }
         raise UserError(f"{where}: a label is {wanted[question.kind]}; found {clip(repr(label))}")
-    every = np.full(HEAD_ROWS, NOT_AN_OPTION, np.float32)
-    every[question.rows] = np.array(shares) / total
+    every = np.full(HEAD_ROWS, NOT_AN_OPTION, np.float32)  # (head rows,): of all types of question
+    every[question.rows] = np.array(shares) / total  # probabilities in a file are rounded
     return every
 
 
@@ -198,6 +199,7 @@ def answer_of(question: Question, probabilities: Mapping[str, float]) -> dict[st
         return {"type": "choice", "choice": best, "confidence": confidence, "probabilities": dict(probabilities)}
     by_level = list(probabilities.values())
     distance = sum(p * abs(level - int(best)) for level, p in enumerate(by_level))
+    # The mean distance of equal probabilities from the middle level.
     uniform = sum(abs(level - (count - 1) / 2) for level in range(count)) / count
     return {
         "type": "score",

@@ -46,7 +46,7 @@ def fill_to(template: str, name: str, values: Mapping[str, Any]) -> tuple[str, s
 def _parts(template: str) -> tuple[tuple[str, str | None], ...]:
     """Return pairs of a text and the name after it; None at the end of the template."""
     try:
-        parsed = list(string.Formatter().parse(template))
+        parsed = list(string.Formatter().parse(template))  # (text, name, format after :, conversion after !)
     except ValueError as error:
         raise UserError(f"{clip(repr(template))}: {error}; write {{{{ and }}}} for plain braces") from None
     for _, name, form, conversion in parsed:

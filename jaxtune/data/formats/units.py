@@ -105,7 +105,7 @@ class Documents:
         content = hashlib.sha256()
         for part in self.parts:
             for start, stop in pairwise(part.offsets):
-                content.update(part.values["tokens"][start:stop].data)
+                content.update(part.values["tokens"][start:stop].data)  # the array's bytes, without a copy
                 content.update(part.values["loss_weight"][start:stop].data)
         content.update(np.concatenate([np.diff(part.offsets) for part in self.parts]).tobytes())
         return content.hexdigest()
@@ -128,8 +128,8 @@ class Documents:
     @cached_property
     def units(self) -> Int64[np.ndarray, "units+1"]:
         """Number of the first document of each unit, and the number of documents."""
-        sizes = np.concatenate([np.diff(part.units) for part in self.parts])[self.chosen]
-        return np.concatenate([[0], np.cumsum(sizes)])
+        sizes = np.concatenate([np.diff(part.units) for part in self.parts])[self.chosen]  # documents of each unit
+        return np.concatenate([[0], np.cumsum(sizes)])  # (units + 1,)
 
     @cached_property
     def lengths(self) -> Int64[np.ndarray, "documents"]:
@@ -149,7 +149,7 @@ class Documents:
     @cached_property
     def part_of(self) -> Int64[np.ndarray, "documents"]:
         """Number of each document's part."""
-        return np.searchsorted(self._first, self._numbers, "right") - 1
+        return np.searchsorted(self._first, self._numbers, "right") - 1  # the last part that begins at or before it
 
     def with_column(self, column: Column, values: np.ndarray) -> "Documents":
         """Return the same documents with another column.
@@ -179,7 +179,7 @@ class Documents:
     def first_token(self) -> Int64[np.ndarray, "documents"]:
         """Number of the first token of each document, counted through all tokens of the parts, chosen or not."""
         lengths = np.concatenate([np.diff(part.offsets) for part in self.parts])
-        return (np.cumsum(lengths) - lengths)[self._numbers]
+        return (np.cumsum(lengths) - lengths)[self._numbers]  # the sum of the lengths before
 
     def read(self, i: int, start: int, stop: int) -> tuple[Int32[np.ndarray, "n"], Float16[np.ndarray, "n"]]:
         """Return tokens [start, stop) of document i, up to its end, and the weight of predicting each."""

@@ -103,7 +103,7 @@ def _find_local(path: str, patterns: tuple[str, ...]) -> Found:
 def _local(path: Path, named: bool = False) -> File:
     def version() -> Any:
         stat = path.stat()
-        return str(path.resolve()), stat.st_size, stat.st_mtime_ns
+        return str(path.resolve()), stat.st_size, stat.st_mtime_ns  # of the file behind a link, not of the link
 
     return File(str(path), named, version, partial(path.open, "rb"))
 

@@ -94,7 +94,7 @@ def _too_large(where: str, what: str, entry: Dataset) -> UserError:
 def _whole(file: File, entry: Dataset) -> bytes:
     """Return the content of a file. Raises UserError if it decompresses to more than max_sample_bytes."""
     with file.open() as stream:
-        content = stream.read(entry.max_sample_bytes + 1 if file.is_compressed else -1)
+        content = stream.read(entry.max_sample_bytes + 1 if file.is_compressed else -1)  # -1: the whole file
     if file.is_compressed and len(content) > entry.max_sample_bytes:
         raise _too_large(file.name, "the decompressed file", entry)
     return content
@@ -121,7 +121,7 @@ def _lines(file: File, entry: Dataset, report: Report) -> Iterator[tuple[str, st
     """Yield lines as (where, text), strictly decoded. Memory is bounded by max_sample_bytes, however long a line is."""
     number = 0
     with file.open() as stream:
-        while raw := stream.readline(entry.max_sample_bytes + 1):
+        while raw := stream.readline(entry.max_sample_bytes + 1):  # one more, for the line break
             number += 1
             where = f"{file.name}:{number}"
             if len(raw) > entry.max_sample_bytes and not raw.endswith(b"\n"):
@@ -173,7 +173,7 @@ def _read_json(file: File, entry: Dataset, report: Report) -> Samples:
     """Read a list of objects, an object over several lines, or JSON lines."""
     # The first line shows which of the three it is. A whole file is parsed in memory; JSON lines are not.
     with file.open() as stream:
-        line = stream.readline(BINARY_PROBE_BYTES).removeprefix(b"\xef\xbb\xbf")
+        line = stream.readline(BINARY_PROBE_BYTES).removeprefix(b"\xef\xbb\xbf")  # the byte-order mark in UTF-8
         while line.isspace():
             line = stream.readline(BINARY_PROBE_BYTES)
     begins = line.strip()
@@ -192,7 +192,7 @@ def _read_json(file: File, entry: Dataset, report: Report) -> Samples:
 
 def _read_csv(file: File, entry: Dataset, report: Report) -> Samples:
     """Read CSV, or tab-separated columns of .tsv. Every value is a string, in a column of numbers too."""
-    csv.field_size_limit(entry.max_sample_bytes)
+    csv.field_size_limit(entry.max_sample_bytes)  # 131,072 characters by default
     where = file.name
 
     def lines() -> Iterator[str]:
@@ -214,7 +214,7 @@ def _read_csv(file: File, entry: Dataset, report: Report) -> Samples:
             continue
         if row is None:
             return
-        if None in row or None in row.values():
+        if None in row or None in row.values():  # DictReader's key of extra fields, its value of missing ones
             report(UserError(f"{where}: the row and the header differ in their number of columns"))
         else:
             yield where, row
@@ -295,7 +295,7 @@ def _decoded_bytes(array: "pyarrow.Array") -> int:
 
     if pyarrow.types.is_dictionary(array.type):
         counts = array.indices.drop_null().value_counts()
-        values = array.dictionary.take(counts.field("values"))
+        values = array.dictionary.take(counts.field("values"))  # each used value once
         return sum(values[i : i + 1].nbytes * count.as_py() for i, count in enumerate(counts.field("counts")))
     if pyarrow.types.is_struct(array.type):
         return sum(map(_decoded_bytes, array.flatten()))

@@ -18,6 +18,7 @@ def select_samples(samples: Samples, entry: Dataset, report: Report) -> Samples:
     """
     change = load(entry.function, "data: function") if entry.function else None
     missing = set(entry.select_columns or ())
+    # First every shards-th sample, then the first `samples` among them.
     for where, sample in islice(islice(samples, entry.shard_idx or 0, None, entry.shards or 1), entry.samples):
         if entry.select_columns is not None:
             missing -= sample.keys()

@@ -61,6 +61,7 @@ def _with_imports(path: Path) -> list[Path]:
                 start = f"{node.module}." if node.module else ""
                 names = [f"{start}{alias.name}" for alias in node.names]
             for parts in (name.split(".") for name in names):
+                # Importing a.b.c runs the packages a and a.b too.
                 places = [root.joinpath(*parts[: n + 1]) for n in range(len(parts)) for root in roots]
                 files = [file for at in places for file in (at.with_name(f"{at.name}.py"), at / "__init__.py")]
                 users = parts[0] not in ("jaxtune", "pallas_kernels") or roots is not folders
