@@ -48,6 +48,7 @@ def _begin_module(model: Model, names: list[str], values: Parameters) -> Paramet
     rows, layers = [model.parameters[name].matrix[0] for name in names], []
     # One layer at a time, so that only one weight is replicated in float32.
     for index, _ in first.elements():
+        # (rows of all weights, in)
         weight = jnp.concatenate([gather_element(values[name], index).astype(jnp.float32) for name in names])
         drawn = {
             part: _join([gather_element(values[named[part]], index) for named in part_names], part, adapter)
@@ -60,7 +61,7 @@ def _begin_module(model: Model, names: list[str], values: Parameters) -> Paramet
         for part, name in named.items():
             parameter = model.parameters[name]
             each = [layer[part] if part in adapter.shared else layer[part][weight_rows] for layer in layers]
-            value = jnp.stack(each) if parameter.lead else each[0]
+            value = jnp.stack(each) if parameter.lead else each[0]  # (layers, ...), as the base's weights are stacked
             sharded = jax.reshard(value.astype(parameter.dtype), parameter.sharding.spec)
             # device_put moves the adapter of an offloaded stack to the host.
             started[name] = jax.device_put(sharded, abstract({name: parameter})[name].sharding)

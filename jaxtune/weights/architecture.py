@@ -27,7 +27,7 @@ def spec_of(
     Raises UserError for an override that is not in `saved` and that the family does not read, and as `read_spec`.
     """
     known = {*_names(saved), *ROPE_ENTRIES}
-    default = None if model.from_scratch else 1
+    default = None if model.from_scratch else 1  # modules, if config.json has no entry for their number
     # This adds to `known` each entry that the family reads.
     spec = families.read_spec(Entries(described, known), mtp, default)
     for names, value in hf.parse_overrides(model):

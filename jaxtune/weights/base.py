@@ -50,7 +50,7 @@ def read_base(config: Config) -> Base:
             f"model.from_scratch: only the text decoder of {spec.family} is trained, so its other parts would stay "
             "random; give a folder whose config.json is the text_config of this one"
         )
-    if spec.tied and not config.model.from_scratch and _has_own_head(spec, folder):
+    if spec.tied and not config.model.from_scratch and _has_own_head(spec, folder):  # reads both tensors
         spec = dataclasses.replace(spec, tied=False)
     if spec.has_experts and not config.model.from_scratch and _has_stacked_experts(spec, folder):
         spec = dataclasses.replace(spec, stacked_experts=True)

@@ -26,7 +26,7 @@ def _describe_sharding(layout: Layout, axes: Collection[str]) -> str:
 
 def describe_pipeline(model: Model, config: Config) -> str:
     """Describe in one line which layers the stages compute and how long a stage waits for others."""
-    (stack,) = (one for one in model.spec.stacks if one.stages > 1)
+    (stack,) = (one for one in model.spec.stacks if one.stages > 1)  # one stack is divided, the longest
     order, count = config.parallel.pipeline, config.train.grad_accum_steps
     made = schedule(stack.stages, stack.chunks, count, order)
     layers, rest = len(stack.period) * stack.repeats, len(model.spec.layers) - len(stack.period) * stack.repeats
@@ -52,7 +52,7 @@ def describe_layout(model: Model, mesh: jax.sharding.Mesh) -> str:
     stored = ""
     if model.quantized:
         arrays = jax.tree.leaves(abstract(model.quantized))
-        size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+        size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)  # bytes, with the scales
         kinds = ", ".join(sorted({p.treatment.stored.elements for p in model.quantized.values()}))
         stored = f", {count(model.quantized):,} of them frozen in {kinds}: {sized(size)}"
     layers = f"{len(model.spec.layers)} layers"

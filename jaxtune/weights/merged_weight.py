@@ -29,4 +29,4 @@ def merged_weight(
         part: jax.reshard(value.astype(jnp.float32), places[part.removesuffix("_start")])
         for part, value in parts.items()
     }
-    return adapter.merged(plain.astype(jnp.float32), values)
+    return adapter.merged(plain.astype(jnp.float32), values)  # in bfloat16 small changes would be rounded away

@@ -33,11 +33,12 @@ def fit_to_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh, config: Config) -> Mod
 
     Raises UserError if the model cannot be split into these pipeline stages.
     """
-    parts = shards(axes_of("kv_heads"), mesh)
+    parts = shards(axes_of("kv_heads"), mesh)  # the devices that divide heads
 
     def replicate(mixer: OneMixer) -> OneMixer:
         match mixer:
             case Mamba2():
+                # A token's B and C are (groups, state).
                 return dataclasses.replace(mixer, groups_whole=bool(mixer.groups % parts))
             # Numbers of heads that devices do not divide are refused later (`find_undivided`).
             case Heads() if not (mixer.latent or mixer.kv_heads >= parts or parts % mixer.kv_heads):
@@ -129,7 +130,7 @@ def _refuse_misfits(
         if (reason := format.misfit(parameters[name].matrix)) is not None
     }
     if reasons:
-        kinds = sorted({name.rsplit(".", 1)[1] for name in reasons})
+        kinds = sorted({name.rsplit(".", 1)[1] for name in reasons})  # such as q_proj
         patterns = "|".join(([exclude] if exclude else []) + kinds)
         listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
         raise UserError(

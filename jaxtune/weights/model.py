@@ -107,7 +107,7 @@ class Model:
         modules: dict[str, list[str]] = {}
         for name, parameter in self.frozen.items():
             if parameter.kind == "linear" and isinstance(parameter.treatment.adapter, LoRA):
-                modules.setdefault(self.adapter_of(name)["lora_a"], []).append(name)
+                modules.setdefault(self.adapter_of(name)["lora_a"], []).append(name)  # parts of a fused module share A
         return list(modules.values())
 
     def work(self, seq_len: int) -> Work:
@@ -126,7 +126,7 @@ class Model:
         return Work(
             trained=recurrence + sum(work[name] for name, p in matrices.items() if p.trained),
             frozen=sum(work[name] for name, p in matrices.items() if not p.trained),
-            layers=len(mixers),
+            layers=len(mixers),  # of softmax attention
             attention_width=max((mixer.heads * mixer.head_dim for mixer in mixers), default=0),
             seq_len=seq_len,
             # Layers with different windows count as if they had none, which overestimates their work.
@@ -139,7 +139,7 @@ class Model:
             return math.prod(parameter.shape)
         experts = self.spec.every_layer[parameter.layers[0]].feed_forward
         assert isinstance(experts, Experts)
-        return math.prod(parameter.shape) // experts.count * experts.active
+        return math.prod(parameter.shape) // experts.count * experts.active  # (layers, experts, out, in)
 
 
 def _state_accesses(mixer: OneMixer) -> int:
@@ -150,7 +150,7 @@ def _state_accesses(mixer: OneMixer) -> int:
     """
     match mixer:
         case DeltaNet() as net:
-            return 3 * math.prod(net.state_shape)
+            return 3 * math.prod(net.state_shape)  # S k, S q, and the outer product with k
         case Mamba2() as net:
             return 2 * math.prod(net.state_shape)
     return 0

@@ -108,7 +108,7 @@ def _misfit(kind: str, format: Format, parameter: Parameter, place: Place) -> st
         return "its tensor holds several layers"
     if _is_an_expert(parameter, place) and kind not in EXPERT_FORMATS:
         return f"transformers reads experts only in {', '.join(EXPERT_FORMATS)}"
-    if kind == "int8" and parameter.matrix[1] % 4:
+    if kind == "int8" and parameter.matrix[1] % 4:  # compressed-tensors packs int32 along the input
         return "four weights share a word, and its rows are not a multiple of four"
     return format.misfit(parameter.matrix)
 

@@ -18,7 +18,7 @@ def is_kept(config: Config) -> bool:
     lora = config.lora
     new = lora.enabled and lora.path is None and lora.bias == "none" and not lora.modules_to_save
     if config.rollout.rewards:
-        return bool(config.grpo.beta) and not new
+        return bool(config.grpo.beta) and not new  # beta = 0: the KL term is left out
     options = config.preference
     if options.loss is None or not preference(options).reference:
         return False

@@ -64,7 +64,7 @@ def make_merge(model: Model, base: Mapping[str, Parameter], seed: int) -> Callab
         for name, parameter in base.items():
             parts = {part: trained[of] for part, of in model.adapter_of(name).items()}
             merged[name] = _merge(parameter, base_values[name], parts)
-        key = jax.random.fold_in(named_key(jax.random.key(seed), "merge"), step)
+        key = jax.random.fold_in(named_key(jax.random.key(seed), "merge"), step)  # another A after each merge
         reinitialised = {
             name: jax.reshard(draw_parameter(parameter, key), jax.typeof(trained[name]).sharding.spec)
             for name, parameter in fresh.items()
@@ -83,4 +83,4 @@ def _merge(parameter: Parameter, weight: Any, parts: Mapping[str, Array]) -> Any
         merged = wide.astype(weight.dtype)
         return merged if parameter.storage is None else parameter.storage.make(merged, parameter.matrix_axes)
 
-    return jax.lax.map(one, (weight, dict(parts))) if parameter.lead else one((weight, parts))
+    return jax.lax.map(one, (weight, dict(parts))) if parameter.lead else one((weight, parts))  # (layers, o, i)

@@ -107,8 +107,8 @@ def _target(model: Model, parameter: Parameter) -> hf.Target:
         dtype=parameter.dtype,
         sharding=parameter.sharding,
         places=parameter.places,
-        lead=len(parameter.lead),
-        rows=model.base.saved_vocabulary if parameter.kind == "table" else None,
+        lead=len(parameter.lead),  # leading axes of layers and experts
+        rows=model.base.saved_vocabulary if parameter.kind == "table" else None,  # the rest is filled with zeros
         conversion=None
         if parameter.storage is None
         else hf.Conversion(convert, parameter.abstract(), isinstance(parameter.storage, Mxfp4)),
@@ -333,7 +333,7 @@ def config_for_model(name: str, config: Config) -> Config:
         adapter = hf.read_adapter(folder)
         if adapter.base_model is None:
             raise UserError(f"{name} does not name the model that it adapts (base_model_name_or_path)")
-        base, revision = adapter.base_model, adapter.revision
+        base, revision = adapter.base_model, adapter.revision  # base_model_name_or_path
         lora = LoraOptions(enabled=True, path=name, **adapter.options, **adapter.chosen)
         quant = config.quant
         if adapter.labels:
