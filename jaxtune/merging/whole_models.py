@@ -140,7 +140,7 @@ def _check_alike(models: Sequence[WholeModel]) -> None:
 def _merged(models: Sequence[WholeModel], has_base: bool, options: MergeOptions) -> Iterator[hf.OutputTensor]:
     """Yield the merged tensors, whose data is read and merged when they are written."""
     for name, source in models[0].tensors.items():
-        sources = [model.tensors[name] for model in models]
+        sources = [model.tensors[name] for model in models]  # of the base first, if there is one
         if source.dtype in DTYPES and 0 not in source.shape:
             get = partial(_merge, name, sources, has_base, options)
         else:
@@ -151,7 +151,7 @@ def _merged(models: Sequence[WholeModel], has_base: bool, options: MergeOptions)
 def _merge(name: str, sources: Sequence[TensorSource], has_base: bool, options: MergeOptions) -> np.ndarray:
     first = sources[0]
     reads: list[Read] = [partial(_read, name, source) for source in sources]
-    merged = merge_tensor(name, reads[has_base:], reads[0] if has_base else None, options)
+    merged = merge_tensor(name, reads[has_base:], reads[0] if has_base else None, options)  # True is 1
     return cast(merged, DTYPES[first.dtype], f"{first.file}: {name}").reshape(first.shape)
 
 
