@@ -64,7 +64,7 @@ class Position:
         put_off = saved.get("put_off", ("eval",) if saved.get("evaluation_due") else ())
         standing, plugins = BestTracker(**saved.get("standing", {})), saved.get("plugins", {})
         numbers |= {name: saved.get(name, 0) for name in ("spikes", "high_losses")}
-        return cls(**numbers, feed=feed, put_off=tuple(put_off), standing=standing, plugins=plugins)
+        return cls(**numbers, feed=feed, put_off=tuple(put_off), standing=standing, plugins=plugins)  # JSON has lists
 
 
 class StepInfo(NamedTuple):
@@ -249,7 +249,7 @@ class _Reporter:
         if self.pending is None:
             return state
         (at, results), self.pending = self.pending, None
-        metrics = jax.device_get(results)
+        metrics = jax.device_get(results)  # waits until the step has ended
         absent = metrics.pop("absent", {})
         values = {name: value.item() for name, value in metrics.items() if not absent.get(name)}
         # Step n was taken with rates[n - 1], times the factor of the guard.

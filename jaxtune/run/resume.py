@@ -80,7 +80,7 @@ def link_checkpoints(config: Config, folder: RunFolder) -> None:
         elsewhere.mkdir(parents=True, exist_ok=True)
         folder.checkpoints.unlink(missing_ok=True)  # a link whose target is gone
         folder.checkpoints.symlink_to(elsewhere, target_is_directory=True)
-    multihost_utils.sync_global_devices("checkpoints have their folder")
+    multihost_utils.sync_global_devices("checkpoints have their folder")  # others look only after the link is made
     if folder.checkpoints.resolve() != elsewhere.resolve():
         raise UserError(
             f"ckpt.dir={config.ckpt.dir}: the checkpoints of this run are in {folder.checkpoints.resolve()}; leave it "
