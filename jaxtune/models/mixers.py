@@ -23,8 +23,8 @@ class Rope:
     factor: float = 1.0
     original_positions: int = 0
     low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    beta_fast: float = 32.0
+    high_frequency_factor: float = 4.0  # 1 and 4 as in Llama 3.1
+    beta_fast: float = 32.0  # rotations within original_positions; 32 and 1 are YaRN's defaults
     beta_slow: float = 1.0
     attention_factor: float | None = None
     mscale: float | None = None
@@ -36,7 +36,7 @@ class Rope:
 
     def magnitude(self, mscale: float) -> float:
         """Return yarn's scale of cosine and sine (transformers' `yarn_get_mscale`): 1 if nothing is stretched."""
-        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0  # sqrt(1/t) of arXiv:2309.00071
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Heads:
     v_norm: bool = False
     keys_as_values: bool = False
     bias: frozenset[str] = frozenset()
-    scale: float | None = None
+    scale: float | None = None  # Gemma: query_pre_attn_scalar^-0.5
     soft_cap: float | None = None
     sinks: bool = False
     gated: Literal["fused", "separate"] | None = None
@@ -152,7 +152,7 @@ class DeltaNet:
     fused: bool = False
     strength: float = 1.0
     epsilon: float | None = None
-    rates: tuple[float, float] = (0.01, 16.0)
+    rates: tuple[float, float] = (0.01, 16.0)  # not from 0, whose logarithm is infinite
     steps: RandomSteps | None = None
 
     @property
@@ -163,7 +163,7 @@ class DeltaNet:
     @property
     def state_shape(self) -> tuple[int, ...]:
         """The shape of a row's recurrent state."""
-        return self.value_heads, self.key_dim, self.value_dim
+        return self.value_heads, self.key_dim, self.value_dim  # S of the paper is its transpose
 
 
 @dataclass(frozen=True)
@@ -194,9 +194,9 @@ class Mamba2:
     kernel: int
     conv_bias: bool = True
     bias: bool = False
-    step_limit: tuple[float, float] = (0.0, math.inf)
-    steps: RandomSteps = RandomSteps(1e-3, 0.1, 1e-4)
-    factors: tuple[float, ...] = (1.0,) * 5
+    step_limit: tuple[float, float] = (0.0, math.inf)  # time_step_limit in transformers
+    steps: RandomSteps = RandomSteps(1e-3, 0.1, 1e-4)  # dt_min, dt_max and dt_init_floor of mamba_ssm
+    factors: tuple[float, ...] = (1.0,) * 5  # ssm_multipliers
     normed: bool = True
     groups_whole: bool = False
 
@@ -212,7 +212,7 @@ class Mamba2:
     @property
     def state_shape(self) -> tuple[int, ...]:
         """The shape of a row's recurrent state."""
-        return self.heads, self.head_dim, self.state
+        return self.heads, self.head_dim, self.state  # x B^T
 
 
 @dataclass(frozen=True)

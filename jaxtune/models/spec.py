@@ -101,13 +101,13 @@ class Experts:
     size: int
     count: int
     active: int
-    normalized: bool
+    normalized: bool  # norm_topk_prob
     activation: Activation = "silu"
     gated: bool = True
     latent: int = 0
     scores: Literal["softmax", "sigmoid"] = "softmax"
     scale: float = 1.0
-    corrected: bool = False
+    corrected: bool = False  # e_score_correction_bias
     groups: int = 1
     active_groups: int = 1
     epsilon: float = ROUTER_EPSILON
@@ -253,7 +253,7 @@ class ModelSpec:
     @property
     def padded_vocabulary(self) -> int:
         """Rows of the embedding and head: a multiple of 256 on any mesh, so that checkpoints can be resharded."""
-        return -(-self.vocabulary // 256) * 256
+        return -(-self.vocabulary // 256) * 256  # rounded up
 
     @property
     def mixtures(self) -> dict[int, Experts]:
@@ -330,7 +330,7 @@ class StackSpec:
     def layer_numbers(self, position: int) -> list[int]:
         """Return the numbers of the layers at a position of the period, in the order of the stacked arrays."""
         # Layers run in the order (chunks, stages, ...); stacked arrays have stages first, the axis that is sharded.
-        repeats = np.arange(self.repeats).reshape(self.chunks, self.stages, -1).swapaxes(0, 1)
+        repeats = np.arange(self.repeats).reshape(self.chunks, self.stages, -1).swapaxes(0, 1)  # (stages, chunks, ...)
         return (self.first + position + len(self.period) * repeats).reshape(-1).tolist()
 
 
@@ -362,7 +362,7 @@ def stacks(layers: tuple[Layer, ...], stages: int = 1, chunks: int = 1) -> tuple
 
 def _with_pipeline(plain: list[StackSpec], stages: int, chunks: int) -> tuple[StackSpec, ...]:
     longest = max(plain, key=lambda stack: len(stack.period) * stack.repeats)
-    left = longest.repeats % (stages * chunks)
+    left = longest.repeats % (stages * chunks)  # repeats that no stage computes
     inside = longest.repeats - left
     if not inside:
         return tuple(plain)

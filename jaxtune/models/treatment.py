@@ -95,7 +95,7 @@ def multiply(spec: ModelSpec, precision: PrecisionOptions) -> ModelSpec:
     """
     chosen, numbers = select_linears(spec, precision, "precision"), matmul_format(precision)
     if numbers is None:
-        return treat_linears(spec, linears(spec).keys() - chosen, float32=True)
+        return treat_linears(spec, linears(spec).keys() - chosen, float32=True)  # None: no low precision
     return treat_linears(spec, chosen, multiplied=numbers)
 
 
