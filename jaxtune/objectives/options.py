@@ -272,7 +272,7 @@ def check_preference(config: Config) -> Iterator[Problem]:
             if value_of(config, key):
                 reason = f"has no effect: preference.loss = {options.loss!r} compares with a reference without dropout"
                 yield problem(config, key, reason, "preference.loss", moot=True)
-    if options.loss == "exo_pair" and not options.label_smoothing:
+    if options.loss == "exo_pair" and not options.label_smoothing:  # its loss has log(label_smoothing)
         yield problem(
             config, "preference.label_smoothing", "exo_pair needs a value above 0, for example 0.001", "preference.loss"
         )
@@ -297,6 +297,7 @@ def check_decision(config: Config) -> Iterator[Problem]:
     if options.label_tokens and len(options.label_tokens) != HEAD_ROWS:
         reason = f"names {len(options.label_tokens)} tokens; the options of all types have {HEAD_ROWS}"
         yield problem(config, "decision.label_tokens", reason)
+    # Two options with the same token would have the same logit.
     elif options.label_tokens and (min(options.label_tokens) < 0 or len({*options.label_tokens}) < HEAD_ROWS):
         reason = "each label has a token of its own, a number from 0 on"
         yield problem(config, "decision.label_tokens", reason)
@@ -363,7 +364,7 @@ def check_mtp(config: Config) -> Iterator[Problem]:
         "distill.teacher": None,
     }
     for key, reason in reasons.items():
-        if value_of(config, key) != defaults.get(key, 1):
+        if value_of(config, key) != defaults.get(key, 1):  # mesh.stage is 1
             yield problem(config, "mtp.weight", f"cannot be combined with {key}: {reason}", key)
     of_body, of_loss = "mtp.only trains nothing of the body", "mtp.only has no next-token loss"
     without = {

@@ -49,12 +49,12 @@ def correction_weights(
     """
     of_sequence = options.corrects.startswith("sequence")
     log_ratio = _difference(model, engine, mask)
-    log_ratio = sum_own_document(log_ratio, segment_ids) if of_sequence else log_ratio
+    log_ratio = sum_own_document(log_ratio, segment_ids) if of_sequence else log_ratio  # the log of the product
     ratio = jnp.exp(jnp.minimum(log_ratio, LARGEST_LOG_RATIO))
     low = 0.0 if options.correction_min is None else options.correction_min
     high = jnp.inf if options.correction_max is None else options.correction_max
     if options.corrects.endswith("truncate"):
-        ratio = jnp.clip(ratio, low, high)
+        ratio = jnp.clip(ratio, low, high)  # TIS: min(ratio, high)
     else:
         ratio = jnp.where((ratio < low) | (ratio > high), 0, ratio)
     return ratio
