@@ -46,6 +46,7 @@ def make_evaluate(
     task, step = _step(config, model)
     step = jax.jit(step, compiler_options=compiler_options(config))
     rows_per_batch = (config.eval.micro_batch_size or config.train.micro_batch_size) * data_shards(mesh)
+    # (micro-batches, b, s), as a training step gets them
     shape, sharding = (1, rows_per_batch, config.data.seq_len), jax.NamedSharding(mesh, jax.P(None, *by_token()))
 
     def sum_set(set_rows: data.Rows, *parameters: Parameters) -> Sums:
