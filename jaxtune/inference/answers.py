@@ -149,7 +149,7 @@ def mesh_of(entries: Sequence[str]) -> jax.sharding.Mesh:
             raise UserError(f"--mesh: {axis} is given twice")
         sizes[axis] = int(size)
     # mesh.fsdp takes all remaining devices by default; here the entries must name every axis.
-    return make_mesh(MeshOptions(**{"fsdp": 1} | sizes))
+    return make_mesh(MeshOptions(**{"fsdp": 1} | sizes))  # a product of sizes other than the devices is refused
 
 
 class AnswerGenerator:
@@ -165,7 +165,7 @@ class AnswerGenerator:
         self._generate: Generate = partial(make_generate(opened.model.graph, opened.model.spec, **how), weights)
         self._prompts = Prompts(self._tokenizer, config.chat, manner.chat)
         self._stop = stop_tokens(opened.home, self._tokenizer)
-        self._most = opened.model.spec.max_positions - manner.max_new_tokens
+        self._most = opened.model.spec.max_positions - manner.max_new_tokens  # tokens of a prompt
 
     def each(self, samples: Iterable[tuple[str, Sample]]) -> Iterator[Answer]:
         """Yield the answer to each (source, sample) in order, generated in batches.

@@ -158,7 +158,7 @@ class Decider:
         for row, tokens in enumerate(prompts):
             count = len(tokens)
             batch["tokens"][row, :count], batch["positions"][row, :count] = tokens, np.arange(count)
-            batch["segment_ids"][row, :count], batch["key_start"][row, :count] = 1, 0
+            batch["segment_ids"][row, :count], batch["key_start"][row, :count] = 1, 0  # segment 0 is padding
             batch["last"][row, count - 1] = True
         sharding = jax.NamedSharding(jax.sharding.get_mesh(), by_token())
         scores = self._run(self._parameters, jax.device_put(batch, sharding))
@@ -166,5 +166,5 @@ class Decider:
 
     def _answer(self, question: Question, logits: Float32[np.ndarray, "rows"]) -> dict[str, Any]:
         scaled = logits[question.rows].astype(np.float64) / self._temperatures.get(question.kind, 1.0)
-        weights = np.exp(scaled - scaled.max())
+        weights = np.exp(scaled - scaled.max())  # a softmax in float64; the largest exponent is 0
         return answer_of(question, dict(zip(question.options, (weights / weights.sum()).tolist())))

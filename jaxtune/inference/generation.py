@@ -175,8 +175,8 @@ def _cast(parameters: Parameters, dtype: jnp.dtype) -> Parameters:
 def padded_shape(prompts: int, longest: int) -> tuple[int, int]:
     """Return the number of rows and their length, for a number of prompts and the length of the longest."""
     parts = shards(rules_of_decoding(RULES.value).batch, jax.sharding.get_abstract_mesh())
-    bucket = max(PROMPT_BUCKET, 2 ** longest.bit_length() // 8)
-    return -(-prompts // parts) * parts, -(-longest // bucket) * bucket
+    bucket = max(PROMPT_BUCKET, 2 ** longest.bit_length() // 8)  # of 2,000 tokens: 256
+    return -(-prompts // parts) * parts, -(-longest // bucket) * bucket  # rounded up
 
 
 def _pad(prompts: Sequence[Sequence[int]], lacking: Sequence[int], spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
@@ -242,13 +242,13 @@ def collect_completions(
         for row, one in enumerate(made):
             written = len(one.tokens)
             of_row = {"log_probs": log_probs[row, :written].tolist(), "entropies": entropies[row, :written].tolist()}
-            made[row] = one._replace(**of_row)
+            made[row] = one._replace(**of_row)  # steps after the row's end are left out
     return made if lengths is None else _with_routing(made, [step.routed_experts for step in by_step], lengths)
 
 
 def _with_routing(made: list[Completion], by_step: list[Any], lengths: Sequence[int]) -> list[Completion]:
     """Return completions with routed_experts; by_step: of the prompts, padded on the left, then of a token each."""
-    routed, padded = np.concatenate(by_step, 1), by_step[0].shape[1]
+    routed, padded = np.concatenate(by_step, 1), by_step[0].shape[1]  # (rows, tokens, mixtures, active)
     return [
         one._replace(routed_experts=of_row[padded - length : padded + len(one.tokens) - 1])
         for one, of_row, length in zip(made, routed, lengths)
@@ -278,7 +278,7 @@ def completion_text(completion: Completion, tokenizer, strings: Sequence[str] = 
 
 def before(strings: Sequence[str], text: str) -> str:
     """Return the part of a text before the first stop string."""
-    return text[: min((text.index(string) for string in strings if string in text), default=None)]
+    return text[: min((text.index(string) for string in strings if string in text), default=None)]  # None: all of it
 
 
 def stream_text(
