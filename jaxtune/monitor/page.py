@@ -76,6 +76,7 @@ def page(records: Sequence[Record], defaults: Mapping[str, Any], most: int = MOS
         "generator": GENERATOR,
         "style": style,
         "script": script,
+        # </script> in a sample would end the block.
         "data": json.dumps(contents(records, defaults, most), allow_nan=False).replace("<", "\\u003c"),
     }
     template = (_FILES / "page.html").read_text(encoding="utf-8")
@@ -135,7 +136,7 @@ def of_some_steps(completions: Sequence[Row], most: int = 6) -> list[dict[str, A
     Without rewards, the first completion of each of these steps.
     """
     steps = sorted({each["step"] for each in completions})
-    chosen = [steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(most, len(steps)))]
+    chosen = [steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(most, len(steps)))]  # with both ends
     samples = []
     for step in chosen:
         ordered = sorted(

@@ -50,9 +50,10 @@ def _places(rows: Sequence[Row]) -> dict[str, np.ndarray]:
     """The position of every row on each axis. An evaluation has the position of the step before it."""
     places = {"step": np.array([row["step"] for row in rows], dtype=float)}
     if any("tokens" in row for row in rows):
+        # The row of an evaluation has no tokens, and gets the last count.
         places["tokens"] = np.maximum.accumulate(np.array([row.get("tokens", 0) for row in rows], dtype=float))
     if any("step_seconds" in row for row in rows):
-        places["hours"] = np.cumsum([row.get("step_seconds", 0.0) for row in rows]) / 3600
+        places["hours"] = np.cumsum([row.get("step_seconds", 0.0) for row in rows]) / 3600  # an evaluation takes 0
     return places
 
 
