@@ -80,4 +80,4 @@ def is_larger_better(options: EvalOptions) -> bool:
     """Whether a larger value of eval.best_metric is better."""
     if options.larger_is_better is not None:
         return options.larger_is_better
-    return not options.best_metric.endswith(("loss", "perplexity", "divergence"))
+    return not options.best_metric.endswith(("loss", "perplexity", "divergence"))  # accuracies and rewards grow

@@ -52,7 +52,7 @@ def measure() -> dict[str, Any]:
     return {
         "platform": devices[0].platform,
         "devices": [device.device_kind for device in devices],
-        "memory": (devices[0].memory_stats() or {}).get("bytes_limit"),
+        "memory": (devices[0].memory_stats() or {}).get("bytes_limit"),  # None on a CPU
         "losses": losses,
         "norms": norms,
         "sum": _sum(),
@@ -83,6 +83,7 @@ def _steps() -> tuple[list[float], list[float]]:
 def _batch(program: Program) -> dict[str, jax.Array]:
     """A batch with one document per row, the same in every process."""
     micro_batches, rows, length = program.batch["tokens"].shape
+    # One token more: the last target.
     tokens = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (micro_batches, rows, length + 1))
     values = {
         "tokens": tokens[..., :-1],
@@ -104,7 +105,7 @@ def _sum() -> float:
     mesh = jax.make_mesh((jax.device_count(),), ("all",))
     with jax.set_mesh(mesh):
         numbers = jax.device_put(np.arange(jax.device_count(), dtype=np.float32), jax.NamedSharding(mesh, jax.P("all")))
-        return float(jax.jit(jnp.sum)(numbers))
+        return float(jax.jit(jnp.sum)(numbers))  # n (n - 1) / 2 on n devices
 
 
 if __name__ == "__main__":

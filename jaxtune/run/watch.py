@@ -49,7 +49,7 @@ class Watch:
             numbers["mfu"] = mfu
         if self.gpus is not None and step % self.gpu_every == 0:
             numbers |= self.gpus.read()
-        peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")  # a CPU has no statistics
         if peak is not None:
             numbers["peak_memory_bytes"] = peak
         self.metrics.write(step, numbers)
