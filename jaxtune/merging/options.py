@@ -29,6 +29,7 @@ class MergeMethod:
 
 
 _WEIGHTED = ("weights", "normalize")
+# Whether they normalise is mergekit's default.
 METHODS = {
     "linear": MergeMethod(False, True, _WEIGHTED),
     "slerp": MergeMethod(False, False, ("t",)),
@@ -64,7 +65,7 @@ class MergeOptions:
     @property
     def elects_signs(self) -> bool:
         """Whether only the differences count that have the sign of their sum."""
-        return self.method.endswith("ties")
+        return self.method.endswith("ties")  # dare_ties too
 
 
 def merge_options(name: str, models: int, given: Mapping[str, Any]) -> MergeOptions:
