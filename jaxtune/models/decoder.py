@@ -273,7 +273,7 @@ class Stack(nnx.Module):
         if embeddings is None:
             return None
         first, length = self.stack.first, len(self.stack.period)
-        part = embeddings[first : first + self.stack.repeats * length]
+        part = embeddings[first : first + self.stack.repeats * length]  # (layers of the stack, b, s, f)
         out = P(None, *jax.typeof(part).sharding.spec)
         return jnp.reshape(part, (self.stack.repeats, length, *part.shape[1:]), out_sharding=out)
 
