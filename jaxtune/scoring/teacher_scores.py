@@ -119,7 +119,7 @@ def _config_of(name: str, config: Config) -> Config:
         train=dataclasses.replace(config.train, freeze=None),
         quant=QuantOptions(),
         experts=ExpertsOptions(),
-        memory=MemoryOptions(remat="none"),
+        memory=MemoryOptions(remat="none"),  # no backward pass
         precision=PrecisionOptions("bf16" if low else config.precision.recipe),
     )
     return config_for_model(name, whole)
@@ -200,14 +200,14 @@ def _key(teacher: Teacher, rows: data.Rows, used: int) -> str:
     scale = [config.lora.alpha, config.lora.use_rslora]
     parts = [documents, hashlib.sha256(json.dumps(needed).encode()).hexdigest(), cuts, how]
     parts += [fingerprint(teacher.model.folder), adapter, scale]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]  # 128 bits
 
 
 def _write(path: Path, teacher: Teacher, mesh: jax.sharding.Mesh, rows: data.Rows, used: int) -> None:
     """Write an array with a record for every token of the documents; records of untrained tokens stay empty."""
     config, parameters = teacher.config, read_weights(teacher)
     step = jax.jit(_make_step(teacher), compiler_options=compiler_options(config))
-    shape = (1, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
+    shape = (1, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)  # (micro-batches, b, s)
     sharding = jax.NamedSharding(mesh, P(None, *by_token()))
     length = int(sum(part.offsets[-1] for part in rows.documents.parts))  # tokens of all documents
     # The file is sparse: records of untrained tokens take no space on the disk.
@@ -225,7 +225,7 @@ def _write(path: Path, teacher: Teacher, mesh: jax.sharding.Mesh, rows: data.Row
                 for name, array in columns.items():
                     values[name][first_token[document] + start + trained] = array[number, order[position + trained]]
         first = after
-        if 10 * first // used > tenths_logged:
+        if 10 * first // used > tenths_logged:  # about ten lines in all
             tenths_logged = 10 * first // used
             log.info("distill.teacher: %d of %d rows", min(first, used), used)
     values.flush()
