@@ -82,10 +82,10 @@ def merge_adapters(folders: Sequence[Path], output: Path, options: MergeOptions,
         shares[module] = (merged.whole, merged.kept)
         return merged.update
 
-    usual = Counter(ranks.values()).most_common(1)[0][0]
+    usual = Counter(ranks.values()).most_common(1)[0][0]  # rank_pattern has the others
     others = {module: size for module, size in ranks.items() if size != usual}
     alphas = {module: float(size) for module, size in others.items()}
-    first, lora = adapters[0], LoraOptions(enabled=True, rank=usual, alpha=float(usual))
+    first, lora = adapters[0], LoraOptions(enabled=True, rank=usual, alpha=float(usual))  # alpha / rank = 1
     with hf.staging_folder(output, replaces=re.compile("(?!)")) as stage:  # (?!) matches no file: none is removed
         tensors = _tensors(first, ranks, merge)
         hf.write_adapter(stage, tensors, lora, first.base_model, first.revision, tuple(ranks), (), others, alphas)
@@ -144,7 +144,7 @@ def _choose_rank(adapters: Sequence[hf.SavedAdapter], module: str, options: Merg
     """Return the rank of a module in the merged adapter."""
     ranks = [adapter.of_module(module)[0] for adapter in adapters]
     if METHODS[options.method].prunes:
-        return min(most or max(ranks), *_shape(adapters[0], module))
+        return min(most or max(ranks), *_shape(adapters[0], module))  # no matrix has a larger rank
     total = sum(rank for rank, weight in zip(ranks, options.weights) if weight)
     return total if most is None else min(most, total)
 
@@ -177,7 +177,7 @@ def _merge(module: str, reads: Sequence[Callable[[], Update]], rank: int, option
 
 
 def _product(update: Update) -> Matrix:
-    return update.b @ update.a
+    return update.b @ update.a  # (out, rank) (rank, in)
 
 
 def _cosine(first: Update, second: Update) -> float:
@@ -199,14 +199,14 @@ def _reduce(update: Update, rank: int) -> Merged:
     (of_b, right), (of_a, left) = np.linalg.qr(update.b), np.linalg.qr(update.a.T)
     u, sizes, v = np.linalg.svd(right @ left.T)
     rank = min(rank, len(sizes))
-    smaller = Update((sizes[:rank, None] * v[:rank]) @ of_a.T, of_b @ u[:, :rank])
+    smaller = Update((sizes[:rank, None] * v[:rank]) @ of_a.T, of_b @ u[:, :rank])  # (rank, in), (out, rank)
     return Merged(smaller, float(np.sum(sizes**2)), float(np.sum(sizes[:rank] ** 2)))
 
 
 def _approximate(matrix: Matrix, rank: int) -> Merged:
     """Return the best approximation of a rank, by eigenvectors of the matrix times its transpose."""
     wide = matrix if len(matrix) <= matrix.shape[1] else matrix.T  # the smaller product
-    sizes, vectors = np.linalg.eigh(wide.astype(np.float64) @ wide.T)
+    sizes, vectors = np.linalg.eigh(wide.astype(np.float64) @ wide.T)  # sizes: squares of the singular values
     top = vectors[:, ::-1][:, :rank].astype(np.float32)  # eigh sorts upwards
     update = Update(top.T @ matrix, top) if wide is matrix else Update(top.T, matrix @ top)
     return Merged(update, float(sizes.sum()), float(sizes[-rank:].sum()))
