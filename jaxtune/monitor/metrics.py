@@ -74,7 +74,7 @@ class MetricsLog:
         row = {"step": step} | {name: np.asarray(value).item() for name, value in metrics.items()}
         if self._file is not None:
             self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
+            self._file.flush()  # the row is there even if the process is killed
         if self._tensorboard is not None:
             for name, value in row.items():
                 if name != "step" and not isinstance(value, str):
@@ -186,7 +186,7 @@ def _start_wandb(folder: pathlib.Path, options: WandbOptions, run_name: str, con
         name=options.name or run_name,
         tags=list(options.tags),
         id=id_file.read_text().strip(),
-        resume="allow",
+        resume="allow",  # continues the run of this id, or begins one
         dir=str(folder),
         config=dict(config),
     )
