@@ -108,7 +108,7 @@ def open_evaluated_model(
         if reference and (is_kept(config) or config.preference.precompute_reference):
             raise UserError(f"preference.loss={config.preference.loss!r} compares with a reference: give --run")
         trained, base, frozen = start_parameters(model, config)
-        return EvaluatedModel(config, model, trained, {**frozen, **base}, {}, None)
+        return EvaluatedModel(config, model, trained, {**frozen, **base}, {}, None)  # here the base does not change
     if name is not None:
         raise UserError("--run and --model: give only one of the two")
     run = open_run(RunFolder(Path(run_path)), mesh, step, config.train.plugins, low_precision=True, reference=reference)
