@@ -39,7 +39,7 @@ class BestTracker:
         value = metrics[options.best_metric]
         if self.value is None:
             return BestTracker(step, value) if not math.isnan(value) else BestTracker(no_better=self.no_better + 1)
-        gain = value - self.value if is_larger_better(options) else self.value - value
+        gain = value - self.value if is_larger_better(options) else self.value - value  # positive: better
         # A comparison with NaN is false, so NaN is neither an improvement nor the best value.
         no_better = 0 if gain > options.min_improvement else self.no_better + 1
         return BestTracker(step, value, no_better) if gain > 0 else dataclasses.replace(self, no_better=no_better)

@@ -131,7 +131,7 @@ def saved_run(config: Config, folder: RunFolder, checkpoints: CheckpointManager)
 def _saved_start(config: Config, folder: RunFolder) -> Saved:
     """The checkpoint that ckpt.start names: the newest of a run, or one by its folder."""
     path = Path(config.ckpt.start or "").expanduser()
-    step = int(path.name) if path.name.isdecimal() and (path / HOST_FILE).is_file() else None
+    step = int(path.name) if path.name.isdecimal() and (path / HOST_FILE).is_file() else None  # checkpoints/100
     home = path.parent if step is not None else RunFolder(path).checkpoints
     checkpoints = CheckpointManager(home)
     record = checkpoints.host(step)
