@@ -288,7 +288,7 @@ def _lines(
             if wrong and row.convert:
                 if text not in faults:
                     faults[text] = _find_fault(text, options, from_file, table)
-                if faults[text] not in (None, name):  # the error is told once, at the option that causes it
+                if faults[text] not in (None, name):  # one error, at the option that causes it
                     text, wrong = f"see {faults[text]}", False
             settings = {f"{ours}{key}": setting for key, setting in settings.items()}
             yield Line(f"{theirs}{name}", value, name in from_file, settings, text, wrong)
@@ -368,7 +368,7 @@ def _translate_value(row: ForeignOption, value: Any, options: Mapping[str, Any])
     if row.convert and (value is not None or row.default is not _NO_DEFAULT):
         try:
             settings = dict(CONVERSIONS[row.convert](options))
-            note = settings.pop(NOTE, row.note)  # which is no setting
+            note = settings.pop(NOTE, row.note)  # not a setting
             return settings, note or ("" if settings else DEFAULT), False
         except Unsupported as error:
             return {}, f"not supported yet: {error}", True

@@ -34,7 +34,7 @@ def xorl_model(o: Options) -> Settings:
         return {"model.path": config, "model.from_scratch": True} | other_tokenizer
     settings = {"model.path": model}
     if config not in (None, model):
-        settings |= {"model.config": config}  # the architecture, apart from the weights
+        settings |= {"model.config": config}  # the architecture, without weights
     if tokenizer not in (None, config or model):
         settings |= {"model.tokenizer": tokenizer}
     return settings

@@ -105,7 +105,7 @@ def _pattern(splitter: dict) -> str:
     """Return the alternatives of a step's splitting pattern, between bars; "unknown" for an unknown step."""
     match splitter:
         case {"type": "ByteLevel", "use_regex": use_regex}:  # which splits by GPT-2's pattern, written in Rust
-            return f"|{_GPT2}|" if use_regex else "|"  # bytes to characters alone: no split
+            return f"|{_GPT2}|" if use_regex else "|"  # only bytes to characters: no split
         case {"type": "Digits", "individual_digits": individual}:
             return r"|\p{N}|" if individual else r"|\p{N}+|"
         case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated" | "Removed"}:  # others join parts
