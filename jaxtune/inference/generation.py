@@ -278,7 +278,7 @@ def completion_text(completion: Completion, tokenizer, strings: Sequence[str] = 
 
 def before(strings: Sequence[str], text: str) -> str:
     """Return the part of a text before the first stop string."""
-    return text[: min((text.index(string) for string in strings if string in text), default=None)]  # None: the whole text
+    return text[: min((text.index(string) for string in strings if string in text), default=None)]  # None: all text
 
 
 def stream_text(

@@ -124,7 +124,7 @@ def _kto(options: PreferenceOptions, scores: Scores, batch: Batch) -> Sums:
     there = tokens[0] > 0
     relative, mismatched = _relative_to_reference(scores, batch)
     wanted = _pairs(batch["desirable"] * trained, batch)[0] > 0
-    kl = jax.lax.stop_gradient(relu(mean_where(there, mismatched)))  # z0 of equation 8
+    kl = jax.lax.stop_gradient(relu(mean_where(there, mismatched)))  # z0 of the paper
     losses = jnp.where(
         wanted,
         options.desirable_weight * (1 - sigmoid(options.beta * (relative - kl))),
