@@ -138,19 +138,19 @@ def plan(
     if method is None:
         order = order if rows_per_step is None else _group_by_length(order, lengths, seed, epoch, rows_per_step)
         return RowPlan(order, np.arange(len(lengths) + 1))
-    # Read through a memoryview: a list of 100 million lengths would take 3.6 GB.
+    # Lengths are read through a memoryview, because a list of 100 million takes gigabytes.
     if method == "best_fit":
         # A shuffled epoch has no order to preserve, so rows stay open without a bound.
         max_open = None if shuffle and groups is None else _OPEN_ROWS_IN_ORDER
-        row = _best_fit(memoryview(lengths[order]), seq_len, max_open)
+        row = _best_fit(lengths[order].data, seq_len, max_open)
     elif method == "first_fit_decreasing":
         order = order[np.argsort(-lengths[order], kind="stable")]
-        row = _first_fit(memoryview(lengths[order]), seq_len)
+        row = _first_fit(lengths[order].data, seq_len)
         row = stable_permutation(row.max() + 1, seed, epoch, 1)[
             row
         ]  # otherwise the longest documents would be trained first
     else:
-        row = _next_fit(memoryview(lengths[order]), seq_len)
+        row = _next_fit(lengths[order].data, seq_len)
     # Parcels row after row; inside a row they keep their order.
     order = order[np.argsort(row, kind="stable")]
     return RowPlan(order, np.concatenate([[0], np.cumsum(np.bincount(row))]))
