@@ -41,6 +41,9 @@ _MIXTURE = _BF16 | {
     "memory.remat": "block",
 }
 _MAXTEXT = _TITAN | {"data.seq_len": "4096", "memory.remat": "none"}
+# MPT 7B has no family here; Llama 2 7B has the same width, layers and heads, and within 1% the same FLOPs for a token.
+_FOUNDRY = _MAXTEXT | {"data.seq_len": "2048", "train.micro_batch_size": "6"}
+_TITAN_70B = _TITAN | {"train.micro_batch_size": "16", "mesh.tensor": "8", "memory.remat": "block"}
 _LLAMA, _CONTEXT = "meta-llama/Llama-3.1-", {"mesh.context": "2", "memory.remat": "block"}
 # torchtitan's GPUs have 2.4 TB/s. Their limit of 500 W is not modelled: no source says what it costs.
 GPUS["h100 of 2.4 TB/s"] = dataclasses.replace(GPUS["h100"], memory_bandwidth=2_400_000_000_000)
@@ -70,6 +73,9 @@ CLUSTERS = {
     ),
     "AutoModel gpt-oss-20b, 8": ("qwen_full", "openai/gpt-oss-20b", "h100", 8, _MIXTURE),
     "MaxText 7B, 8": ("qwen_full", "meta-llama/Llama-2-7b-hf", "h100", 8, _MAXTEXT),
+    "LLM Foundry 7B, 8": ("qwen_full", "meta-llama/Llama-2-7b-hf", "h100", 8, _FOUNDRY),
+    "LLM Foundry 7B, 256": ("qwen_full", "meta-llama/Llama-2-7b-hf", "h100", 8, _FOUNDRY, 32),
+    "torchtitan 70B, 256": ("qwen_full", f"{_LLAMA}70B", "h100 of 2.4 TB/s", 8, _TITAN_70B, 32),
 }
 # Name of a row: recipe, model, GPU, GPUs of a host, options; number of hosts if there are several.
 ROWS = {
@@ -119,6 +125,8 @@ def predict_row(recipe: str, model: str, gpu: str, gpus: int, options: dict[str,
         "fits": plan.fits,
         "launches": plan.launches,
         "compile_seconds": plan.seconds,
+        "date": f"{datetime.date.today()}",
+        "jax": jax.__version__,
         "tokens_per_second": {name: speed.tokens_per_second / gpus / hosts for name, speed in plan.speeds.items()},
         "exposed_communication": sum(one.exposed_ms for one in plan.collectives)
         / (1e3 * plan.speeds["central"].seconds),

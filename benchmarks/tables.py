@@ -58,10 +58,10 @@ def predicted_variants() -> str:
         "LoRA, bf16 Nemotron-3 Nano": ("Nemotron-3 Nano 30B-A3B, `nemotron3_lora`, a row", "one H100"),
     }
     return table(
-        ["model and recipe", "GPU", "`memory.remat`", "thousands of tokens a second", "peak GB"],
+        ["model and recipe", "GPU", "`memory.remat`", "thousands of tokens a second", "peak GB", "date"],
         (
-            [*cells, f"`{rows[name]['remat']}`", _speed(rows[name]), f"{rows[name]['memory_gb']:.1f}"]
-            for name, cells in names.items()
+            [*cells, f"`{row['remat']}`", _speed(row), f"{row['memory_gb']:.1f}", row["date"]]
+            for cells, row in ((cells, rows[name]) for name, cells in names.items())
         ),
     )
 
@@ -103,16 +103,31 @@ def clusters() -> str:
             f"{speed['central'] / 1e3:.2f} ({spread})",
             f"{speed['central'] / theirs['tokens_per_second'] - 1:+.0%}",
             f"{row['exposed_communication']:.0%}",
+            row["date"],
         ]
 
-    head = ["system", "step", "H100", "published", "predicted for jaxtune", "difference", "exposed communication"]
+    head = [
+        "system",
+        "step",
+        "H100",
+        "published",
+        "predicted for jaxtune",
+        "difference",
+        "exposed communication",
+        "date",
+    ]
     return f"{table(head, map(cells, published))}\n\n{sources}"
 
 
 def scaling() -> str:
     """Speed per GPU on more GPUs over that on fewer, of the same step: published, and predicted."""
     expected, published = read("predicted_speeds"), read("published_speeds")["rows"]
-    pairs = (("AutoModel LoRA 32B", 8, 16), ("AutoModel LoRA 70B", 8, 16), ("torchtitan 8B", 8, 128))
+    pairs = (
+        ("AutoModel LoRA 32B", 8, 16),
+        ("AutoModel LoRA 70B", 8, 16),
+        ("torchtitan 8B", 8, 128),
+        ("LLM Foundry 7B", 8, 256),
+    )
 
     def cells(name: str, few: int, many: int) -> list[str]:
         theirs, ours = (

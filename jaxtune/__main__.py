@@ -5,7 +5,7 @@ import importlib
 import sys
 
 import jaxtune
-from jaxtune import command, command_flags
+from jaxtune import command
 from jaxtune.errors import UserError
 
 
@@ -29,7 +29,9 @@ def _dispatch(name: str, arguments: list[str]) -> int | None:
         nearest = difflib.get_close_matches(name, command.NAMES, n=1)
         known = f"nearest: {nearest[0]}" if nearest else f"the commands are {', '.join(command.NAMES)}"
         raise UserError(f"no command {name!r}; {known}")
-    if name in command_flags.COMMANDS:
+    from jaxtune.command_flags import COMMANDS  # after --help, which needs none
+
+    if name in COMMANDS:
         return command.main(name, arguments)
     return importlib.import_module(command.module_of(name)).main(arguments)
 

@@ -29,6 +29,7 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.evaluation.validation import evaluate
 from jaxtune.host import process
+from jaxtune.host.missing_kernels import explain_missing_kernels
 from jaxtune.host.run_folder import RunFolder, run_folder
 from jaxtune.inference.answers import AnswerGenerator, mesh_of, open_model
 from jaxtune.inference.sampling import SamplingOptions
@@ -139,6 +140,7 @@ class Run:
         folder = RunFolder(self.folder)
         return folder.export if folder.is_exported else None
 
+    @explain_missing_kernels()
     def generate(
         self,
         prompts: str | Sequence[str | Sequence[Mapping[str, Any]]],

@@ -31,6 +31,7 @@ from absl import flags
 from jaxtune.config.schema import Dataset
 from jaxtune.data.reading.sources import open_source
 from jaxtune.errors import UserError
+from jaxtune.host.missing_kernels import explain_missing_kernels
 from jaxtune.host.preflight import check_writable
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.inference.answers import AnswerGenerator, Opened, mesh_of, open_model
@@ -82,6 +83,7 @@ def _decide(values: flags.FlagValues, opened: Opened) -> None:
         print(f"answers to the questions of {count} samples in {values.output}")
 
 
+@explain_missing_kernels()
 def run_command(values: flags.FlagValues, _: None) -> None:
     """Print or write the model's answers to the prompts."""
     if (values.prompt is None) == (values.input is None):

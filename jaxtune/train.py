@@ -21,6 +21,7 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.host import plugins, process
 from jaxtune.host.lock import hold_lock
+from jaxtune.host.missing_kernels import explain_missing_kernels
 from jaxtune.host.preflight import check_ready
 from jaxtune.host.run_folder import RunFolder, run_folder
 from jaxtune.monitor.goodput import Goodput
@@ -58,6 +59,7 @@ def train(config: Config) -> bool:
         process.log_to_file(config, folder.path),
         trace_on_signal(),
         memory.explain_out_of_memory(config),
+        explain_missing_kernels(),
         mirror_sync.mirror_run(config, folder) as mirror,
         ExitStack() as at_end,
     ):

@@ -12,19 +12,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
-from orbax.checkpoint import v1 as ocp
 
 from jaxtune.checkpoint import folder as checkpoint_folder
 from jaxtune.checkpoint import manifest, regroup, structure
 from jaxtune.checkpoint.mirror import Mirror
 from jaxtune.checkpoint.regroup import Grouping
 from jaxtune.errors import UserError
+
+if TYPE_CHECKING:
+    from orbax.checkpoint import v1 as ocp
 
 logger = logging.getLogger("jaxtune")
 
@@ -102,6 +104,8 @@ class CheckpointManager:
         """
         self.wait()
         self._best = best
+        from orbax.checkpoint import v1 as ocp  # takes long to import: loaded when a checkpoint is written or read
+
         arrays = structure.leaves_by_name(state)
         # Serialised before the return, so that no later change of `host` reaches the file.
         text = json.dumps({"format": FORMAT, "host": host, "grouping": dict(grouping or {})}, indent=1)
@@ -183,6 +187,8 @@ class CheckpointManager:
         self, chosen: int, abstract_state: PyTree[jax.ShapeDtypeStruct], part: bool, grouping: Grouping
     ) -> tuple[PyTree[jax.Array], dict[str, Any]]:
         """Return state and host of a checkpoint; arguments and errors are those in `restore`."""
+        from orbax.checkpoint import v1 as ocp  # takes long to import: loaded when a checkpoint is written or read
+
         path = self._folder / str(chosen)
         host, saved_grouping = self._read_host(chosen)
         # Layers can be matched only if both sides name theirs. Otherwise a leaf is compared whole, under its path.
@@ -241,7 +247,7 @@ class CheckpointManager:
             )
         return saved["host"], {name: (local, tuple(layers)) for name, (local, layers) in saved["grouping"].items()}
 
-    def _commit(self, step: int, response: ocp.AsyncResponse[None], host: str) -> None:
+    def _commit(self, step: int, response: "ocp.AsyncResponse[None]", host: str) -> None:
         """Wait until all processes have written, then make the folder a checkpoint. Runs in the background."""
         primary = jax.process_index() == 0
         try:

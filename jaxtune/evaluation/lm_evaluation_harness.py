@@ -24,6 +24,7 @@ from tqdm import tqdm
 from jaxtune.config.schema import Config, DataOptions
 from jaxtune.errors import UserError
 from jaxtune.evaluation.validation import EvaluatedModel, open_evaluated_model, tokenizer_home
+from jaxtune.host.missing_kernels import explain_missing_kernels
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.inference.answers import open_model
 from jaxtune.precision.options import PrecisionOptions
@@ -76,6 +77,7 @@ class EvalRequest:
             raise UserError(f"--include_path={self.include_path}: is not a folder")
 
 
+@explain_missing_kernels()
 def run_tasks(
     request: EvalRequest,
     config: Config | None,

@@ -14,6 +14,7 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.evaluation.evaluator import Evaluate, make_evaluate
 from jaxtune.host import process
+from jaxtune.host.missing_kernels import explain_missing_kernels
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.models.decoder import Parameters
 from jaxtune.parallel.mesh import data_shards
@@ -55,6 +56,7 @@ class EvaluatedModel(NamedTuple):
     step: int | None
 
 
+@explain_missing_kernels()
 def evaluate(
     config: Config, mesh: jax.sharding.Mesh, run: str | None = None, step: int | None = None, name: str | None = None
 ) -> dict[str, float]:

@@ -5,11 +5,12 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from huggingface_hub import EvalResult, ModelCardData
+from typing import TYPE_CHECKING, Any
 
 from jaxtune.hf.model_folder import is_hub_id
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ def write_card(
         base, name = _distinct_names(Path(base_model or ""), folder)
     classifier = auto_class.endswith("SequenceClassification")
     task = "text-classification" if classifier else "text-generation"
+    from huggingface_hub import ModelCardData  # takes long to import
+
     data = ModelCardData(
         base_model=None if local else base_model,
         datasets=list(datasets) or None,
@@ -90,8 +93,10 @@ def write_card(
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def _results(evaluation: Evaluation | None, task: str) -> list[EvalResult]:
+def _results(evaluation: Evaluation | None, task: str) -> "list[EvalResult]":
     """The metrics as entries of the card's `model-index`."""
+    from huggingface_hub import EvalResult
+
     if evaluation is None:
         return []
     return [

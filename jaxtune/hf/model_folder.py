@@ -9,17 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-from huggingface_hub.utils import validate_repo_id
-
 from jaxtune.errors import UserError, near_paths
 from jaxtune.json_file import read_json
 
@@ -156,6 +145,9 @@ def staging_folder(folder: Path, replaces: re.Pattern[str]) -> Iterator[Path]:
 
 def is_hub_id(path: str) -> bool:
     """Whether a path has the form of a model id on the hub."""
+    from huggingface_hub.errors import HFValidationError  # takes long to import, and a local model needs none of it
+    from huggingface_hub.utils import validate_repo_id
+
     try:
         validate_repo_id(path)
     except HFValidationError:
@@ -164,6 +156,15 @@ def is_hub_id(path: str) -> bool:
 
 
 def _download(repo_id: str, revision: str | None, patterns: list[str], nearest: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
     at = f" at revision '{revision}'" if revision else ""
     duplicates = ["*/*", "consolidated*"]  # the same weights again, in the model maker's own layout
     try:

@@ -3,17 +3,12 @@
 import re
 import shlex
 from pathlib import Path
-
-from huggingface_hub import HfApi, is_offline_mode
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalTokenNotFoundError,
-    RepositoryNotFoundError,
-)
-from huggingface_hub.utils import validate_repo_id
+from typing import TYPE_CHECKING
 
 from jaxtune.errors import UserError
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 # Weight files that an earlier upload may have left. They are deleted, because transformers would mix them with the new.
 _WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
@@ -31,6 +26,11 @@ def check_upload(repo_id: str, private: bool, said: str) -> None:
         UserError: `repo_id` is not an id; the hub is disabled or cannot be reached; no token may write to OWNER's
             repositories; or the repository exists and is public although `private` is set.
     """
+    # In the functions of this file, because most runs upload nothing and huggingface_hub takes long to import.
+    from huggingface_hub import HfApi, is_offline_mode
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
     wanted = f"{said}={repo_id}"
     try:
         validate_repo_id(repo_id)
@@ -73,6 +73,8 @@ def upload(folder: Path, repo_id: str, private: bool = False) -> str:
 
     Raises UserError, with the command for another attempt, if the upload fails. The local folder stays unchanged.
     """
+    from huggingface_hub import HfApi
+
     api = HfApi()
     stale = _WEIGHTS if any(folder.glob("model*.safetensors")) else None
     try:
@@ -88,8 +90,10 @@ def upload(folder: Path, repo_id: str, private: bool = False) -> str:
     return str(repo)
 
 
-def _is_private(api: HfApi, repo_id: str) -> bool:
+def _is_private(api: "HfApi", repo_id: str) -> bool:
     """Whether a repository is private, or does not exist yet."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
     try:
         return bool(api.model_info(repo_id).private)
     except RepositoryNotFoundError:

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from orbax.checkpoint.multihost import get_barrier_sync_fn
 
 import pallas_kernels
 from jaxtune.config.loading import as_dict
@@ -209,6 +208,8 @@ def on_main(work: Callable[[], None]) -> None:
 
     If it raises UserError in the main process, all processes raise one.
     """
+    from orbax.checkpoint.multihost import get_barrier_sync_fn  # Orbax takes long to import
+
     failure = None
     if multihost.is_main():
         try:

@@ -12,6 +12,7 @@ from jaxtune import hf
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError, sized
 from jaxtune.host import process
+from jaxtune.host.missing_kernels import explain_missing_kernels
 from jaxtune.models.parameters import abstract
 from jaxtune.monitor.throughput import flops_per_token
 from jaxtune.parallel.mesh import data_shards, make_mesh
@@ -174,6 +175,7 @@ def predict(config: Config, where: TargetGpus, measured: calibration.Calibration
     return dataclasses.replace(least, said=(f"memory.remat=auto: no policy fits: {needs}", *least.said))
 
 
+@explain_missing_kernels()
 def _predict(config: Config, where: TargetGpus, measured: calibration.Calibration | None) -> Plan:
     if reason := aot.unavailable():
         raise UserError(reason)

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 import zlib
 from collections.abc import Mapping
 from functools import cache, partial
@@ -32,6 +33,7 @@ from jaxtune.precision.options import PrecisionOptions
 from jaxtune.quant.options import QuantOptions
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.base import Base
+from pallas_kernels.grouped_matmul.groups import arrange
 
 HEADS = dataclasses.replace(layer().mixer, heads=8, kv_heads=4)
 SPARSE = dataclasses.replace(layer(), mixer=HEADS, feed_forward=Experts(64, count=4, active=2, normalized=True))
@@ -344,6 +346,24 @@ def test_tokens_sent_to_their_experts_equal_one_device(family, lora, mesh, parts
     expected, _ = one_device(family, lora, parts)
     found, _ = train(family, lora, EXPERTS_APART[mesh], 8, parts=parts, dispatch="all_to_all")
     assert np.abs(found / expected - 1).max() <= 1e-6
+
+
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+def test_a_plan_counts_as_many_items_of_experts_as_balanced_routing_sends(factor):
+    """Also if a device sends fewer rows than the factor asks for, because no more can be for one device."""
+    made = make_mesh(MeshOptions(fsdp=1, expert=2), jax.devices()[:2])
+    config = Config(
+        model=ModelOptions(dtype="float32"),
+        data=DataOptions(seq_len=SEQUENCE),
+        train=TrainOptions(micro_batch_size=1, grad_accum_steps=1),
+        experts=Options(dispatch="all_to_all", capacity_factor=factor),
+    )
+    program = assemble(Base(SPECS["qwen3_moe"]), config, made)
+    text = jax.jit(program.step).lower(*program.arguments).as_text(debug_info=True)
+    # A device has 2 of 4 experts, and a token takes 2: it gets 2 * SEQUENCE items, in as many rows if the factor is 1.
+    rows = arrange(jnp.zeros(2 * SEQUENCE * (1 if factor == 1.0 else 2), jnp.int32), 2)
+    expected = rows.groups.filled(2 * SEQUENCE, len(rows.item_of))
+    assert set(re.findall(r"filled=([\d.]+)", text)) == {f"{expected:.4f}"}
 
 
 @pytest.mark.parametrize(("kind", "format"), [("Qwen3Moe", None), ("Qwen3Moe", "nf4"), ("GptOss", "mxfp4")])

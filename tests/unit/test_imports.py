@@ -22,8 +22,9 @@ ROOMS = (
 )
 # Other modules are layers above, or need more packages than a bare GPU machine has.
 MAY_USE = {"errors", "option_field", "config.schema", *(room.removesuffix(".py").replace("/", ".") for room in ROOMS)}
-NO_COMMANDS = {"__init__", "__main__", "columns", "command", "command_flags", "errors", "hlo", "json_file"}
-NO_COMMANDS |= {"api", "data_options", "interrupt", "option_field", "reference_pages", "terminal", "tokenizer_type"}
+NO_COMMANDS = {"__init__", "__main__", "columns", "command", "command_flags", "command_line", "errors", "hlo"}
+NO_COMMANDS |= {"json_file", "api", "data_options", "interrupt", "option_field", "reference_pages", "terminal"}
+NO_COMMANDS |= {"tokenizer_type"}
 COMMANDS = {path.stem for path in (ROOT / "jaxtune").glob("*.py")} - NO_COMMANDS
 
 
@@ -89,10 +90,15 @@ def test_sections_and_columns_are_named_without_the_rest_of_their_room(module, h
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
-def test_training_imports_kernels_of_hopper_and_plots_only_when_it_uses_them():
-    heavy = {"jax.experimental.mosaic.gpu", "matplotlib", "wandb"}
+def test_training_imports_what_takes_long_only_when_it_uses_it():
+    heavy = {"jax.experimental.mosaic.gpu", "matplotlib", "wandb", "orbax", "grain", "huggingface_hub"}
     code = f"import sys, jaxtune.train; print(*{heavy} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == ""
+
+
+def test_the_list_of_commands_needs_no_recipes():
+    code = "import sys, jaxtune.__main__ as m; m.main(['--help']); print({'numpy', 'yaml'} & set(sys.modules) or '')"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1] == ""
 
 
 def test_flags_and_recipes_are_read_before_what_takes_seconds_to_import(tmp_path):

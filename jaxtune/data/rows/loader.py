@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import grain
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -65,6 +64,8 @@ def batches(
         number of each row modulo 2^31. If devices share a row, each with a part of the positions (mesh.context), the
         positions are dealt to them (`deal`).
     """
+    import grain  # takes long to import, and most commands read no rows
+
     size = shape[0] * shape[1]
     needed = needed_rows(sharding, shape)
     row_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2]))

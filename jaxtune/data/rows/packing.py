@@ -138,17 +138,19 @@ def plan(
     if method is None:
         order = order if rows_per_step is None else _group_by_length(order, lengths, seed, epoch, rows_per_step)
         return RowPlan(order, np.arange(len(lengths) + 1))
+    # Lengths are read through a memoryview, because a list of 100 million takes gigabytes.
     if method == "best_fit":
         # A shuffled epoch has no order to preserve, so rows stay open without a bound.
-        row = _best_fit(lengths[order].tolist(), seq_len, None if shuffle and groups is None else _OPEN_ROWS_IN_ORDER)
+        max_open = None if shuffle and groups is None else _OPEN_ROWS_IN_ORDER
+        row = _best_fit(lengths[order].data, seq_len, max_open)
     elif method == "first_fit_decreasing":
         order = order[np.argsort(-lengths[order], kind="stable")]
-        row = _first_fit(lengths[order].tolist(), seq_len)
+        row = _first_fit(lengths[order].data, seq_len)
         row = stable_permutation(row.max() + 1, seed, epoch, 1)[
             row
         ]  # otherwise the longest documents would be trained first
     else:
-        row = _next_fit(lengths[order].tolist(), seq_len)
+        row = _next_fit(lengths[order].data, seq_len)
     # Parcels row after row; inside a row they keep their order.
     order = order[np.argsort(row, kind="stable")]
     return RowPlan(order, np.concatenate([[0], np.cumsum(np.bincount(row))]))  # bincount: parcels of each row
@@ -189,7 +191,7 @@ def _group_by_length(
     return np.concatenate([order[:begin], steps[stable_permutation(len(steps), seed, epoch, 2)].ravel(), order[end:]])
 
 
-def _best_fit(lengths: list[int], seq_len: int, max_open: int | None) -> Int64[np.ndarray, "parcels"]:
+def _best_fit(lengths: memoryview, seq_len: int, max_open: int | None) -> Int64[np.ndarray, "parcels"]:
     """Return the row of each parcel: the one with the least space that suffices.
 
     The time does not depend on the number of open rows: rows are listed by their free space, and a bit set of the
@@ -226,7 +228,7 @@ def _best_fit(lengths: list[int], seq_len: int, max_open: int | None) -> Int64[n
     return result
 
 
-def _first_fit(lengths: list[int], seq_len: int) -> Int64[np.ndarray, "parcels"]:
+def _first_fit(lengths: memoryview, seq_len: int) -> Int64[np.ndarray, "parcels"]:
     """Return the row of each parcel: the first with room for it, in time logarithmic in the number of rows."""
     # Two neighbouring rows hold more than seq_len tokens together; otherwise the second would not have been opened.
     most_rows = min(len(lengths), 2 * sum(lengths) // seq_len + 1)
@@ -252,7 +254,7 @@ def _first_fit(lengths: list[int], seq_len: int) -> Int64[np.ndarray, "parcels"]
     return result
 
 
-def _next_fit(lengths: list[int], seq_len: int) -> Int64[np.ndarray, "parcels"]:
+def _next_fit(lengths: memoryview, seq_len: int) -> Int64[np.ndarray, "parcels"]:
     """Return the row of each parcel: the last row, or a new one if the last has no room."""
     row, free = 0, seq_len
     result = np.empty(len(lengths), np.int64)

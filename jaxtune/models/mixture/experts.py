@@ -161,13 +161,12 @@ def compute_grouped(
         with RULES(ON_DEVICE), cost.filled(groups.filled(items, len(rows))):
             return experts(rows[:, None], call._replace(groups=groups, noise=noise))[:, 0]
 
-    def run_received(values: Any, x: Array, expert: Array, token: Array) -> Array:
-        """Run the device's experts on rows that devices sent."""
+    def run_received(items: int, values: Any, x: Array, expert: Array, token: Array) -> Array:
+        """Run the device's experts on rows that devices sent; items: as in `run_rows`."""
         values, noise = values
         rows = arrange(expert, local_experts, backend)
         token_of = jnp.take(token, rows.item_of, mode="clip")  # rows without an item get any token
         noise = noise and _row_noise(noise, token_of, positions)
-        items = len(expert) / max(1.0, call.capacity_factor or 1.0)
         y = run_rows(values, to_rows(x[None], rows.item_of, rows.row_of), rows.groups, noise, items)
         # Back to the order in which rows were received: an item here is a received row, with one expert.
         return to_rows(y[None], rows.row_of, rows.item_of)
@@ -176,9 +175,8 @@ def compute_grouped(
         if expert_axes and call.capacity_factor is not None:
             noise = noise and noise.of_all(expert_axes)
             chosen, weights, factor = routing.chosen, routing.weights, call.capacity_factor
-            total = through_experts(
-                run_received, (values, noise), x, chosen, weights, local_experts, expert_axes, factor
-            )
+            run = partial(run_received, chosen.size)  # if routing is balanced, a device gets as many items as it has
+            total = through_experts(run, (values, noise), x, chosen, weights, local_experts, expert_axes, factor)
             return jax.lax.psum(total, summed_over) if summed_over else total
         if expert_axes:
             # All-gather the tokens of the devices among which experts are divided. Each computes the contribution of

@@ -8,7 +8,6 @@ from huggingface_hub import ModelCard, errors
 
 from jaxtune.errors import UserError
 from jaxtune.hf import Evaluation, label_names, read_config, read_generation_config, resolve, write_card, write_config
-from jaxtune.hf import model_folder as hf_folder
 
 
 @pytest.fixture
@@ -54,7 +53,9 @@ def test_a_broken_config_is_a_message_with_its_path(model, text, said):
 
 def test_from_the_hub_come_only_safetensors_and_text(model, monkeypatch):
     passed = {}
-    monkeypatch.setattr(hf_folder, "snapshot_download", lambda repo, **kw: passed.update(kw, repo=repo) or str(model))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda repo, **kw: passed.update(kw, repo=repo) or str(model)
+    )
     assert resolve("owner/name", "v1") == model
     assert (passed["repo"], passed["revision"]) == ("owner/name", "v1")
     assert not [pattern for pattern in passed["allow_patterns"] if pattern.endswith((".bin", ".py", "*"))]
@@ -81,7 +82,7 @@ def test_what_the_hub_refuses_becomes_a_message(monkeypatch, error, said):
     def refuse(*_, **__):
         raise error()
 
-    monkeypatch.setattr(hf_folder, "snapshot_download", refuse)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     with pytest.raises(UserError, match=said):
         resolve("owner/name", "v1")
 
