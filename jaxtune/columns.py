@@ -71,8 +71,8 @@ SCORE_DELTA = Column("score_delta", np.float32, "unit")
 # The log-probability of a document's trained tokens by the reference of a preference loss: see `weights.reference`.
 REFERENCE = Column("reference_log_prob", np.float32, "document")
 
-# The advantage of a completion over the other completions of its prompt.
-ADVANTAGE = Column("advantage", np.float32, "document")
+# The advantage of a token's completion over the other completions of its prompt; 0 with too little entropy.
+ADVANTAGE = Column("advantage", np.float32)
 # The log-probability of each token under the policy before it is trained on the completion.
 OLD_LOG_PROB = Column("old_log_prob", np.float32)
 # The log-probability of each token by the engine that sampled it; NaN: unknown.
@@ -95,6 +95,9 @@ def teacher_columns(top_k: int) -> tuple[Column, Column]:
     """
     return Column("teacher_tokens", np.int32, width=top_k), Column("teacher_log_probs", np.float32, width=top_k + 1)
 
+
+# The number of the teacher of a document.
+TEACHER = Column("teacher", np.int32, "document")
 
 # Columns that a model computes from the documents before the first step: `Rows.with_column` adds them.
 ADDED = frozenset({REFERENCE.name, *(column.name for column in teacher_columns(1))})

@@ -31,6 +31,8 @@ class CompletionServer:
     """The log-probability of every token; None: the server does not know them."""
     routed_experts: Callable[[list[int]], Any] | None = None
     """(tokens of a prompt and its completion) -> the field of a choice; None: it has none."""
+    prompt_log_probs: Callable[[list[int], int], Any] | None = None
+    """(prompt, most tokens) -> what vLLM says of each of its tokens; None: the server does not know it."""
     weights: Callable[[str], None] | None = lambda path: None
     """Is called with the folder of weights to load in place of those there are; None: not available, as on a vLLM
     without VLLM_SERVER_DEV_MODE."""
@@ -125,6 +127,8 @@ class CompletionServer:
                 choice["token_ids"] = tokens[: stops[0] + 1] if stops else tokens
             if self.log_probs is not None and body.get("logprobs") is not None:
                 choice["logprobs"] = {"token_logprobs": [self.log_probs] * len(choice["token_ids"])}
+            if self.prompt_log_probs is not None and body.get("prompt_logprobs"):
+                choice["prompt_logprobs"] = self.prompt_log_probs(prompt, body["prompt_logprobs"])
             if self.routed_experts is not None:
                 choice["routed_experts"] = self.routed_experts([*prompt, *choice["token_ids"]])
             choices.append(choice)

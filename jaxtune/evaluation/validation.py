@@ -22,7 +22,7 @@ from jaxtune.rollout import own_answers, rollouts
 from jaxtune.rollout.completers import completer
 from jaxtune.rollout.episodes.toolbox import load_functions, try_functions
 from jaxtune.scoring.reference_scores import add_reference_scores
-from jaxtune.scoring.teacher_scores import BASE, declare_teacher
+from jaxtune.scoring.teacher_scores import BASE, declare_teachers
 from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.training.assembly import objective_of, task_of
 from jaxtune.training.memory import explain_out_of_memory
@@ -157,14 +157,14 @@ def _make_evaluate_prompts(
         raise UserError(NO_DATA)
     folder = Path(run or config.train.output_dir) / "evaluation"  # for weights that are sent to a server
     if config.distill.own_answers:
-        if config.distill.teacher == BASE and not config.lora.enabled:
+        if BASE in config.distill.teachers.values() and not config.lora.enabled:
             raise UserError(
                 "distill.teacher=base: this model has no adapters, so it would be compared with itself; evaluate the "
                 "run or its adapter"
             )
         objective, complete = objective_of(config, model), completer(config, model, tokenizer, folder)
-        teacher = declare_teacher(config, tokenizer, model.spec.vocabulary, mesh)
-        score = own_answers.make_score_answers(config, model, objective, teacher)
+        teachers = declare_teachers(config, tokenizer, model.spec.vocabulary, mesh)
+        score = own_answers.make_score_answers(config, model, objective, teachers)
         parts = own_answers.Distillation(objective, complete, score)
         return own_answers.make_evaluate_answers(config, model, parts, prompts), complete.close
     process.on_main(lambda: try_functions(config, functions, prompts[0], tokenizer))

@@ -171,6 +171,19 @@ def gdpo_advantages(
     return advantages(np.where(unknown, np.nan, scaled @ weights), len(each), "batch")
 
 
+def keep_uncertain(
+    advantage: Float64[np.ndarray, " t"], entropies: Float64[np.ndarray, " t"], share: float
+) -> Float64[np.ndarray, " t"]:
+    """Return the advantages of a step's tokens, 0 except at the `share` of them with the largest entropies, as in TRL.
+
+    Without its advantage, a token has only the loss of the KL divergence. The entropy of a token that is not trained
+    is NaN.
+    """
+    if share == 1 or np.isnan(entropies).all():
+        return advantage
+    return np.where(entropies >= np.nanquantile(entropies, 1 - share), advantage, 0)
+
+
 def _mean(groups: Float64[np.ndarray, "g n"]) -> Float64[np.ndarray, "g 1"]:
     count = np.maximum(np.sum(~np.isnan(groups), -1, keepdims=True), 1)
     return np.nansum(groups, -1, keepdims=True) / count

@@ -1,6 +1,7 @@
 """The options of sections `preference`, `decision`, `distill`, `rollout`, `grpo` and `mtp`."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -94,13 +95,19 @@ class DecisionOptions:
         "tokenizer", when="model.head == 'lm'")
 
 
+def is_server(teacher: str) -> bool:
+    """Whether a value of distill.teacher is the URL of a server."""
+    return teacher.startswith(("http://", "https://"))
+
+
 @dataclass(frozen=True)
 class DistillOptions:
     """Distillation: the student learns the teacher's next-token distribution."""
 
     teacher: str | None = option(None,
         "a larger model with the same tokenizer: Hugging Face folder, hub id or adapter; scores the documents once, "
-        "into data.cache_dir: 8 * top_k + 4 bytes a token; base: the student without its adapters, for own_answers",
+        "into data.cache_dir: 8 * top_k + 4 bytes a token; with own_answers also base (the student without its "
+        "adapters), the URL of a vLLM, or several, NAME=TEACHER with commas between, by the data's column `teacher`",
         when="model.head == 'lm' and preference.loss is None and decision.loss is None and not rollout.rewards",
         basic=True)
     own_answers: float = option(0.0,
@@ -123,6 +130,15 @@ class DistillOptions:
         "because the teacher has seen the targets too", "fraction (0, 1]")
 
 
+    @property
+    def teachers(self) -> dict[str, str]:
+        """The teachers by name; a single one has the name ''."""
+        parts = [part.strip() for part in (self.teacher or "").split(",")]
+        if all(re.match(r"[\w-]+=", part) for part in parts):
+            return dict(part.split("=", 1) for part in parts)
+        return {} if self.teacher is None else {"": self.teacher}
+
+
 @dataclass(frozen=True)
 class RolloutOptions:
     """Training on the model's own completions: Python reward functions score them, or a teacher does."""
@@ -137,7 +153,8 @@ class RolloutOptions:
         "docstring that describes the arguments", when="rollout.rewards")
     environment: str | None = option(None,
         "FILE.py:NAME or MODULE:NAME of a class, or of what TRL takes as environment_factory: reset(**row), tools as "
-        "methods, and get_reward(), or step(answer) -> (observation, reward, end)", when="rollout.rewards")
+        "methods, and get_reward(), or step(answer) -> (observation, reward, end); or of an environment of verifiers",
+        when="rollout.rewards")
     max_turns: int | None = option(None,
         "most answers of the model in an episode; unset: as many as fit into max_new_tokens", "answers [1, inf)",
         when=_EPISODES)
@@ -234,6 +251,10 @@ class GrpoOptions:
         "(DeepSeek-V3.2, 2025), TRL's default", when="grpo.beta", also="use_bias_correction_kl")
     iterations: int = option(1, "optimizer updates with the completions of a step", "updates [1, inf)")
     mask_truncated: bool = option(False, "mask truncated completions out of the loss (DAPO)")
+    entropy_share: float = option(1.0,
+        "share of a step's sampled tokens that are trained: the ones with the largest entropy of the distribution that "
+        "they were sampled from (Wang et al., 2025), such as 0.2; the others keep only the KL divergence",
+        "fraction (0, 1]", when="rollout.server is None", also="top_entropy_quantile")
 
 
 @dataclass(frozen=True)
@@ -315,11 +336,18 @@ def check_distill(config: Config) -> Iterator[Problem]:
     if options.own_answers and options.weight < 1:
         reason = "the cross-entropy of answers that the student sampled itself teaches it nothing; leave it at 1"
         yield problem(config, "distill.weight", reason, "distill.own_answers")
-    if (options.teacher or "").startswith(("http://", "https://")):
-        reason = "a teacher on a server is not supported yet; name a Hugging Face folder, a hub id or an adapter"
-        yield problem(config, "distill.teacher", reason)
-    if options.teacher == "base":
+    if any(map(is_server, options.teachers.values())):
+        if not options.own_answers:
+            reason = "a server scores the answers of each step: set distill.own_answers"
+            yield problem(config, "distill.teacher", reason, "distill.own_answers")
+        if options.temperature != 1:
+            reason = "a teacher on a server has probabilities of temperature 1 only"
+            yield problem(config, "distill.temperature", reason, "distill.teacher")
+    if "base" in options.teachers.values():
         yield from _check_base(config)
+    if "" not in options.teachers and options.teachers and not options.own_answers:
+        reason = "several teachers score the answers of each step: set distill.own_answers, or name one teacher"
+        yield problem(config, "distill.teacher", reason, "distill.own_answers")
     for key, entry in config.entries():
         name = f"{key}.teacher_prompt_field"
         if entry.teacher_prompt_field is not None and options.own_answers < 1:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxtune import data
-from jaxtune.columns import LOSS_WEIGHT, TOKENS, Column
+from jaxtune.columns import ADDED, LOSS_WEIGHT, TOKENS, Column
 from jaxtune.config.schema import Config
 from jaxtune.data.formats.units import Documents, TokenisedDataset
 from jaxtune.models.head.score import Batch
@@ -33,7 +33,9 @@ def batch_of_documents(
         like: an array (micro-batches, rows, positions) with the sharding of the batch.
         packing: whether a row may have several documents. It has one if the attention kernel bounds their number.
     """
+    added = {column: of_column for column, of_column in values.items() if column.name in ADDED}
     values = {TOKENS: np.concatenate(tokens), LOSS_WEIGHT: np.concatenate(weights), **values}
+    values = {column: of_column for column, of_column in values.items() if column not in added}
     part = TokenisedDataset(
         name="completions",
         key="",
@@ -49,5 +51,7 @@ def batch_of_documents(
     packing = packing and config.attention.max_documents_per_row is None
     options = dataclasses.replace(config.data, packing=packing, shuffle=False, num_workers=0, prefetch=0)
     rows = data.Rows(Documents.concatenate([part]), options, 1, columns)
+    for column, of_column in added.items():
+        rows = rows.with_column(column, of_column)
     (_, batch), *_ = data.batches(rows, like.shape, like.sharding, 0, like.shape[0] * like.shape[1], options)
     return batch

@@ -24,7 +24,9 @@ from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from jaxtune.data.chat.messages import clip
 from jaxtune.errors import UserError, printable
@@ -40,6 +42,8 @@ PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds to wait before each retry, if the server could not be reached or was too busy."""
 MAX_BYTES = 2**24
 """Limit of an answer's size; an answer of 100,000 tokens, with its text and its prompt, takes a tenth of it."""
+SCORE_BYTES = 200
+"""Bytes of a token's log-probability in JSON, with its rank and its text."""
 ROUTED_BYTES = 12
 """Bytes of the number of an expert, an integer of 64 bits at most, in base64."""
 RELOAD, FORGET = "collective_rpc", "reset_prefix_cache"
@@ -47,6 +51,7 @@ RELOAD, FORGET = "collective_rpc", "reset_prefix_cache"
 _TOO_BUSY = (429, 502, 503, 504)
 
 Wait = Callable[[float], None]
+T = TypeVar("T")
 
 
 def complete(
@@ -145,13 +150,70 @@ def complete(
     return _in_parallel(lambda index: servers.ask(index, lambda url: one(url, index)), len(prompts), servers)
 
 
-def _in_parallel(one: Callable[[int], Completion], count: int, servers: ServerPool) -> list[Completion]:
+def score_prompts(
+    servers: ServerPool,
+    prompts: Sequence[Sequence[int]],
+    top_k: int,
+    *,
+    vocabulary: int,
+    timeout: float,
+    wait: Wait = time.sleep,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the likeliest tokens in place of each token but the first of each prompt, and their log-probabilities.
+
+    Args:
+        servers: vLLM servers.
+        prompts: Tokens of each prompt.
+        top_k: Number of likeliest tokens; vLLM allows as many as its --max-logprobs.
+        vocabulary: The student's number of tokens; larger token ids are refused.
+        timeout: Seconds within which an answer must arrive.
+        wait: Function that sleeps between attempts.
+
+    Returns:
+        Arrays (tokens less 1, top_k) of each prompt, float64, likeliest first.
+
+    Raises:
+        UserError: No server can be reached, or one refuses, takes too long, or does not return these scores.
+    """
+
+    def one(url: str, index: int) -> tuple[np.ndarray, np.ndarray]:
+        prompt = list(prompts[index])
+        body = {"prompt": [prompt], "n": 1, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
+        body |= {"seed": 0, "stop_token_ids": []}
+        more = len(prompt) * (top_k + 1) * SCORE_BYTES
+        answer = _call(url, "v1/completions", body, timeout, wait, more_bytes=more)
+        choices = _entries(url, answer, "choices")
+        field = choices[0].get("prompt_logprobs") if len(choices) == 1 else None
+        try:
+            ranked = [
+                sorted((int(of["rank"]), int(token), float(of["logprob"])) for token, of in place.items())[:top_k]
+                for place in (field or ())[1:]
+            ]
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise _not_openai(url, answer) from error
+        if len(ranked) != len(prompt) - 1 or any(len(place) != top_k for place in ranked):
+            raise UserError(f"{url} does not return the {top_k} likeliest tokens (prompt_logprobs) at each token")
+        table = np.array(ranked, np.float64).reshape(-1, top_k, 3)  # rank, token, log-probability
+        tokens, scores = table[..., 1].astype(np.int64), table[..., 2]
+        if np.isnan(scores).any():
+            raise _not_openai(url, answer)
+        if tokens.min(initial=0) < 0 or tokens.max(initial=0) >= vocabulary:
+            raise UserError(
+                f"{url} returned token {tokens.max()}: the student has tokens 0 to {vocabulary - 1}; take a teacher of "
+                "the student's family"
+            )
+        return tokens, scores
+
+    return _in_parallel(lambda index: servers.ask(index, lambda url: one(url, index)), len(prompts), servers)
+
+
+def _in_parallel(one: Callable[[int], T], count: int, servers: ServerPool) -> list[T]:
     """Return one(0), one(1), ..., called in up to PARALLEL threads; after an error, what has not begun is dropped.
 
     The threads are daemons: a process that ends does not wait for answers. With an executor it would. Once `servers`
     is closed, nothing waits for answers, and the threads drop them.
     """
-    futures, numbers = [Future[Completion]() for _ in range(count)], SimpleQueue[int]()
+    futures, numbers = [Future[T]() for _ in range(count)], SimpleQueue[int]()
     for number in range(count):
         numbers.put(number)
 

@@ -1,28 +1,34 @@
 """On-policy distillation: the student answers prompts, and the teacher scores these answers (GKD, arXiv:2306.13649)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from jaxtune import data
-from jaxtune.columns import ADDED, TOKENS
+from jaxtune.columns import ADDED, TEACHER, TOKENS, Column
 from jaxtune.config.schema import Config
+from jaxtune.data.chat.messages import clip
 from jaxtune.data.formats.prompts import Prompt
 from jaxtune.data.rows.prompt_feed import PromptBatch
+from jaxtune.errors import UserError
 from jaxtune.host.process import compiler_options
 from jaxtune.inference.generation import Completion, completion_text
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.head.score import Batch
 from jaxtune.objectives.objective import Objective
+from jaxtune.objectives.options import is_server
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.rollout.completers import Completer
 from jaxtune.rollout.completion_rows import batch_of_documents
 from jaxtune.rollout.completions_file import completions_file
 from jaxtune.rollout.groups import means_of_completions
+from jaxtune.rollout.teacher_server import TeacherServer
 from jaxtune.scoring.kept_teacher import keep_teacher
 from jaxtune.scoring.teacher_scores import Teacher
 from jaxtune.training.assembly import forward_of
@@ -33,6 +39,9 @@ from jaxtune.weights.model import Model
 # (trained, frozen, prompts, answers) -> a batch of the prompts with their answers, whose tokens are trained, and the
 # teacher's columns. Without answers, the batch has the answers in the data.
 ScoreAnswers = Callable[[Parameters, Parameters, Sequence[Prompt], Sequence[Completion] | None], Batch]
+
+
+Tokens = tuple[Sequence[int], Sequence[float]]  # of a document, and their loss weights
 
 
 class Distillation(NamedTuple):
@@ -56,37 +65,90 @@ class Distillation(NamedTuple):
         return self.completer.complete(weights, [prompt.tokens for prompt in prompts], numbers)
 
 
-def make_score_answers(config: Config, model: Model, objective: Objective, teacher: Teacher | None) -> ScoreAnswers:
-    """Read the teacher and return a function that lets it score answers; teacher: as in `keep_teacher`.
+def teacher_numbers(prompts: Sequence[Prompt], names: Sequence[str]) -> list[int]:
+    """Return the number of each prompt's teacher. Raises UserError for one whose column names no teacher."""
+    numbers = dict(zip(names, range(len(names))))
+    if "" in numbers or not names:
+        return [0] * len(prompts)
+    for prompt in prompts:
+        if prompt.sample.get(TEACHER.name) not in numbers:
+            raise UserError(
+                f"column {TEACHER.name!r} is {prompt.sample.get(TEACHER.name)!r}, which distill.teacher does not have: "
+                f"{', '.join(names)} (prompt {clip(str(prompt.given))})"
+            )
+    return [numbers[prompt.sample[TEACHER.name]] for prompt in prompts]
+
+
+def make_score_answers(
+    config: Config, model: Model, objective: Objective, teachers: Mapping[str, Teacher | None]
+) -> ScoreAnswers:
+    """Read the teachers, by name, and return a function that lets them score answers: each those of its prompts.
 
     Raises UserError as `keep_teacher`.
     """
-    mesh, add_columns = jax.sharding.get_mesh(), keep_teacher(config, model, teacher)
+    mesh = jax.sharding.get_mesh()
+    kept = [
+        TeacherServer(config, place, model.spec.vocabulary)
+        if is_server(place)
+        else keep_teacher(config, model, teachers[name])
+        for name, place in config.distill.teachers.items()
+    ]
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
     like = data.abstract_batch(shape, jax.NamedSharding(mesh, jax.P(None, *by_token())))[TOKENS.name]
     columns = tuple(column for column in objective.columns if column.name not in ADDED)
+    choose = jax.jit(_choose, compiler_options=compiler_options(config))
 
-    def rows(prompts: Sequence[Sequence[int]], answers: Sequence[Completion], packing: bool) -> Batch:
-        tokens = [[*prompt, *answer.tokens] for prompt, answer in zip(prompts, answers)]
-        weights = [[0] * len(prompt) + [1] * len(answer.tokens) for prompt, answer in zip(prompts, answers)]
-        return batch_of_documents(config, columns, tokens, weights, {}, like, packing)
+    def make_batch(documents: Sequence[Tokens], values: Mapping[Column, np.ndarray], packing: bool) -> Batch:
+        tokens, weights = zip(*documents)
+        return batch_of_documents(config, (*columns, *values), tokens, weights, values, like, packing)
 
     def score(
         trained: Parameters, frozen: Parameters, prompts: Sequence[Prompt], answers: Sequence[Completion] | None
     ) -> Batch:
-        if answers is None:
-            documents = [prompt.document for prompt in prompts if prompt.document is not None]
-            tokens, weights = zip(*((document.tokens, document.loss_weights) for document in documents))
-            batch = seen = batch_of_documents(config, columns, tokens, weights, {}, like)
-        else:
-            # If the teacher sees other prompts, it finds each answer in the row that the student has it in.
-            others = any(prompt.teacher_tokens for prompt in prompts)
-            batch = seen = rows([prompt.tokens for prompt in prompts], answers, packing=not others)
-            if others:
-                seen = rows([prompt.teacher_tokens or prompt.tokens for prompt in prompts], answers, packing=False)
-        return add_columns(trained, frozen, batch, seen)
+        prompts = [prompt for prompt in prompts if answers is not None or prompt.document is not None]
+        numbers = np.array(teacher_numbers(prompts, tuple(teachers)))
+        own = shown = _documents(prompts, answers, of_teacher=False)
+        if answers is not None and any(prompt.teacher_tokens for prompt in prompts):
+            # If a teacher sees other prompts, it finds each answer in the row that the student has it in.
+            shown = _documents(prompts, answers, of_teacher=True)
+        asked, packing = np.unique(numbers), shown is own
+        batch = seen = make_batch(own, {TEACHER: numbers} if len(asked) > 1 else {}, packing)
+        number_of = batch.pop(TEACHER.name, None)
+        if not packing:
+            seen = make_batch(shown, {}, packing)
+        scored = []
+        for number in asked:
+            teacher = kept[number]
+            if isinstance(teacher, TeacherServer):
+                values = teacher.score([weights for _, weights in own], shown, numbers == number)
+                placed = make_batch(own, values, packing)
+                scored.append(batch | {column.name: placed[column.name] for column in values})
+            else:
+                scored.append(teacher(trained, frozen, batch, seen))
+        return scored[0] if number_of is None else choose(number_of, asked, scored)
 
     return score
+
+
+def _documents(prompts: Sequence[Prompt], answers: Sequence[Completion] | None, of_teacher: bool) -> list[Tokens]:
+    """Return tokens and loss weights of prompts with their answers; answers: None: those in the data."""
+    if answers is None:
+        found = [prompt.document for prompt in prompts if prompt.document is not None]
+        return [(document.tokens.tolist(), document.loss_weights.tolist()) for document in found]
+    given = [(prompt.teacher_tokens if of_teacher else ()) or prompt.tokens for prompt in prompts]
+    return [
+        ([*tokens, *answer.tokens], [0] * len(tokens) + [1] * len(answer.tokens))
+        for tokens, answer in zip(given, answers)
+    ]
+
+
+def _choose(number_of: Array, numbers: Array, scored: Sequence[Batch]) -> Batch:
+    """Return the batch with each document's columns of the batch that its teacher scored; numbers: of the teachers."""
+    chosen = dict(scored[0])
+    for number, batch in zip(numbers[1:], scored[1:]):
+        own = (number_of == number)[..., None]
+        chosen |= {name: jnp.where(own, batch[name], chosen[name]) for name in chosen if name in ADDED}
+    return chosen
 
 
 def make_distillation_step(

@@ -25,7 +25,7 @@ from jaxtune.inference.generation import Completion, completion_text
 from jaxtune.models.decoder import Decoder, Parameters
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.head.score import Batch, ScoreOptions, score
-from jaxtune.objectives.grpo import advantages, gdpo_advantages
+from jaxtune.objectives.grpo import advantages, gdpo_advantages, keep_uncertain
 from jaxtune.parallel import multihost
 from jaxtune.rollout.ahead import RolloutsAhead
 from jaxtune.rollout.completers import completer, stops_of
@@ -268,7 +268,11 @@ def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -
         + [sampled and (completion.finished or not config.grpo.mask_truncated) for sampled in completion.sampled]
         for prompt, completion in pairs
     ]
-    values: dict[Column, np.ndarray] = {ADVANTAGE: above}
+    of_tokens = np.repeat(above, [len(of_pair) for of_pair in tokens])
+    if config.grpo.entropy_share < 1:
+        entropies = np.concatenate([_entropies(*pair, trained) for pair, trained in zip(pairs, weights)])
+        of_tokens = keep_uncertain(of_tokens, entropies, config.grpo.entropy_share)
+    values: dict[Column, np.ndarray] = {ADVANTAGE: of_tokens}
     if config.rollout.corrects != "none":
         scores = [[0.0] * len(prompt.tokens) + [*completion.log_probs] for prompt, completion in pairs]
         values[SAMPLED_LOG_PROB] = np.concatenate(scores)
@@ -277,6 +281,14 @@ def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -
         values[routed_experts(width)] = np.concatenate([_routing(*pair, width) for pair in pairs])
     columns = tuple(column for column in program.objective.columns if column != OLD_LOG_PROB)
     return batch_of_documents(config, columns, tokens, weights, values, program.batch[TOKENS.name])
+
+
+def _entropies(prompt: Prompt, completion: Completion, trained: Sequence[float]) -> Float64[np.ndarray, " tokens"]:
+    """Return the entropy of each trained token of a prompt and its completion; NaN for others."""
+    entropies = np.full(len(trained), np.nan)
+    if any(trained):  # then all sampled tokens are
+        entropies[len(prompt.tokens) + np.flatnonzero(completion.sampled)] = completion.entropies
+    return entropies
 
 
 def _routing(prompt: Prompt, completion: Completion, width: int) -> Int16[np.ndarray, "tokens width"]:

@@ -11,9 +11,10 @@ from jaxtune.config.schema import Config
 from jaxtune.host import process
 from jaxtune.monitor.goodput import Goodput
 from jaxtune.rollout.episodes.toolbox import Toolbox, load_functions, try_functions
+from jaxtune.rollout.own_answers import teacher_numbers
 from jaxtune.rollout.rewards import Reward
 from jaxtune.scoring.reference_scores import add_reference_scores
-from jaxtune.scoring.teacher_scores import Teacher, add_teacher_columns, declare_teacher
+from jaxtune.scoring.teacher_scores import Teacher, add_teacher_columns, declare_teachers
 from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.training.assembly import Program
 from jaxtune.weights.model import Model
@@ -27,14 +28,14 @@ class RunInputs(NamedTuple):
         feed: Batches of rows, or of prompts if the run samples answers to them.
         rewards: The reward functions by name; empty unless the run learns from rewards.
         toolbox: The tools and environments of its completions; None without both.
-        teacher: The declared teacher (distill.teacher); None without one.
+        teachers: The declared teachers (distill.teacher) by name; None: the student without its adapters.
     """
 
     tokenizer: Tokenizer
     feed: data.Feed | data.PromptFeed
     rewards: Mapping[str, Reward]
     toolbox: Toolbox | None
-    teacher: Teacher | None
+    teachers: Mapping[str, Teacher | None]
 
 
 def open_inputs(config: Config, program: Program, mesh: jax.sharding.Mesh, goodput: Goodput) -> RunInputs:
@@ -47,15 +48,16 @@ def open_inputs(config: Config, program: Program, mesh: jax.sharding.Mesh, goodp
         tokenizer = hf.load_tokenizer(model.folders.tokenizer, config.chat.template, config.data.special_tokens)
     with goodput.measure("data"):
         functions = load_functions(config)
-        teacher = declare_teacher(config, tokenizer, model.spec.vocabulary, mesh)
+        teachers = declare_teachers(config, tokenizer, model.spec.vocabulary, mesh)
         if config.samples:
             feed = data.open_prompts(config, tokenizer, mesh, functions.row_tools)
             prompt = feed.documents.prompts[0]
+            teacher_numbers([*feed.documents.prompts, *(feed.eval_prompts or ())], tuple(teachers))
             if functions.rewards:
                 process.on_main(lambda: try_functions(config, functions, prompt, tokenizer))
         else:
             feed = data.open_feed(config, tokenizer, model.spec.vocabulary, mesh, program.objective.columns)
-    return RunInputs(tokenizer, feed, functions.rewards, functions.toolbox, teacher)
+    return RunInputs(tokenizer, feed, functions.rewards, functions.toolbox, teachers)
 
 
 def add_scores(inputs: RunInputs, config: Config, model: Model, mesh: jax.sharding.Mesh, goodput: Goodput) -> RunInputs:
@@ -67,4 +69,4 @@ def add_scores(inputs: RunInputs, config: Config, model: Model, mesh: jax.shardi
     with goodput.measure("reference"):
         feed = inputs.feed.with_rows(partial(add_reference_scores, config, model, mesh))
     with goodput.measure("teacher"):
-        return inputs._replace(feed=add_teacher_columns(inputs.teacher, mesh, feed))
+        return inputs._replace(feed=add_teacher_columns(inputs.teachers.get(""), mesh, feed))

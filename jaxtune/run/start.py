@@ -88,7 +88,7 @@ def _distillation_functions(
     """As `step_functions`, for a teacher that scores the student's own answers; its weights are read here."""
     model, objective, tokenizer = program.model, program.objective, inputs.tokenizer
     with goodput.measure("teacher"):
-        score = own_answers.make_score_answers(config, model, objective, inputs.teacher)
+        score = own_answers.make_score_answers(config, model, objective, inputs.teachers)
     parts = own_answers.Distillation(objective, completer(config, model, tokenizer, folder.path), score)
     at_end.callback(parts.completer.close)
     step = own_answers.make_distillation_step(config, parts, tokenizer, compiled, folder.path)

@@ -14,7 +14,13 @@ from jaxtune.models.head.divergence import likeliest
 from jaxtune.models.head.score import Batch, hidden_states
 from jaxtune.models.parameters import abstract
 from jaxtune.parallel.layout import P, by_token
-from jaxtune.scoring.teacher_scores import Teacher, check_top_k, declare_teacher_model, read_weights
+from jaxtune.scoring.teacher_scores import (
+    Teacher,
+    check_top_k,
+    configs_of_teachers,
+    declare_teacher_model,
+    read_weights,
+)
 from jaxtune.training.assembly import forward_of
 from jaxtune.training.memory import device_bytes
 from jaxtune.weights.base import Base, read_base
@@ -25,12 +31,15 @@ AddColumns = Callable[[Parameters, Parameters, Batch, Batch], Batch]
 
 
 def kept_bytes(config: Config, mesh: jax.sharding.Mesh, read: Callable[[Config], Base] = read_base) -> int:
-    """Return the bytes on a device of a teacher that stays there to score the student's own answers; 0 without one.
+    """Return the bytes on a device of teachers that stay there to score the student's own answers; 0 without one.
 
     `read` reads what the files of a base say. Raises UserError as `declare_teacher_model`.
     """
-    declared = declare_teacher_model(config, mesh, read) if config.distill.own_answers else None
-    return 0 if declared is None else sum(map(device_bytes, jax.tree.leaves(abstract(declared[1].parameters))))
+    if not config.distill.own_answers:
+        return 0
+    models = [declare_teacher_model(one, mesh, read) for one in configs_of_teachers(config).values()]
+    parameters = [abstract(declared[1].parameters) for declared in models if declared is not None]
+    return sum(map(device_bytes, jax.tree.leaves(parameters)))
 
 
 def keep_teacher(config: Config, model: Model, teacher: Teacher | None) -> AddColumns:

@@ -24,6 +24,7 @@ from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.head.divergence import likeliest
 from jaxtune.models.head.score import Batch, hidden_states
 from jaxtune.models.options import ExpertsOptions
+from jaxtune.objectives.options import is_server
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.options import PrecisionOptions
@@ -54,16 +55,33 @@ class Teacher(NamedTuple):
     vocabulary: int
 
 
+def configs_of_teachers(config: Config) -> dict[str, Config]:
+    """Return the config of a run with each teacher of distill.teacher, as if it was the only one, by its name."""
+    return {
+        name: dataclasses.replace(config, distill=dataclasses.replace(config.distill, teacher=teacher))
+        for name, teacher in config.distill.teachers.items()
+    }
+
+
+def declare_teachers(
+    config: Config, tokenizer: Tokenizer, vocabulary: int, mesh: jax.sharding.Mesh
+) -> dict[str, Teacher | None]:
+    """Return the teachers of distill.teacher by their names; arguments and errors as in `declare_teacher`."""
+    return {
+        name: declare_teacher(one, tokenizer, vocabulary, mesh) for name, one in configs_of_teachers(config).items()
+    }
+
+
 def declare_teacher_model(
     config: Config, mesh: jax.sharding.Mesh, read: Callable[[Config], Base] = read_base
 ) -> tuple[Config, Model] | None:
-    """Declare the model distill.teacher on the mesh of its student; None without one, or if it is the student's base.
+    """Declare the model distill.teacher on the mesh of its student; None without one, for a server, and for the base.
 
     Returns the teacher's config, as if it was a run, and its model. `read` reads what the files of a base say. Raises
     UserError if the teacher is not a language model, or does not fit the mesh.
     """
     name = config.distill.teacher
-    if name in (None, BASE):
+    if name is None or name == BASE or is_server(name):
         return None
     try:
         teacher_config = _config_of(name, config)

@@ -730,6 +730,7 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
                 ("scale_rewards", False, {"grpo.advantage_scale": "none"}),
                 ("importance_sampling_level", "sequence", {"grpo.importance": "sequence"}),
                 ("mask_truncated_completions", True, {"grpo.mask_truncated": True}),
+                ("top_entropy_quantile", 0.2, {"grpo.entropy_share": 0.2}),
                 ("steps_per_generation", 1, {"grpo.iterations": 1}),
                 ("delta", 4.0, {"grpo.clip_largest": 4.0}),
                 ("multi_objective_aggregation", "normalize_then_sum", {"grpo.advantage_scale": "gdpo"}),

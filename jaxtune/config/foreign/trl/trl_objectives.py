@@ -150,6 +150,7 @@ def _grpo(o: Options) -> Settings:
         "repetition_penalty": "rollout.repetition_penalty",
         "num_iterations": "grpo.iterations",
         "mask_truncated_completions": "grpo.mask_truncated",
+        "top_entropy_quantile": "grpo.entropy_share",
         **({"off_policy_mask_threshold": "grpo.off_policy_kl"} if iterates else {}),
     }
     if loss == "sapo":
