@@ -367,15 +367,22 @@ FORMS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 
-# Models whose files have other entries than those of their family above, as quoted in public code.
+# Models whose files have other entries than those of their family above, as quoted in public code. Qwen3.8-27B's file
+# has the entries of Qwen3.6-27B's (xorbitsai/inference#5337) and the same sizes (baidu-baige/LoongForge#176). The sizes
+# of Qwen3.8-2.4T-A95B are torchtitan's (models/qwen3_8/flavors.py).
 MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3.6-27B": dict(
+    "Qwen3.6-27B, Qwen3.8-27B": dict(
         model_type="qwen3_5", tie_word_embeddings=False, language_model_only=False,
         text_config=QWEN3_5 | dict(
             model_type="qwen3_5_text", hidden_size=5120, intermediate_size=17_408, num_attention_heads=24,
             num_key_value_heads=4, linear_num_value_heads=48, tie_word_embeddings=False, partial_rotary_factor=0.25,
             attn_output_gate=True, output_gate_type="swish", mtp_use_dedicated_embeddings=False, pad_token_id=None,
         ),
+    ),
+    "Qwen3.8-2.4T-A95B": QWEN3_5 | EXPERTS | dict(
+        model_type="qwen3_5_moe_text", hidden_size=8192, num_attention_heads=64, num_key_value_heads=4,
+        linear_num_value_heads=128, moe_intermediate_size=2048, shared_expert_intermediate_size=2048,
+        tie_word_embeddings=False,
     ),
     "Devstral-Small-2-24B": dict(
         model_type="mistral3",

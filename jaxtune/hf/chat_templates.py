@@ -31,13 +31,19 @@ NAMED = {
     "gpt_oss": _HARMONY,
     "glm4": _GLM4,
     "ernie": ("<|begin_of_sentence|>", "<|end_of_sentence|>"),
+    "kimi_k2": ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"),
     "zephyr": (),
     "alpaca": (),
     "vicuna": (),
     **dict.fromkeys(("qwen3_2507", "qwen3_5", "qwen3_5_nothinking", "qwen3_6", "qwen3_8"), _CHATML),
     "gemma4": ("<|turn>", "<turn|>"),
-    "glm4_moe": _GLM4,
+    **dict.fromkeys(("glm4_moe", "glm4_7_flash"), _GLM4),
     **dict.fromkeys(("nemotron_3_nano", "nemotron_3_super", "lfm2", "lfm2_5"), _CHATML),
+    "minimax_m2": ("]~!b[", "]~b]", "[e~["),
+    **dict.fromkeys(("granite4", "granite4_1"), ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")),
+    "ministral3_reasoning": ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]"),
+    "north_mini_code": ("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    "seed_oss": ("<seed:bos>", "<seed:eos>"),
 }
 
 

@@ -5,7 +5,8 @@ GLM-4.5-Air, except the head_dim and attention_bias of the last (tests/published
 Qwen3-30B-A3B and Qwen3-235B-A22B were compared with MindSpeed-RL's configs/model/qwen3_*.yaml, and gpt-oss-20b (24
 layers, 32 experts) with Nebius' cookbook. Gemma 4 is in transformers' convert_gemma4_weights.py, and its E2B and
 E4B were compared with their config.json as quoted in public code. Qwen3.5-27B was
-compared with slime's scripts/models/qwen3.5-27B.sh, and Nemotron-3 Nano with its config.json in jax-llm-examples.
+compared with slime's scripts/models/qwen3.5-27B.sh, Qwen3.8-27B with LoongForge's pull request 176, and Nemotron-3 Nano
+with its config.json in jax-llm-examples.
 Weights are planned in `model.dtype`, also those that the hub has in MXFP4 or FP8, unless quant.format says otherwise.
 """
 
@@ -132,7 +133,10 @@ _MODELS: dict[str, tuple[str, tuple[int, int, int, int, int, int, bool], dict[st
     ),
     "google/gemma-4-E4B": ("gemma4", (2560, 42, 10_240, 8, 2, 262_144, True), _GEMMA4_E | {"num_kv_shared_layers": 18}),
     "Qwen/Qwen3.5-9B": ("qwen3_5", (4096, 32, 12_288, 16, 4, 248_320, False), {"linear_num_value_heads": 32}),
-    "Qwen/Qwen3.5-27B": ("qwen3_5", (5120, 64, 17_408, 24, 4, 248_320, False), {"linear_num_value_heads": 48}),
+    **dict.fromkeys(
+        ("Qwen/Qwen3.5-27B", "Qwen/Qwen3.6-27B", "Qwen/Qwen3.8-27B"),
+        ("qwen3_5", (5120, 64, 17_408, 24, 4, 248_320, False), {"linear_num_value_heads": 48}),
+    ),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (
         "nemotron_h", (2688, 52, 1856, 32, 2, 131_072, False), {}
     ),

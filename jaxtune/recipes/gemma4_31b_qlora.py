@@ -2,8 +2,9 @@
 
 Hardware: a GPU of 80 GB (H100).
 
-2 rows of 2048 tokens: 65.9 GB with --config.memory.remat=none on an H100, according to the compiler. XLA computes the
-attention of global layers, whose heads have 512 features; --config.attention.backend=triton takes kernels.
+2 rows of 2048 tokens: 65.9 GB with --config.memory.remat=none on an H100, according to the compiler, and 3.4 thousand
+tokens a second, predicted. XLA computes the attention of global layers, whose heads have 512 features;
+--config.attention.backend=triton takes kernels.
 
     python -m jaxtune.train --config=gemma4_31b_qlora
     python -m jaxtune.train --config=gemma4_31b_qlora:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'

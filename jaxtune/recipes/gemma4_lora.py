@@ -2,9 +2,9 @@
 
 Hardware: a GPU of 80 GB (H100).
 
-2 rows of 2048 tokens: 66.2 GB with --config.memory.remat=block on an H100, according to the compiler; the weights take
-50.5 GB. The adapter fits the whole model, which also sees images. Attention and the dense MLPs have adapters; with
---config.lora.target_modules=all-linear each expert has its own.
+2 rows of 2048 tokens: 66.2 GB with --config.memory.remat=block on an H100, according to the compiler, and 10.1 thousand
+tokens a second, predicted; the weights take 50.5 GB. The adapter fits the whole model, which also sees images.
+Attention and the dense MLPs have adapters; with --config.lora.target_modules=all-linear each expert has its own.
 
     python -m jaxtune.train --config=gemma4_lora
     python -m jaxtune.train --config=gemma4_lora:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'

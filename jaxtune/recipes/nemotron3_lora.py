@@ -2,8 +2,9 @@
 
 Hardware: a GPU of 80 GB (H100).
 
-A row of 2048 tokens: 72.4 GB on an H100, according to the compiler. Adapters are on attention, which 6 of the 52 layers
-have, on in_proj of Mamba-2 and on shared experts; peft cannot load adapters of other experts or out_proj.
+A row of 2048 tokens: 72.4 GB on an H100, according to the compiler, and 6.7 thousand tokens a second, predicted.
+Adapters are on attention, which 6 of the 52 layers have, on in_proj of Mamba-2 and on shared experts; peft cannot load
+adapters of other experts or out_proj.
 
     python -m jaxtune.train --config=nemotron3_lora
     python -m jaxtune.train --config=nemotron3_lora:PATH_OR_HUB_ID '--config.data.datasets[0].path=my.jsonl'

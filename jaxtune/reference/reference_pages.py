@@ -80,13 +80,23 @@ def recipes_page() -> str:
         "",
         "`--config=NAME` trains with a recipe, `--config=NAME:MODEL` with another model (a folder or hub id).",
         "`jaxtune recipes --copy=NAME` copies one for you to change. Its docstring says which GPU it needs;",
-        "[predicted and measured](../explanations/predicted_and_measured.md) has memory and speed of several.",
+        "[predicted and measured](../explanations/predicted_and_measured.md) has the range of each predicted speed.",
         "",
-        "| recipe | trains |",
-        "|---|---|",
-        *(f"| `{name}` | {_cell(first_line(file).rstrip('.'))} |" for name, file in own_recipes().items()),
+        "| recipe | trains | memory and speed |",
+        "|---|---|---|",
+        *(
+            f"| `{name}` | {_cell(first_line(file).rstrip('.'))} | {_cell(_memory(file))} |"
+            for name, file in own_recipes().items()
+        ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _memory(recipe: Path) -> str:
+    """Return the sentences of a recipe's docstring that state the memory of its step; \"\" if there are none."""
+    said = ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8"))) or ""
+    sentences = re.split(r"(?<=\.)\s+", " ".join(said.partition("    python")[0].split()))
+    return " ".join(sentence for sentence in sentences if re.search(r"\d GB .*H100", sentence))
 
 
 def families_page() -> str:

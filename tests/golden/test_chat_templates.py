@@ -30,9 +30,13 @@ _BRACKETED += ("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/T
 _CALLS = tuple(
     f"<{BAR}tool▁{name}▁{end}{BAR}>" for name in ("calls", "call", "outputs", "output") for end in ("begin", "end")
 )
+KIMI_CALLS = ("s_section_begin", "s_section_end", "_begin", "_argument_begin", "_end")
+COHERE = ("<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>")
+COHERE += tuple(f"<|{end}_{name}|>" for name in ("THINKING", "ACTION", "TOOL_RESULT") for end in ("START", "END"))
 # templates byte for byte as they were published, so without our marks
 QWEN = ("qwen3_2507", "qwen3_5", "qwen3_5_nothinking", "qwen3_6", "qwen3_8")
-PUBLISHED = (*QWEN, "gemma4", "glm4_moe", "nemotron_3_nano", "nemotron_3_super", "lfm2", "lfm2_5")
+PUBLISHED = (*QWEN, "gemma4", "glm4_moe", "nemotron_3_nano", "nemotron_3_super", "lfm2", "lfm2_5", "glm4_7_flash")
+PUBLISHED += ("minimax_m2", "granite4", "granite4_1", "ministral3_reasoning", "north_mini_code", "seed_oss")
 # name: other special tokens of the family's tokenizer, its bos and its eos
 TOKENIZERS = {
     "chatml": (("<|endoftext|>",), None, "<|endoftext|>"),
@@ -56,9 +60,15 @@ TOKENIZERS = {
         "<bos>",
         "<eos>",
     ),
-    "glm4_moe": (("<|endoftext|>",), None, "<|endoftext|>"),
+    **dict.fromkeys(("glm4_moe", "glm4_7_flash"), (("<|endoftext|>",), None, "<|endoftext|>")),
     **dict.fromkeys(("nemotron_3_nano", "nemotron_3_super"), ((), "<s>", "<|im_end|>")),
     **dict.fromkeys(("lfm2", "lfm2_5"), ((), "<|startoftext|>", "<|im_end|>")),
+    "kimi_k2": (tuple(f"<|tool_call{end}|>" for end in KIMI_CALLS), None, "<|im_end|>"),
+    "minimax_m2": ((), "]~!b[", "[e~["),
+    **dict.fromkeys(("granite4", "granite4_1"), ((), None, "<|end_of_text|>")),
+    "ministral3_reasoning": ((*_BRACKETED, "[ARGS]", "[THINK]", "[/THINK]"), "<s>", "</s>"),
+    "north_mini_code": (COHERE, "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
+    "seed_oss": ((), None, "<seed:eos>"),
 }
 
 ENDS = r"(<\|(im_end|eot_id|end)\|>|<end_of_turn>|</s>|\[/\w+\]|<\uff5ctool▁outputs?▁end\uff5c>|</tool_response>|"
@@ -95,7 +105,7 @@ CASES = {
 }
 TEXT = "tools as text"  # for templates that do not support tools
 CASES[TEXT] = CASES["tools"]
-KNOW_TOOLS = ("qwen3", "qwen3_nothinking", "mistral_v3", "mistral_v7", "deepseek", "gpt_oss", "glm4")
+KNOW_TOOLS = ("qwen3", "qwen3_nothinking", "mistral_v3", "mistral_v7", "deepseek", "gpt_oss", "glm4", "kimi_k2")
 KNOW_TOOLS += PUBLISHED
 
 
@@ -201,8 +211,8 @@ def test_the_text_is_that_of_transformers(name):
         except UserError:
             continue
         theirs = tokenizer.apply_chat_template(check_messages(CASES[case]), tools=tools, tokenize=False)
-        # GLM-4.5's own template ends no turn; the token with which the next message begins is appended.
-        assert undated(text) == undated(f"{theirs}<|user|>" if name == "glm4_moe" else str(theirs))
+        # GLM's own templates end no turn; the token with which the next message begins is appended.
+        assert undated(text) == undated(f"{theirs}<|user|>" if name in ("glm4_moe", "glm4_7_flash") else str(theirs))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMED if name not in PUBLISHED])

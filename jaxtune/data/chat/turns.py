@@ -140,15 +140,22 @@ class Conversation:
         one, and the rendered conversation does not. So the second candidate is the text that the template writes before
         an answer that is followed by other messages, if the prompt begins with it too, or if it ends with the prompt
         (the prompt before any message lacks what the first message brings: Llama 3's begin of text, Qwen2.5-VL's
-        system message); the third is the end of the prompt with thinking turned off.
+        system message); the third is the end of the prompt with thinking turned off; the last is what the first two
+        have in common, if both go on with another special token (North Mini's, for a thought and for an answer).
         """
-        yield self._tails[kind]
+        tail = self._tails[kind]
+        yield tail
         header = self._header(i, kind)
-        if header is not None and (self._tails[kind].startswith(header) or header.endswith(self._tails[kind])):
+        if header is not None and (tail.startswith(header) or header.endswith(tail)):
             yield header
         if kind not in self._thoughtless:
             self._thoughtless[kind] = self._tail(i, kind, enable_thinking=False, thinking=False)
         yield self._thoughtless[kind]
+        if header is not None:
+            ends = [token.end() for token in self._special.finditer(tail)]
+            shared = max((end for end in ends if header.startswith(tail[:end])), default=0)
+            if shared and self._special.match(tail, shared) and self._special.match(header, shared):
+                yield tail[:shared]
 
     def _tail(self, i: int, kind: tuple, last: bool = False, **how: Any) -> str:
         """Return the text of turn i's prompt after the last message found before i."""

@@ -5,6 +5,8 @@ named templates, with and without marks: tests/golden/test_chat_templates.py. TR
 marks: tests/parity/test_chat_templates_trl.py.
 """
 
+import re
+
 import pytest
 from tiny import byte_tokenizer
 
@@ -29,6 +31,7 @@ SPECIAL = (
     *("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>"),
     *("<|start|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>", "<|START_THINKING|>", "<|END_THINKING|>"),
     *("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_ACTION|>", "<|END_ACTION|>", "[TOOL_CALLS]", "[ARGS]"),
+    *("<|START_TEXT|>", "<|END_TEXT|>"),
     *("<|START_TOOL_RESULT|>", "<|END_TOOL_RESULT|>", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<|python_tag|>", "<|eom_id|>"),
     *("<eos>", "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
@@ -178,6 +181,16 @@ FAMILIES = {
         "A<|END_OF_TURN_TOKEN|>",
         "B<|END_OF_TURN_TOKEN|>",
     ),
+    "North Mini": (
+        written(
+            "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><|START_TEXT|>CONTENT<|END_TEXT|><|END_OF_TURN_TOKEN|>",
+            "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_TEXT|>CONTENT<|END_TEXT|><|END_OF_TURN_TOKEN|>",
+            "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|>",
+        ),
+        "<|END_OF_TURN_TOKEN|>",
+        "<|START_TEXT|>A<|END_TEXT|><|END_OF_TURN_TOKEN|>",
+        "<|START_TEXT|>B<|END_TEXT|><|END_OF_TURN_TOKEN|>",
+    ),
     "Granite": (
         alike("<|start_of_role|>ROLE<|end_of_role|>CONTENT<|end_of_text|>\n"),
         "<|end_of_text|>",
@@ -242,7 +255,7 @@ def test_the_answers_and_the_tokens_that_end_them_are_trained(tokenizer, name):
     for before in ([], [SYSTEM] if "no system role" not in tokenizer.chat_template else []):
         prompt = [*before, USER, one, MORE]
         for messages, expected in (
-            ([*prompt, two], [first.replace("A", one["content"]), whole]),
+            ([*prompt, two], [re.sub(r"\bA\b", one["content"], first), whole]),
             ([*before, USER, two], [whole]),
         ):
             rendered = template.render(messages)

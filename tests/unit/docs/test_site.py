@@ -77,6 +77,17 @@ def test_tables_of_figures_are_those_of_the_results():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("recipe", ["gemma4_31b_qlora", "gemma4_lora", "nemotron3_lora", "qwen3_5_27b_qlora"])
+def test_the_page_of_recipes_states_memory_and_predicted_speed(recipe):
+    figures = (DOCS / "explanations" / "predicted_and_measured.md").read_text("utf-8")
+    predicted = re.search(rf"`{recipe}`.*\| ([\d.]+) \(.*\| ([\d.]+) \|", figures)
+    row = re.search(rf"^\| `{recipe}` \|.*$", docs.read("reference/recipes"), re.MULTILINE)
+    stated = row and re.search(r": ([\d.]+) GB .* ([\d.]+) thousand tokens a second, predicted", row[0])
+    assert predicted and stated
+    assert float(stated[2]) == pytest.approx(float(predicted[1]), rel=0.05)
+    assert float(stated[1]) == pytest.approx(float(predicted[2]), rel=0.02)
+
+
 def test_docs_prints_pages(capsys):
     assert docs.main([]) == 0
     assert "guides/lora" in capsys.readouterr().out

@@ -140,7 +140,7 @@ def test_a_chat_template_by_name_renders_as_in_transformers_and_marks_answers(tm
             "llama3",
             r"writes <\|start_header_id\|> and .* does not have; --config.data.special_tokens='<\|start_header_id",
         ),
-        ("chatlm", "neither one of chatml, .*, lfm2_5 nor a file that can be read"),
+        ("chatlm", "neither one of chatml, .*, seed_oss nor a file that can be read"),
     ],
 )
 def test_a_chat_template_that_cannot_be_used_says_why(tmp_path, wanted, said):
@@ -156,6 +156,7 @@ def test_a_chat_template_that_cannot_be_used_says_why(tmp_path, wanted, said):
         ("{{ 1 }}", "{{ 1 }}", "Jinja text, because chat.template says so"),
         ("{{ 1 }}", "mine.jinja", "mine.jinja, because chat.template says so"),
         ("qwen3_8", None, "the tokenizer's own, because chat.template is unset; published with Qwen3.8"),
+        ("granite4_1", "granite4_1", "granite4_1, because chat.template says so; published with Granite 4.0 and 4.1"),
         ("glm4_moe", "glm4_moe", "glm4_moe, because chat.template says so; published with GLM-4.5"),
     ],
 )

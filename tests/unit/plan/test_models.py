@@ -48,6 +48,7 @@ PUBLISHED = {
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "31.6",
     "Qwen/Qwen3.5-9B": "9",
     "Qwen/Qwen3.5-27B": "27",
+    "Qwen/Qwen3.8-27B": "27",
 }
 
 
