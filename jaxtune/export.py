@@ -23,7 +23,7 @@ from jaxtune.config.schema import Config
 from jaxtune.data.reading.files import is_url
 from jaxtune.errors import UserError
 from jaxtune.evaluation.export_difference import loss_difference, merge_difference
-from jaxtune.exports.gguf import convert, find_converter
+from jaxtune.exports.gguf import convert, find_converter, remove_earlier
 from jaxtune.exports.write import CARD, UNFINISHED, check_apart, check_kind, export, not_as_served
 from jaxtune.host.preflight import check_writable
 from jaxtune.host.run_folder import RunFolder
@@ -97,6 +97,7 @@ def run_command(values: flags.FlagValues, _: None) -> None:
 
 def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: RemoteFolder | None) -> None:
     """Write the export to a local folder, then copy it to the remote one if there is one."""
+    converter = find_converter(values.gguf_converter) if "gguf" in (values.format or ()) else []
     config, base = base_of_run(folder, values.plugin)
     mesh = make_mesh(MeshOptions(), jax.devices()[: choose_device_count(base, config, values.quantize)])
     run = open_run(folder, mesh, values.step, values.plugin)
@@ -104,7 +105,6 @@ def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: R
     kinds = values.format or (["hf"] if values.merge or not adapter else ["peft"])
     if values.merge and not adapter:
         raise UserError("--merge: this run trained no adapter")
-    converter = find_converter(values.gguf_converter) if "gguf" in kinds else []
     outputs = {kind: output / (kind if len(kinds) > 1 else "") for kind in kinds}
     copies = {kind: remote and (remote.inside(kind) if len(kinds) > 1 else remote) for kind in kinds}
     for kind, target in outputs.items():
@@ -114,6 +114,7 @@ def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: R
     for kind, target in outputs.items():
         parameters, copy = {**run.frozen, **run.trained}, copies[kind]
         form = "peft" if kind == "peft" else "hf"
+        remove_earlier(target)
         write = partial(export, run.model, parameters, run.config, folder, target, form, hub_id=values.push_to_hub)
         write(merge=values.merge, quantize=values.quantize, steps=run.step, tokens=run.tokens)
         written = convert(converter, target, values.gguf_type) if kind == "gguf" else target

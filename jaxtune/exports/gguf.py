@@ -38,6 +38,12 @@ def find_converter(command: str | None) -> list[str]:
     return words if len(words) > 1 else [sys.executable, *words]
 
 
+def remove_earlier(folder: Path) -> None:
+    """Remove the files of an earlier export to this folder, because their weights are other ones."""
+    for path in folder.glob("model-*.gguf"):
+        path.unlink()
+
+
 def convert(converter: list[str], folder: Path, kind: str) -> Path:
     """Write `model-KIND.gguf` into an exported folder, and return its path.
 

@@ -93,6 +93,7 @@ def test_gguf_is_written_by_the_converter_that_is_named_or_on_the_path(home, ada
     script.chmod(0o755)
     said = call("jaxtune.export", *flags, "--merge", "--gguf_type=q8_0", code=2)
     assert "but not model-q8_0.gguf" in said and "BPE pre-tokenizer was not recognized" in said
+    assert not list(output.glob("*.gguf")) and (output / "model.safetensors").is_file()
     assert "converts the unquantized model" in call("jaxtune.export", *flags, "--merge", "--quantize=int4", code=2)
 
 
