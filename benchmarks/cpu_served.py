@@ -22,7 +22,7 @@ import transformers
 from cpu_vs_hf import MODEL, ROWS, SEQUENCE, jaxtune_step
 
 # (serve.format, micro-batches in a step)
-CASES = (("int4", 1), ("int4", 4), ("fp8", 1), ("fp8", 4))
+CASES = (("int4", 1), ("int4", 4))
 
 
 def timed(step) -> float:
