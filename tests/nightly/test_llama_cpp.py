@@ -75,24 +75,17 @@ def tokenizer(tmp_path_factory):
 
 
 def write_base(folder: Path, family: str, tokenizer: Path) -> None:
-    """Write a tiny model with the SentencePiece tokenizer, but Qwen3-MoE, of which the converter wants another kind."""
+    """Write a tiny model with the SentencePiece tokenizer."""
     ids = dict(bos_token_id=1, eos_token_id=2)
     write_model_folder(folder, family, vocab_size=VOCABULARY, **ids, **{**SIZES, **FAMILIES[family]})
-    if family == "Qwen3Moe":
-        of_transformers_4 = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-        (folder / "tokenizer_config.json").write_text(json.dumps(of_transformers_4))
-        return
     (folder / "tokenizer.json").unlink()
     for name in ("tokenizer.model", "tokenizer_config.json"):
         shutil.copy(tokenizer / name, folder)
 
 
-def converter(python: Path, family: str = "") -> list[str]:
-    """Return the command of the converter, of which Qwen3-MoE needs a published tokenizer."""
-    folder = python.parents[1]
-    if family == "Qwen3Moe":
-        return [str(python), str(Path(__file__).parents[1] / "convert_unknown_tokenizer.py"), str(folder)]
-    return [str(python), str(folder / "convert_hf_to_gguf.py")]
+def converter(python: Path) -> list[str]:
+    """Return the command of the converter."""
+    return [str(python), str(python.parents[1] / "convert_hf_to_gguf.py")]
 
 
 def compute(python: Path, home: Path, file: Path, prompts: list[list[int]]) -> dict[str, Any]:
@@ -125,7 +118,7 @@ def is_as_trained(exported: Exported, prompt: list[int], answer: list[int]) -> b
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["bf16", "q8_0"])
-@pytest.mark.parametrize("family", ["Qwen3", "Llama", "Qwen3Moe"])
+@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
 def test_llama_cpp_computes_what_jaxtune_computes(python, tokenizer, tmp_path, family, kind):
     """Log-probabilities of prompts differ by the rounding of the number format; greedy answers of bf16 are the same.
 
@@ -135,7 +128,7 @@ def test_llama_cpp_computes_what_jaxtune_computes(python, tokenizer, tmp_path, f
     """
     write_base(tmp_path / family, family, tokenizer)
     exported = write_row(tmp_path, Row(family, "merged"))
-    file = convert(converter(python, family), Path(exported.job["folder"]), kind)
+    file = convert(converter(python), Path(exported.job["folder"]), kind)
     output = compute(python, tmp_path, file, PROMPTS)
     exact = logprobs(exported, PROMPTS, "float32")
     if kind == "bf16":
@@ -143,10 +136,9 @@ def test_llama_cpp_computes_what_jaxtune_computes(python, tokenizer, tmp_path, f
     else:
         stored = {name: rounded_to_q8_0(value) for name, value in exported.weights.items()}
         times, rounded = 3, logprobs(exported._replace(weights=stored), PROMPTS, "float32")
-    compared = 0.9 if family == "Qwen3Moe" else 1.0  # rounding sends some tokens to other experts
     found = of_prompts([np.asarray(value) for value in output["logprobs"]])
-    bound = times * np.quantile(abs(of_prompts(rounded) - of_prompts(exact)), compared)
-    difference = np.quantile(abs(found - of_prompts(exact)), compared)
+    bound = times * abs(of_prompts(rounded) - of_prompts(exact)).max()
+    difference = abs(found - of_prompts(exact)).max()
     equal = [is_as_trained(exported, *pair) for pair in zip(PROMPTS, output["greedy"], strict=True)]
     print(f"{family} {kind}: differs by {difference:.4f}, bound {bound:.4f}, answers equal: {equal}")
     assert difference < bound < 0.1 * np.ptp(of_prompts(exact))
