@@ -69,8 +69,10 @@ def hf_step(folder: str, model_kind: str, lora: bool, remat: bool):
     return step
 
 
-def jaxtune_step(folder: str, model_kind: str, lora: bool, remat: bool):
-    """Return a function that runs one step of jaxtune and returns the loss."""
+def jaxtune_step(
+    folder: str, model_kind: str, lora: bool, remat: bool, micro_batches: int = 1, served: str | None = None
+):
+    """Return a function that runs one step of jaxtune and returns the loss; served: serve.format."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -81,6 +83,7 @@ def jaxtune_step(folder: str, model_kind: str, lora: bool, remat: bool):
     from jaxtune.parallel.mesh import make_mesh
     from jaxtune.parallel.options import MeshOptions
     from jaxtune.precision.options import PrecisionOptions
+    from jaxtune.quant.options import ServeOptions
     from jaxtune.training.assembly import assemble
     from jaxtune.weights.base import read_base
     from jaxtune.weights.values import frozen_parameters, initial_parameters
@@ -89,17 +92,19 @@ def jaxtune_step(folder: str, model_kind: str, lora: bool, remat: bool):
     config = Config(
         model=ModelOptions(path=folder, dtype="float32"),
         data=DataOptions(seq_len=SEQUENCE),
-        train=TrainOptions(micro_batch_size=ROWS),
+        train=TrainOptions(micro_batch_size=ROWS, grad_accum_steps=micro_batches),
         optim=OptimOptions(weight_decay=0.01),
         lora=LoraOptions(enabled=lora, rank=RANK, alpha=2.0 * RANK, target_modules=targets),
         memory=MemoryOptions("block" if remat else "none"),
         precision=PrecisionOptions("fp32"),
+        serve=ServeOptions(served),
     )
     program = assemble(read_base(config), config, mesh)
     train_step = jax.jit(program.step, donate_argnums=0)
     state = program.start(initial_parameters(program.model, config))
     frozen, rate = frozen_parameters(program.model, config), jnp.float32(RATE)
-    tokens = np.random.default_rng(0).integers(0, MODEL["vocab_size"], (1, ROWS, SEQUENCE)).astype(np.int32)
+    shape = (micro_batches, ROWS, SEQUENCE)
+    tokens = np.random.default_rng(0).integers(0, MODEL["vocab_size"], shape).astype(np.int32)
     shifted = np.roll(tokens, -1, axis=2)
     fields = {
         "tokens": tokens,
@@ -108,7 +113,7 @@ def jaxtune_step(folder: str, model_kind: str, lora: bool, remat: bool):
         "segment_ids": np.ones_like(tokens),
         "key_start": np.zeros_like(tokens),
         "loss_weight": np.broadcast_to(np.arange(SEQUENCE) < SEQUENCE - 1, tokens.shape).astype(np.float32),
-        "row": np.arange(ROWS, dtype=np.int32)[None],
+        "row": np.arange(micro_batches * ROWS, dtype=np.int32).reshape(micro_batches, ROWS),
     }
     batch = {name: jax.device_put(fields[name], leaf.sharding) for name, leaf in program.batch.items()}
 

@@ -68,9 +68,13 @@ def _export(values: flags.FlagValues) -> None:
         "output", None, "folder to write, or its URL (s3://, gs://, ...)", flag_values=values, required=True
     )
     flags.DEFINE_integer("step", None, "checkpoint; default: the newest valid one", flag_values=values)
-    flags.DEFINE_list("format", None, "hf, peft, or both; default: what the run trained", flag_values=values)
+    meaning = "hf, peft or gguf, or several; default: hf or peft, as the run trained"
+    flags.DEFINE_list("format", None, meaning, flag_values=values)
     flags.DEFINE_bool("merge", False, "merge the adapter into the model's weights", flag_values=values)
     flags.DEFINE_enum("quantize", None, list(SCHEMES), "format of a whole model's linear layers", flag_values=values)
+    flags.DEFINE_enum("gguf_type", "bf16", ["bf16", "q8_0"], "number format of --format=gguf", flag_values=values)
+    meaning = "llama.cpp's convert_hf_to_gguf.py, also after its Python: 'PYTHON SCRIPT'; default: found on PATH"
+    flags.DEFINE_string("gguf_converter", None, meaning, flag_values=values)
     meaning = "your own Python file with the model's family (docs/guides/plugins.md); may be given several times"
     flags.DEFINE_multi_string("plugin", [], meaning, flag_values=values)
     flags.DEFINE_string("push_to_hub", None, "hub repository to upload to as well: OWNER/NAME", flag_values=values)

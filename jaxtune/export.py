@@ -1,4 +1,4 @@
-"""Write a run's model as Hugging Face safetensors, optionally quantized, or its adapter as PEFT."""
+"""Write a run's model as Hugging Face safetensors, optionally quantized, or as GGUF, or its adapter as PEFT."""
 
 import sys
 
@@ -23,6 +23,7 @@ from jaxtune.config.schema import Config
 from jaxtune.data.reading.files import is_url
 from jaxtune.errors import UserError
 from jaxtune.evaluation.export_difference import loss_difference, merge_difference
+from jaxtune.exports.gguf import convert, find_converter, remove_earlier
 from jaxtune.exports.write import CARD, UNFINISHED, check_apart, check_kind, export, not_as_served
 from jaxtune.host.preflight import check_writable
 from jaxtune.host.run_folder import RunFolder
@@ -34,7 +35,7 @@ from jaxtune.weights.base import Base
 from jaxtune.weights.trusted_code import base_of_run
 from jaxtune.weights.values import open_run
 
-FORMATS = ("hf", "peft")
+FORMATS = ("hf", "peft", "gguf")
 
 
 def choose_device_count(base: Base, config: Config, quantize: str | None) -> int:
@@ -96,6 +97,7 @@ def run_command(values: flags.FlagValues, _: None) -> None:
 
 def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: RemoteFolder | None) -> None:
     """Write the export to a local folder, then copy it to the remote one if there is one."""
+    converter = find_converter(values.gguf_converter) if "gguf" in (values.format or ()) else []
     config, base = base_of_run(folder, values.plugin)
     mesh = make_mesh(MeshOptions(), jax.devices()[: choose_device_count(base, config, values.quantize)])
     run = open_run(folder, mesh, values.step, values.plugin)
@@ -111,16 +113,19 @@ def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: R
         check_output(copies[kind] or target, kind)
     for kind, target in outputs.items():
         parameters, copy = {**run.frozen, **run.trained}, copies[kind]
-        write = partial(export, run.model, parameters, run.config, folder, target, kind, hub_id=values.push_to_hub)
+        form = "peft" if kind == "peft" else "hf"
+        remove_earlier(target)
+        write = partial(export, run.model, parameters, run.config, folder, target, form, hub_id=values.push_to_hub)
         write(merge=values.merge, quantize=values.quantize, steps=run.step, tokens=run.tokens)
+        written = convert(converter, target, values.gguf_type) if kind == "gguf" else target
         if copy is not None:
             storage.upload(target, copy, last=CARD, mark=UNFINISHED)
-        print(f"{kind} of step {run.step}: {target if copy is None else copy.url}")
+        print(f"{kind} of step {run.step}: {written if copy is None else copy.url}")
         if (how := not_as_served(run.config, values.quantize)) is not None:
             print(how)
         if values.quantize:
             print(loss_difference(run.model, parameters, run.config, target, values.quantize))
-        elif kind == "hf" and run.model.quantized and not (run.config.decision.loss and run.model.spec.labels):
+        elif form == "hf" and run.model.quantized and not (run.config.decision.loss and run.model.spec.labels):
             print(merge_difference(run.model, parameters, run.config, target))
         if values.push_to_hub is not None:
             print(f"uploaded: {hf.upload(target, values.push_to_hub, values.private)}")

@@ -492,8 +492,12 @@ def check_kind(config: Config, kind: str, merge: bool, quantize: str | None = No
         raise UserError(
             f"--quantize={quantize}: an adapter is not quantized, only a whole model: --merge without --format=peft"
         )
-    if kind == "hf" and config.lora.enabled and not merge:
-        raise UserError("--format=hf: this run trained an adapter; add --merge for a whole model, or use --format=peft")
+    if kind == "gguf" and quantize is not None:
+        raise UserError(f"--quantize={quantize}: --format=gguf converts the unquantized model, to --gguf_type=q8_0 too")
+    if kind != "peft" and config.lora.enabled and not merge:
+        raise UserError(
+            f"--format={kind}: this run trained an adapter; add --merge for a whole model, or use --format=peft"
+        )
     if kind == "peft" and config.lora.merge_interval:
         raise UserError(
             "--format=peft: this run merged adapters into the model (lora.merge_interval), so the last adapter "

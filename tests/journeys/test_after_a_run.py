@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -59,6 +60,41 @@ def test_an_adapter_answers_by_the_chat_template_that_it_was_trained_with(home, 
     flags = ("--prompt=say", "--max_new_tokens=4", "--temperature=0", "--chat")
     call("jaxtune.generate", f"--model={adapter / 'export'}", *flags)
     assert "of the adapter" in call("jaxtune.generate", f"--model={copy}", *flags, code=2)
+
+
+FAKE_CONVERTER = """
+import sys
+from pathlib import Path
+model, _, output, _, kind = sys.argv[1:]
+assert (Path(model) / "model.safetensors").is_file() and kind in ("bf16", "q8_0")
+if kind == "q8_0":
+    sys.exit("BPE pre-tokenizer was not recognized")
+Path(output).write_text(kind)
+"""
+
+
+def test_gguf_is_written_by_the_converter_that_is_named_or_on_the_path(home, adapter, monkeypatch):
+    """What llama.cpp's own converter writes: tests/nightly/test_llama_cpp.py."""
+    script, output = home / "convert_hf_to_gguf.py", home / "gguf"
+    script.write_text(FAKE_CONVERTER)
+    flags = (f"--run={adapter}", f"--output={output}", "--format=gguf")
+    assert "add --merge" in call("jaxtune.export", *flags, f"--gguf_converter={script}", code=2)
+    monkeypatch.setenv("PATH", str(home))
+    said = call("jaxtune.export", *flags, "--merge", code=2)  # the script cannot be executed yet
+    assert "is not on PATH" in said and "git clone --depth=1 https://github.com/ggml-org/llama.cpp" in said
+    assert not output.exists()
+    said = call("jaxtune.export", *flags, "--merge", "--gguf_converter=python missing.py", code=2)
+    assert "there is no such file" in said
+    assert f"gguf of step 2: {output / 'model-bf16.gguf'}" in call(
+        "jaxtune.export", *flags, "--merge", f"--gguf_converter={script}"
+    )
+    assert (output / "model-bf16.gguf").read_text() == "bf16" and (output / "config.json").is_file()
+    script.write_text(f"#!{sys.executable}\n{FAKE_CONVERTER}")
+    script.chmod(0o755)
+    said = call("jaxtune.export", *flags, "--merge", "--gguf_type=q8_0", code=2)
+    assert "but not model-q8_0.gguf" in said and "BPE pre-tokenizer was not recognized" in said
+    assert not list(output.glob("*.gguf")) and (output / "model.safetensors").is_file()
+    assert "converts the unquantized model" in call("jaxtune.export", *flags, "--merge", "--quantize=int4", code=2)
 
 
 def test_a_file_of_prompts_is_answered_line_by_line(home, adapter):

@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 from batches import logits_on_host, make_batch
 from journey import check_resumed_run
-from runs import call
+from runs import call, write_conversations
+from safetensors import safe_open
+from tiny import write_model_folder
 
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.weights.served_linears import serve_weights
 from jaxtune.weights.values import open_run
 
 SERVED = {"serve.block_size": 32, "lora.rank": 4, "distill.top_k": 16, "distill.weight": 0.5}
+MIXTURE = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+MIXTURE |= dict(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
 # So that logits differ by less than bfloat16 would round them.
 FLOAT32 = {"model.dtype": "float32", "precision.recipe": "fp32"}
 
@@ -49,3 +53,17 @@ def test_an_export_is_the_model_that_was_trained(home, one_device):
     weights = serve_weights(run.model.linears, {**run.frozen, **run.trained})
     found = logits_on_host(run.model, weights, make_batch(rows, one_device))
     assert np.abs(found - expected).max() <= 2e-6 * np.abs(expected).max()
+
+
+@pytest.mark.nightly
+def test_a_mixture_of_int4_experts_is_resumed_and_exported_in_equal_bits(tmp_path):
+    write_model_folder(tmp_path / "model", "Qwen3Moe", **MIXTURE)
+    write_conversations(tmp_path / "chat.jsonl")
+    options = {"distill.teacher": None, "lora.target_modules": "all-linear", "serve.block_size": 32, "lora.rank": 4}
+    folder, _ = check_resumed_run(tmp_path, "qwen_int4.py", "mixture", **options, **FLOAT32)
+    with safe_open(folder / "merged" / "model.safetensors", "numpy") as file:
+        names = list(file.keys())
+    assert "model.layers.1.mlp.experts.3.down_proj.weight_packed" in names
+    again = call("jaxtune.export", f"--run={folder}", f"--output={tmp_path / 'again'}", "--merge", "--quantize=int4")
+    trained, written = (part.split()[0].rstrip(",") for part in again.split("validation loss ")[1].split(", ")[:2])
+    assert float(trained) == float(written) > 0
