@@ -286,7 +286,8 @@ def collect_completions(
             made[row] = one._replace(**of_row)
     if lengths is None:
         return made
-    return _with_routing(made, [_by_prompt(step.routed_experts, step.rows, prompts) for step in by_step], lengths)
+    routed = [_by_prompt(np.asarray(step.routed_experts), step.rows, prompts) for step in by_step]
+    return _with_routing(made, routed, lengths)
 
 
 def _by_prompt(values: np.ndarray, rows: Int[np.ndarray, " rows"] | None, prompts: int) -> np.ndarray:
