@@ -69,9 +69,9 @@ def run(checkout: Path, steps: int, precision: str) -> list[float]:
         made = subprocess.run(command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     printed = made.stdout.decode()
     moments = [list(map(float, line.split()[1:])) for line in printed.splitlines() if line.startswith("moment ")]
-    if made.returncode or len(moments) != 2 * (steps + COMPILING):
+    if made.returncode or len(moments) <= 2 * steps:
         sys.exit(f"{' '.join(command)} failed:\n{printed}")
-    ends, sampled = moments[2 * COMPILING - 1 :: 2], moments[2 * COMPILING :: 2]
+    ends, sampled = moments[-2 * steps - 1 :: 2], moments[-2 * steps :: 2]
     medians = []
     for clock in range(2):
         of_steps = [[moment[clock] for moment in three] for three in zip(ends, sampled, ends[1:])]
