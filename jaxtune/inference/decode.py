@@ -52,12 +52,15 @@ class NextTokens(NamedTuple):
         entropies: of the same distributions, in nats.
         routed_experts: the experts, in each mixture, of the tokens that were read for it: of the padded prompt, or of
             the token before; None: not recorded.
+        rows: the prompt of each row of these arrays but the tokens, which are in the order of the prompts; None: all
+            are.
     """
 
     tokens: Int[Array | np.ndarray, " b"]
     log_probs: Float[Array | np.ndarray, " b"]
     entropies: Float[Array | np.ndarray, " b"]
     routed_experts: Int[Array | np.ndarray, "b s mixtures k"] | None = None
+    rows: Int[np.ndarray, " b"] | None = None
 
 
 class Decoding(NamedTuple):
@@ -155,6 +158,35 @@ def advance(
     if seen is not None:
         seen = seen.at[jnp.arange(len(chosen.tokens)), chosen.tokens].set(True)
     return chosen, Decoding(cache, end, start, seen)
+
+
+def keep_rows(
+    tokens: Int[Array, " b"], decoding: Decoding, places: Int[np.ndarray, " k"]
+) -> tuple[Int[Array, " k"], Decoding]:
+    """Return the tokens and the state of the rows at these places: device by device, equally many of each device's.
+
+    The caches of `decoding` are deleted one by one, so that at no time there are two of all.
+    """
+
+    def keep(array: Array) -> Array:
+        kept = _rows_of_cache(array, places)
+        array.delete()
+        return kept
+
+    tokens, start, seen = jax.tree.map(lambda array: array[places], (tokens, decoding.start, decoding.seen))
+    return tokens, Decoding(jax.tree.map(keep, decoding.cache), decoding.index, start, seen)
+
+
+@jax.jit
+def _rows_of_cache(cache: Array, places: Int[Array, " k"]) -> Array:
+    """Return rows of an array (repeats, rows, ...); places: as in `keep_rows`."""
+    spec = jax.typeof(cache).sharding.spec
+    by_row = P(spec[1])
+
+    def take(cache: Array, places: Array) -> Array:  # each device has its own
+        return cache[:, places % cache.shape[1]]
+
+    return jax.shard_map(take, in_specs=(spec, by_row), out_specs=spec)(cache, jax.reshard(places, by_row))
 
 
 def choose(

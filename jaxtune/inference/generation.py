@@ -1,6 +1,6 @@
 """Text generation: tokens after prompts, and their text."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Int16
+from jaxtyping import Int, Int16
 
 from jaxtune import hf
 from jaxtune.errors import UserError
 from jaxtune.host.process import compiler_options
-from jaxtune.inference.decode import NextTokens, Sampling, advance, begin, rules_of_decoding
+from jaxtune.inference.decode import NextTokens, Sampling, advance, begin, keep_rows, rules_of_decoding
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.spec import ModelSpec
@@ -26,6 +26,9 @@ from jaxtune.weights.served_linears import serve_weights
 # Prompts are padded to a multiple of this or, if that is more, of an eighth of their length rounded up to a power of
 # two, so that few lengths are compiled.
 PROMPT_BUCKET = 64
+
+# A device goes on with at least so many rows when others have ended: with fewer, a token hardly takes less time.
+FEWEST_ROWS = 16
 
 SAMPLE = Sampling(temperature=1.0, top_p=0.95)
 """Sampling options of a run's sample: at lower temperatures, a small model only repeats likely tokens like spaces."""
@@ -111,15 +114,17 @@ def decode_programs(
 
 
 def make_generate(graph: nnx.GraphDef, spec: ModelSpec, *, max_new_tokens: int, **options: Any) -> Generate:
-    """Make a function (parameters, prompts, numbers, written) -> an iterator over the next tokens of each prompt.
+    """Make a function (parameters, prompts, numbers, written, going) -> an iterator over each prompt's next tokens.
 
     The iterator continues all prompts together. It does not stop at the end of an answer: the caller drops later
     tokens (`take_until`, `collect_completions`) and may stop iterating. `written`: the number of tokens at the end
-    of each prompt that its completion already has, at most max_new_tokens; it lacks the rest. Random numbers depend
-    only on the seed, the prompt's number (its index, unless `numbers` is given) and the token's index in the
-    completion, not on the other prompts. `options` go to `decode_programs`. Rows are sharded over the axes of the
-    current mesh, except for axes that shard features. The iterator raises UserError for a prompt without tokens and
-    if the model has too few positions.
+    of each prompt that its completion already has, at most max_new_tokens; it lacks the rest. `going`: the prompts
+    that need more tokens, from which the caller removes those that have ended; the iterator goes on with fewer rows
+    when these are enough (`rows_to_keep`), and the tokens of prompts without a row are 0. None: all need more. Random
+    numbers depend only on the seed, the prompt's number (its index, unless `numbers` is given) and the token's index
+    in the completion, not on the other prompts. `options` go to `decode_programs`. Rows are sharded over the axes of
+    the current mesh, except for axes that shard features. The iterator raises UserError for a prompt without tokens
+    and if the model has too few positions.
     """
     first, following = decode_programs(graph, spec, max_new_tokens=max_new_tokens, **options)
 
@@ -128,6 +133,7 @@ def make_generate(graph: nnx.GraphDef, spec: ModelSpec, *, max_new_tokens: int, 
         prompts: Sequence[Sequence[int]],
         numbers: Sequence[int] | None = None,
         written: Sequence[int] | None = None,
+        going: Set[int] | None = None,
     ) -> Iterator[NextTokens]:
         lacking = [max_new_tokens - there for there in written or [0] * len(prompts)]
         tokens, start = _pad(prompts, lacking, spec)
@@ -135,14 +141,21 @@ def make_generate(graph: nnx.GraphDef, spec: ModelSpec, *, max_new_tokens: int, 
         index = max_new_tokens - np.resize(np.array(lacking, np.int32), len(tokens))  # tokens written so far
         with RULES(rules_of_decoding(RULES.value)):
             upcoming, decoding = first(tokens, start, numbered, index, parameters)
+        rows = np.arange(len(tokens))  # the prompt of each; those past the last prompt are padding
+        parts = row_shards()
         for count in range(1, max(lacking) + 1):
-            chosen = upcoming
+            chosen, of_chosen = upcoming, rows
             # Dispatch the next step before the host waits for this token, so that the device does not idle.
             if count < max(lacking):
                 with RULES(rules_of_decoding(RULES.value)):
-                    upcoming, decoding = following(chosen.tokens, decoding, numbered, index + count, parameters)
+                    read = chosen.tokens
+                    if going is not None and (places := rows_to_keep(rows, going, parts)) is not None:
+                        rows, numbered, index = rows[places], numbered[places], index[places]
+                        read, decoding = keep_rows(read, decoding, places)
+                    upcoming, decoding = following(read, decoding, numbered, index + count, parameters)
             local = jax.tree.map(lambda array: array.addressable_data(0), chosen)  # replicated on all devices
-            yield local._replace(tokens=np.asarray(local.tokens)[: len(prompts)])
+            of_prompts = _by_prompt(np.asarray(local.tokens), of_chosen, len(prompts))
+            yield local._replace(tokens=of_prompts, rows=of_chosen)
 
     return generate
 
@@ -172,9 +185,35 @@ def _cast(parameters: Parameters, dtype: jnp.dtype) -> Parameters:
     return {name: value.astype(dtype) for name, value in parameters.items()}
 
 
+def rows_to_keep(rows: Int[np.ndarray, " rows"], needed: Set[int], devices: int) -> Int[np.ndarray, " kept"] | None:
+    """Return the places of the rows to go on with, equally many on each device; None: of all.
+
+    The number on a device is halved while it has room for those that are needed there, so that few sizes are compiled.
+
+    rows: the prompt of each row, device by device. needed: prompts.
+    """
+    if 2 * len(needed) > len(rows):
+        return None
+    is_needed = np.isin(rows, [*needed]).reshape(devices, -1)
+    before = size = is_needed.shape[1]
+    fewest = max(FEWEST_ROWS, is_needed.sum(1).max())
+    while size % 2 == 0 and size // 2 >= fewest:
+        size //= 2
+    if size == before:
+        return None
+    # Those that are needed, and others as far as there is room, in their order.
+    places = np.sort(np.argsort(~is_needed, axis=1, kind="stable")[:, :size])
+    return (places + before * np.arange(devices)[:, None]).ravel().astype(np.int32)
+
+
+def row_shards() -> int:
+    """The number of parts into which devices divide the rows of decoding."""
+    return shards(rules_of_decoding(RULES.value).batch, jax.sharding.get_abstract_mesh())
+
+
 def padded_shape(prompts: int, longest: int) -> tuple[int, int]:
     """Return the number of rows and their length, for a number of prompts and the length of the longest."""
-    parts = shards(rules_of_decoding(RULES.value).batch, jax.sharding.get_abstract_mesh())
+    parts = row_shards()
     bucket = max(PROMPT_BUCKET, 2 ** longest.bit_length() // 8)  # of 2,000 tokens: 256
     return -(-prompts // parts) * parts, -(-longest // bucket) * bucket  # rounded up
 
@@ -215,14 +254,16 @@ def collect_completions(
     scores: bool = False,
     limits: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
+    going: set[int] | None = None,
 ) -> list[Completion]:
     """Collect the tokens of each of `prompts` prompts, up to the token with which `ended` is true.
 
     scores: whether to collect log_probs and entropies too. limits: the most tokens of each prompt; None: all.
-    lengths: the number of tokens of each prompt, to collect routed_experts too; None: not collected.
+    lengths: the number of tokens of each prompt, to collect routed_experts too; None: not collected. going: all
+    prompts, from which those are removed that have ended.
     """
     rows: list[list[int]] = [[] for _ in range(prompts)]
-    open_rows, finished = set(range(prompts)), set()
+    open_rows, finished = set(range(prompts)) if going is None else going, set()
     by_step = []
     for step in steps:
         # Experts of all tokens and layers take memory: they are on every device until they are on the host.
@@ -237,13 +278,26 @@ def collect_completions(
             break
     made = [Completion(row_tokens, row in finished) for row, row_tokens in enumerate(rows)]
     if scores:
-        by_row = [(step.log_probs, step.entropies) for step in by_step]
-        log_probs, entropies = np.stack(jax.device_get(by_row), -1)  # each (prompts, steps)
+        by_row = jax.device_get([(step.log_probs, step.entropies) for step in by_step])
+        of_prompts = [_by_prompt(np.stack(pair, -1), step.rows, prompts) for pair, step in zip(by_row, by_step)]
+        log_probs, entropies = np.stack(of_prompts).T  # each (prompts, steps)
         for row, one in enumerate(made):
             written = len(one.tokens)
             of_row = {"log_probs": log_probs[row, :written].tolist(), "entropies": entropies[row, :written].tolist()}
             made[row] = one._replace(**of_row)  # steps after the row's end are left out
-    return made if lengths is None else _with_routing(made, [step.routed_experts for step in by_step], lengths)
+    if lengths is None:
+        return made
+    routed = [_by_prompt(np.asarray(step.routed_experts), step.rows, prompts) for step in by_step]
+    return _with_routing(made, routed, lengths)
+
+
+def _by_prompt(values: np.ndarray, rows: Int[np.ndarray, " rows"] | None, prompts: int) -> np.ndarray:
+    """Return an array by prompt from one by row, with 0 for prompts without a row; rows: the prompt of each row."""
+    if rows is None:
+        return values
+    found, there = np.zeros((prompts, *values.shape[1:]), values.dtype), rows < prompts
+    found[rows[there]] = values[there]
+    return found
 
 
 def _with_routing(made: list[Completion], by_step: list[Any], lengths: Sequence[int]) -> list[Completion]:

@@ -1,14 +1,21 @@
 """The memory of sampling the answers of a step: weights in the dtype of products, and the cache of keys and values."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxtune.config.schema import Config
-from jaxtune.inference.decode import rules_of_decoding
-from jaxtune.inference.generation import decode_programs, decoding_weights, padded_shape
+from jaxtune.inference.decode import Decoding, rules_of_decoding
+from jaxtune.inference.generation import (
+    FEWEST_ROWS,
+    DecodePrograms,
+    decode_programs,
+    decoding_weights,
+    padded_shape,
+    row_shards,
+)
 from jaxtune.models.parameters import abstract
 from jaxtune.parallel.layout import RULES
 from jaxtune.precision.recipes import recipe_of
@@ -30,28 +37,66 @@ def sampling_bytes(run: Program, config: Config, gpu: str, mesh: jax.sharding.Me
     stored, weights = abstract(run.model.parameters), _cast(run, config, mesh)
     copies = sum(device_bytes(leaf) for name in stored for leaf in _copied(stored[name], weights[name]))
     held = sum(map(device_bytes, jax.tree.leaves(weights)))
-    return copies + max(one.memory.peak - held for one in compile_sampling(run, config, gpu, mesh))
+    sampling = _sampling(run, config, mesh)
+    peaks = [one.memory.peak - held for one in _compile(sampling, gpu, mesh)]
+    return copies + max(*peaks, _bytes_of_leaving(sampling, mesh))
 
 
 def compile_sampling(
     run: Program, config: Config, gpu: str, mesh: jax.sharding.Mesh
 ) -> tuple[aot.Compiled, aot.Compiled]:
     """Compile for the GPU what reads the prompts, and what adds a token to each completion."""
+    return _compile(_sampling(run, config, mesh), gpu, mesh)
+
+
+class _Sampling(NamedTuple):
+    """The programs that sample, and their abstract arguments.
+
+    Attributes:
+        programs: the programs.
+        prompts: of the prompts, padded.
+        of_rows: of integers, one a row.
+        decoding: after the prompts.
+        weights: the parameters.
+    """
+
+    programs: DecodePrograms
+    prompts: jax.ShapeDtypeStruct
+    of_rows: jax.ShapeDtypeStruct
+    decoding: Decoding
+    weights: dict[str, Any]
+
+
+def _sampling(run: Program, config: Config, mesh: jax.sharding.Mesh) -> _Sampling:
     model, weights = run.model, _cast(run, config, mesh)
     how = decode_options(config, recipe_of(config.precision, model.linears).dtype)
     with jax.set_mesh(mesh):
         longest = config.data.seq_len - config.rollout.max_new_tokens
         rows, length = padded_shape(completions_at_once(config, mesh), longest)
         programs = decode_programs(model.graph, model.spec, **how)
-    prompts, of_rows = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, length), (rows,)))
+        prompts, of_rows = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, length), (rows,)))
+        with RULES(rules_of_decoding(RULES.value)):
+            _, decoding = jax.eval_shape(programs.first, prompts, of_rows, of_rows, of_rows, weights)
+    return _Sampling(programs, prompts, of_rows, decoding, weights)
+
+
+def _compile(sampling: _Sampling, gpu: str, mesh: jax.sharding.Mesh) -> tuple[aot.Compiled, aot.Compiled]:
+    programs, prompts, of_rows, decoding, weights = sampling
     rest = (of_rows, of_rows, weights)  # the numbers of completions, the indices of tokens, the parameters
     with RULES(rules_of_decoding(RULES.value)):
-        with jax.set_mesh(mesh):
-            _, decoding = jax.eval_shape(programs.first, prompts, of_rows, *rest)
         return (
             aot.compile_for(gpu, programs.first, prompts, of_rows, *rest, mesh=mesh),
             aot.compile_for(gpu, programs.following, of_rows, decoding, *rest, mesh=mesh),
         )
+
+
+def _bytes_of_leaving(sampling: _Sampling, mesh: jax.sharding.Mesh) -> int:
+    """The bytes on a device when half of the rows leave (`decode.keep_rows`): one cache after another is copied."""
+    with jax.set_mesh(mesh):
+        if sampling.of_rows.shape[0] // row_shards() < 2 * FEWEST_ROWS:
+            return 0
+    caches = [device_bytes(cache) for cache in jax.tree.leaves(sampling.decoding.cache)]
+    return sum(caches) + max(caches) // 2
 
 
 def _copied(stored: Any, weight: Any) -> list[jax.ShapeDtypeStruct]:

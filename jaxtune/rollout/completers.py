@@ -93,10 +93,12 @@ def complete_on_devices(config: Config, model: Model, tokenizer) -> Completer:
             # Pad the last batch to the compiled size, by repeating the last prompt; its completions are dropped.
             rows = [min(row, len(prompts) - 1) for row in range(first, first + size)]
             there = [written[row] for row in rows]
-            steps = generate(weights, [prompts[row] for row in rows], [numbers[row] for row in rows], there)
             kept, limits = min(size, len(prompts) - first), [options.max_new_tokens - tokens for tokens in there]
+            going = set(range(kept))
+            steps = generate(weights, [prompts[row] for row in rows], [numbers[row] for row in rows], there, going)
             lengths = [len(prompts[row]) for row in rows] if options.replay_routing else None
-            completions += collect_completions(steps, kept, ended, scores=True, limits=limits, lengths=lengths)
+            how = {"scores": True, "limits": limits, "lengths": lengths, "going": going}
+            completions += collect_completions(steps, kept, ended, **how)
         return completions
 
     return Completer(prepare, complete)

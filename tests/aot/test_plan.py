@@ -81,12 +81,13 @@ def test_a_row_of_half_a_million_tokens_fits_one_gpu_with_residuals_on_the_host(
 
 
 def test_sampling_takes_the_cache_once_and_a_token_reads_it_once():
+    """When half of the completions have ended, half of the keys and then of the values is copied."""
     config = resolve(load_recipe("qwen_grpo"), "qwen_grpo")
     mesh = make_mesh(config.mesh, aot.devices("h100", 1, 1), config.parallel)
     run = assemble(prediction.base_of(config), config, mesh)
     # 64 completions of up to 1024 tokens, 28 layers of 8 key heads of 128 features, keys and values in bfloat16.
     cache = 64 * 1024 * 28 * 8 * 128 * 2 * 2
-    assert cache < sampling_bytes(run, config, "h100", mesh) < 1.15 * cache
+    assert 1.25 * cache <= sampling_bytes(run, config, "h100", mesh) < 1.3 * cache
     program = read_program(compile_sampling(run, config, "h100", mesh)[1].hlo)
     moved = sum((launch.read + launch.written) * launch.count for launch in program.launches)
     weights = 2 * 0.6e9

@@ -202,6 +202,25 @@ def test_rows_end_one_by_one():
     assert all([4 * value for value in one.entropies] == one.tokens for one in found)
 
 
+def test_scores_and_experts_are_found_where_a_row_is_when_others_have_left():
+    """`rows` says which prompt each row of a step has; the last row of the first step is padding."""
+
+    def step(tokens: list[int], rows: list[int], read: int) -> NextTokens:
+        of_rows = np.array(rows, np.float32)
+        experts = np.broadcast_to(np.array(rows, np.int16)[:, None, None, None], (len(rows), read, 1, 1))
+        return NextTokens(np.array(tokens), of_rows, 2 * of_rows, experts, np.array(rows))
+
+    steps = [step([5, 0, 6], [0, 1, 2, 3], 4), step([7, 0, 0], [0, 2], 1), step([8, 0, 0], [0], 1)]
+    going = {0, 1, 2}
+    found = collect_completions(
+        steps, 3, lambda tokens: tokens[-1] in (0, 8), scores=True, lengths=[4, 2, 3], going=going
+    )
+    assert [one.tokens for one in found] == [[5, 7, 8], [0], [6, 0]] and not going
+    assert [list(one.log_probs) for one in found] == [[0, 0, 0], [1], [2, 2]]
+    assert [list(one.entropies) for one in found] == [[0, 0, 0], [2], [4, 4]]
+    assert [one.routed_experts.ravel().tolist() for one in found] == [[0] * 6, [1] * 2, [2] * 4]
+
+
 def test_text_streams_whole_characters():
     class Bytes:
         def decode(self, ids, skip_special_tokens):

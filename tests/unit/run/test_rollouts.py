@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from completion_server import CompletionServer
+from tiny import spec
 
 from jaxtune.config.schema import Config, DataOptions, LogOptions, RolloutOptions, TrainOptions
 from jaxtune.data import abstract_batch
@@ -27,9 +29,11 @@ from jaxtune.objectives.options import GrpoOptions
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
-from jaxtune.rollout import rollouts
+from jaxtune.rollout import completers, rollouts, sent_weights
 from jaxtune.rollout.ahead import RolloutsAhead
 from jaxtune.rollout.groups import Rollout, concatenate, replace_alike, teaches
+from jaxtune.weights.base import Base
+from jaxtune.weights.model import declare_model
 
 PROMPTS = [[11, 12, 13], [21], [31, 32], [41, 42, 43, 44]]
 FOUND = [Completion([1, 2], True), Completion([3, 4, 5], True), Completion([6], False), Completion([7, 8, 9], True)]
@@ -177,6 +181,48 @@ def test_later_steps_are_made_while_the_devices_train():
         may_go_on[min(number + 1, 3)].set()
     assert calls == [(0, 0), (1, 0), (2, 1), (3, 2)]
     assert prepared == [0, 1, 2], "the last step asks for nothing"
+
+
+def test_a_server_completes_for_the_next_step_while_this_one_is_updated(monkeypatch, tmp_path, one_device):
+    """The two wait for each other: if one began only when the other has ended, neither would go on."""
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(completers, "stops_of", lambda *_: frozenset({3}))
+    monkeypatch.setattr(sent_weights, "export_weights", lambda *_: None)
+    monkeypatch.setattr(rollouts, "_batch", lambda *_: {})
+    together, begun, count = threading.Barrier(2), [], 4
+
+    def script(prompt: list[int], seed: int) -> list[int]:
+        if prompt[0] not in begun:
+            begun.append(prompt[0])
+            if prompt[0]:  # the first step has nothing to train meanwhile
+                together.wait(timeout=60)
+        return [seed % 200, 3]
+
+    def train_step(state: Any, *_: Any) -> Any:
+        trained.append(len(trained))
+        if len(trained) < count:  # no step comes after the last one
+            together.wait(timeout=60)
+        return state, {}
+
+    with CompletionServer(script) as server, ExitStack() as at_end:
+        options = {"server": server.url, "ahead": 1, "group_size": 2, "max_new_tokens": 4, "correction": "none"}
+        config = Config(rollout=RolloutOptions(("r.py:r",), **options), log=LogOptions(jsonl=False))  # pyright: ignore
+        model, trained = declare_model(Base(spec(1)), config, one_device), []
+        source = completers.complete_by_server(config, model, None, tmp_path / "weights")
+
+        def make(weights: Any, prompts: list[Prompt], numbers: Sequence[int]) -> Rollout:
+            completions = source.complete(weights, [prompt.tokens for prompt in prompts], numbers)
+            return rewarded(prompts[0].tokens[0], 1.0)._replace(completions=completions)
+
+        program: Any = SimpleNamespace(model=SimpleNamespace(graph=None, linears=None))
+        sampled = rollouts.Rollouts(source.prepare, make, source.close)
+        step = rollouts.make_rollout_step(config, program, sampled, train_step, tmp_path, at_end)
+        at_end.callback(source.close)
+        asked = [PromptBatch([Prompt("", [number], {})], 2 * number) for number in range(count)]
+        state: Any = SimpleNamespace(trained={})
+        for number, prompts in enumerate(asked):
+            step(state, {}, prompts._replace(later=asked[number + 1 : number + 2]), 0.0)
+    assert begun == trained == list(range(count)) and not together.broken
 
 
 def test_an_error_of_a_later_step_is_raised_in_it():
