@@ -43,8 +43,8 @@ SIZES = MODEL | {
 BASE = ((5e-3, 3000), (2e-3, 3000))
 FORMATS = ("int4", "nf4", "nvfp4", "fp8")
 SEEDS = (0, 1, 2)
-# (adapters, learning rate)
-KINDS = {"full": (False, 5e-4), "LoRA": (True, 2e-3)}
+# (rank of adapters, which is also their alpha; learning rate)
+KINDS = {"full": (None, 2e-3), "LoRA": (32, 5e-3)}
 
 
 def train(work: Path, name: str, recipe: str, model: Path, sections: dict) -> Path:
@@ -99,13 +99,14 @@ def loss(folder: Path, format: str | None) -> float:
 
 def measure(work: Path, base: Path, steps: int, kind: str, format: str, seed: int, distill: bool) -> dict[str, float]:
     """Train what is missing of one seed, and return the losses by column."""
-    adapters, rate = KINDS[kind]
+    rank, rate = KINDS[kind]
+    lora = {"lora": {"rank": rank, "alpha": float(rank)}, "export": {"merge": True}} if rank else {}
     options = {
         "train": {"seed": seed, "max_steps": steps},
         "data": {"validation_split": 0.15, "seed": seed, "validation_seed": 0},
         "eval": {"steps": 0, "max_batches": None},
         "optim": {"learning_rate": rate},
-        **({"export": {"merge": True}} if adapters else {"lora": {"enabled": False}}),
+        **(lora or {"lora": {"enabled": False}}),
     }
     name, served = f"{kind}-{seed}", options | {"serve": {"format": format}}
     plain = train(work, name, "quickstart_lora", base, options)
@@ -113,9 +114,9 @@ def measure(work: Path, base: Path, steps: int, kind: str, format: str, seed: in
     trained = train(work, f"{name}-{format}", "quickstart_lora", base, served)
     found["trained as served"] = loss(trained, format)
     if distill:
-        whole = plain / ("merged" if adapters else "export")
-        teacher = {"distill": {"teacher": str(whole)}}
-        distilled = train(work, f"{name}-{format}-distilled", "quickstart_lora", whole, served | teacher)
+        whole = plain / ("merged" if rank else "export")
+        taught = options | {"serve": {"format": format, "distill": True}}
+        distilled = train(work, f"{name}-{format}-distilled", "quickstart_lora", whole, taught)
         found["distilled after training"] = loss(distilled, format)
     return found
 
@@ -133,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the models and runs")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of results")
-    parser.add_argument("--steps", type=int, default=300, help="steps of each run")
+    parser.add_argument("--steps", type=int, default=600, help="steps of each run")
     parser.add_argument("--distill", action="store_true", help="also distill each model into its quantized self")
     arguments = parser.parse_args()
     work, out = arguments.work.absolute(), arguments.out.absolute()

@@ -62,7 +62,7 @@ def declare_teacher_model(
     Returns the teacher's config, as if it was a run, and its model. `read` reads what the files of a base say. Raises
     UserError if the teacher is not a language model, or does not fit the mesh.
     """
-    name = config.distill.teacher
+    name = config.teacher
     if name in (None, BASE):
         return None
     try:
@@ -83,7 +83,7 @@ def declare_teacher(config: Config, tokenizer: Tokenizer, vocabulary: int, mesh:
     declared = declare_teacher_model(config, mesh)
     if declared is None:
         return None
-    name, (teacher_config, model) = config.distill.teacher, declared
+    name, (teacher_config, model) = config.teacher, declared
     try:
         check_files(model, teacher_config)
         teacher_tokenizer = hf.load_tokenizer(tokenizer_folder(model, teacher_config))
@@ -122,7 +122,10 @@ def _config_of(name: str, config: Config) -> Config:
         memory=MemoryOptions(remat="none"),
         precision=PrecisionOptions("bf16" if low else config.precision.recipe),
     )
-    return config_for_model(name, whole)
+    of_teacher = config_for_model(name, whole)
+    if name != config.model.path:
+        return of_teacher
+    return dataclasses.replace(of_teacher, model=dataclasses.replace(of_teacher.model, revision=config.model.revision))
 
 
 def read_weights(teacher: Teacher) -> Parameters:

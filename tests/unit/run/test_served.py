@@ -50,7 +50,7 @@ def config_of(folder, format, adapters, **options) -> Config:
         data=DataOptions(seq_len=32),
         lora=LORA if adapters else LoraOptions(),
         memory=MemoryOptions(remat="none"),
-        serve=ServeOptions(format, 32, options.pop("activations", None)),
+        serve=ServeOptions(format, activations=options.pop("activations", None)),
         **options,
     )
 
