@@ -8,6 +8,7 @@ import jax
 
 from jaxtune.config.schema import Config
 from jaxtune.data import PromptFeed
+from jaxtune.errors import UserError
 from jaxtune.evaluation.evaluator import Evaluate, make_evaluate
 from jaxtune.exports.copied_tensors import warn_lost_layers
 from jaxtune.host.run_folder import RunFolder
