@@ -102,13 +102,14 @@ def loss(folder: Path, format: str | None) -> float:
 def measure(work: Path, base: Path, steps: int, kind: str, format: str, seed: int, distill: bool) -> dict[str, float]:
     """Train what is missing of one seed, and return the losses by column."""
     rank, rate = KINDS[kind]
-    adapters = {"lora": {"rank": rank, "alpha": float(rank)}, "export": {"merge": True}}
+    lora = {"enabled": False} if rank is None else {"rank": rank, "alpha": float(rank)}
     options = {
         "train": {"seed": seed, "max_steps": steps},
         "data": {"validation_split": 0.15, "seed": seed, "validation_seed": 0},
         "eval": {"steps": 0, "max_batches": None},
         "optim": {"learning_rate": rate},
-        **(adapters if rank else {"lora": {"enabled": False}}),
+        "lora": lora,
+        "export": {"merge": rank is not None},
     }
     name, served = f"{kind}-{seed}", options | {"serve": {"format": format}}
     plain = train(work, name, "quickstart_lora", base, options)
