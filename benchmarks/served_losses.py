@@ -4,9 +4,10 @@
 
 A base model is trained on the Python standard library, long enough that int4 loses something: a model that has hardly
 learned loses less than 0.001 by quantizing. It is then trained further on the text of one package, all weights or
-adapters, from several seeds: without serve.format, and with each format. With --distill the model that was trained
-without it is also trained further with it, with itself as the teacher. Losses are on held-out text of that package, the
-same for all. Runs that are finished in --work are not repeated, and --out has the rows of those that are finished.
+adapters, from several seeds, which also order the text: without serve.format, and with each format. In the rows that
+--distill names, the model that was trained without it is also trained further, quantized, with itself as the teacher
+(serve.distill). Losses are on held-out text of that package, the same for all. Runs that are finished in --work are not
+repeated, and --out has the rows of those that are finished.
 """
 
 import argparse
@@ -43,8 +44,9 @@ SIZES = MODEL | {
 BASE = ((5e-3, 3000), (2e-3, 3000))
 FORMATS = ("int4", "nf4", "nvfp4", "fp8")
 SEEDS = (0, 1, 2)
-# (adapters, learning rate)
-KINDS = {"full": (False, 5e-4), "LoRA": (True, 2e-3)}
+# (rank of adapters, which is also their alpha; learning rate)
+KINDS = {"full": (None, 1e-3), "LoRA": (64, 2e-3)}
+DISTILL_STEPS = 400
 
 
 def train(work: Path, name: str, recipe: str, model: Path, sections: dict) -> Path:
@@ -99,13 +101,15 @@ def loss(folder: Path, format: str | None) -> float:
 
 def measure(work: Path, base: Path, steps: int, kind: str, format: str, seed: int, distill: bool) -> dict[str, float]:
     """Train what is missing of one seed, and return the losses by column."""
-    adapters, rate = KINDS[kind]
+    rank, rate = KINDS[kind]
+    lora = {"enabled": False} if rank is None else {"rank": rank, "alpha": float(rank)}
     options = {
         "train": {"seed": seed, "max_steps": steps},
         "data": {"validation_split": 0.15, "seed": seed, "validation_seed": 0},
         "eval": {"steps": 0, "max_batches": None},
         "optim": {"learning_rate": rate},
-        **({"export": {"merge": True}} if adapters else {"lora": {"enabled": False}}),
+        "lora": lora,
+        "export": {"merge": rank is not None},
     }
     name, served = f"{kind}-{seed}", options | {"serve": {"format": format}}
     plain = train(work, name, "quickstart_lora", base, options)
@@ -113,9 +117,10 @@ def measure(work: Path, base: Path, steps: int, kind: str, format: str, seed: in
     trained = train(work, f"{name}-{format}", "quickstart_lora", base, served)
     found["trained as served"] = loss(trained, format)
     if distill:
-        whole = plain / ("merged" if adapters else "export")
-        teacher = {"distill": {"teacher": str(whole)}}
-        distilled = train(work, f"{name}-{format}-distilled", "quickstart_lora", whole, served | teacher)
+        whole = plain / ("merged" if rank else "export")
+        taught = options | {"serve": {"format": format, "distill": True}}
+        taught["train"] = {"seed": seed, "max_steps": DISTILL_STEPS}
+        distilled = train(work, f"{name}-{format}-distilled", "quickstart_lora", whole, taught)
         found["distilled after training"] = loss(distilled, format)
     return found
 
@@ -133,23 +138,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the models and runs")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of results")
-    parser.add_argument("--steps", type=int, default=300, help="steps of each run")
-    parser.add_argument("--distill", action="store_true", help="also distill each model into its quantized self")
+    parser.add_argument("--steps", type=int, default=800, help="steps of each run")
+    parser.add_argument(
+        "--distill", nargs="*", default=[], metavar="ROW", help="rows that are distilled too, such as 'nf4, LoRA'"
+    )
     arguments = parser.parse_args()
     work, out = arguments.work.absolute(), arguments.out.absolute()
     work.mkdir(parents=True, exist_ok=True)
     os.chdir(work)
     make_model_folder(work / "model", "Qwen3", SIZES)
     base = train_base(work)
-    settings = {"jax": jax.__version__, "steps": arguments.steps, "sizes": SIZES, "base": BASE, "kinds": KINDS}
+    steps = {"steps": arguments.steps, "distill_steps": DISTILL_STEPS}
+    settings = {"jax": jax.__version__, **steps, "sizes": SIZES, "base": BASE, "kinds": KINDS}
     kept = work / "settings.json"  # finished runs are not repeated, so all must have the same settings
     if kept.exists() and json.loads(kept.read_text()) != json.loads(json.dumps(settings)):
         raise SystemExit(f"{work} has runs with other settings: take another --work")
     kept.write_text(json.dumps(settings, indent=1) + "\n")
     rows: dict[str, list[dict[str, float]]] = {}
     for format, seed, kind in itertools.product(FORMATS, SEEDS, KINDS):
-        found = measure(work, base, arguments.steps, kind, format, seed, arguments.distill)
-        rows.setdefault(f"{format}, {kind}", []).append(found)
+        name = f"{format}, {kind}"
+        found = measure(work, base, arguments.steps, kind, format, seed, name in arguments.distill)
+        rows.setdefault(name, []).append(found)
         print(format, kind, seed, *(f"{column} {loss:.4f}" for column, loss in found.items()), flush=True)
         written = {"settings": settings, "rows": {name: row(found) for name, found in rows.items()}}
         out.write_text(json.dumps(written, indent=1) + "\n")

@@ -32,7 +32,7 @@ from jaxtune.run import loop, mirror_sync, results, resume
 from jaxtune.run.benchmarks import open_benchmarks
 from jaxtune.run.best import check_best_metric
 from jaxtune.run.inputs import add_scores, open_inputs
-from jaxtune.run.start import check_model, first_state, step_functions
+from jaxtune.run.start import check_model, first_state, quantize_late, step_functions
 from jaxtune.run.tasks import make_sample, make_save, tasks_of
 from jaxtune.run.watch import watching
 from jaxtune.scoring.kept_teacher import kept_bytes
@@ -112,6 +112,8 @@ def _train(
         state, frozen, position = first_state(config, program, saved)
         resume.begin(config, folder, feed.counts)
         mirror_sync.remove_overwritten(config, mirror)
+    with goodput.measure("compile"):
+        train_step = quantize_late(config, program, train_step, total_steps, position, record["remat"])
 
     # ---- the loop: steps, and the tasks between them; it advances `position` ----
     callbacks = plugins.callbacks(config, folder.path, position.plugins)

@@ -123,15 +123,16 @@ class TrainOptions:
         "loss of a target token; dft: cross-entropy times the token's probability, which gets no gradient, so that "
         "unlikely targets change the model less (Dynamic Fine-Tuning, arXiv:2508.05629)",
         when="model.head == 'lm' and preference.loss is None and decision.loss is None and not rollout.rewards and "
-        "not distill.teacher")
+        "not distill.teacher and not serve.distill")
     label_smoothing: float = option(0.0,
         "share of a token's target that is spread over the whole vocabulary in training", "fraction [0, 1)",
         when="model.head == 'lm' and preference.loss is None and decision.loss is None and not rollout.rewards and "
-        "(not distill.teacher or distill.weight < 1) and train.loss == 'cross_entropy'", also="label_smoothing_factor")
+        "(not (distill.teacher or serve.distill) or distill.weight < 1) and train.loss == 'cross_entropy'",
+        also="label_smoothing_factor")
     z_loss: float = option(0.0,
         "coefficient of log(sum(exp(logits)))^2, added to the training loss of each token (PaLM, 2022)", "[0, inf)",
         when="model.head == 'lm' and preference.loss is None and decision.loss is None and not rollout.rewards and "
-        "(not distill.teacher or distill.weight < 1) and train.loss == 'cross_entropy'")
+        "(not (distill.teacher or serve.distill) or distill.weight < 1) and train.loss == 'cross_entropy'")
     plugins: tuple[str, ...] = option((),
         "your Python files (FILE.py), which are run: callbacks, an objective, an optimizer rule, a model family "
         "(docs/guides/plugins.md)")
@@ -371,7 +372,7 @@ class Config:
     decision: DecisionOptions = section(DecisionOptions(), when="decision.loss is not None")
     rollout: RolloutOptions = section(RolloutOptions(), when="rollout.rewards or distill.own_answers")
     grpo: GrpoOptions = section(GrpoOptions(), when="rollout.rewards")
-    distill: DistillOptions = section(DistillOptions(), when="distill.teacher is not None")
+    distill: DistillOptions = section(DistillOptions(), when="distill.teacher is not None or serve.distill")
     mtp: MtpOptions = section(MtpOptions(), when="mtp.weight")
     # Not an option: the source of each value that is not the default.
     said: tuple[Provenance, ...] = dataclasses.field(default=(), compare=False, repr=False)
@@ -399,6 +400,14 @@ class Config:
         if self.rollout.rewards:
             return "rollout.rewards"
         return "distill.own_answers" if self.distill.own_answers else ""
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """The teachers by name; a single one has the name ''. With serve.distill it is what the run starts from."""
+        if not self.serve.distill:
+            return self.distill.teachers
+        started_from = (self.lora.path if self.lora.enabled else None) or self.model.path
+        return {} if started_from is None else {"": started_from}
 
     @property
     def answers_per_prompt(self) -> int:

@@ -356,9 +356,10 @@ def check_distill(config: Config) -> Iterator[Problem]:
         elif entry.teacher_prompt_field is not None and config.mesh.context > 1:
             reason = "not available with mesh.context, which deals the positions of a row to devices"
             yield problem(config, name, reason, "mesh.context")
-    if options.teacher is not None and config.data.streaming and not options.own_answers:
-        reason = "scores all documents before the first step, which data.streaming cannot provide"
-        yield problem(config, "distill.teacher", reason, "data.streaming")
+    if config.teachers and config.data.streaming and not options.own_answers:
+        reason = "the teacher scores all documents before the first step, which data.streaming cannot provide"
+        key = "serve.distill" if config.serve.distill else "distill.teacher"
+        yield problem(config, key, reason, "data.streaming")
 
 
 def _check_base(config: Config) -> Iterator[Problem]:
@@ -382,6 +383,7 @@ def check_mtp(config: Config) -> Iterator[Problem]:
         "decision.loss": "a decision model predicts no further tokens",
         "rollout.rewards": "modules are not trained on sampled completions; train them with mtp.only afterwards",
         "distill.teacher": "a teacher's scores are of the next token only; train modules with mtp.only afterwards",
+        "serve.distill": "a teacher's scores are of the next token only; train modules with mtp.only afterwards",
         "mesh.stage": "a pipeline does not run modules after its stages; use mesh.fsdp",
     }
     defaults = {
@@ -390,6 +392,7 @@ def check_mtp(config: Config) -> Iterator[Problem]:
         "decision.loss": None,
         "rollout.rewards": (),
         "distill.teacher": None,
+        "serve.distill": False,
     }
     for key, reason in reasons.items():
         if value_of(config, key) != defaults.get(key, 1):  # mesh.stage is 1

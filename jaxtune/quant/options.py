@@ -59,6 +59,13 @@ class ServeOptions:
     activations: Literal["fp8"] | None = option(None,
         "fp8: round the inputs of the quantized layers too, with a scale for each token and each 128 features, as "
         "servers do with this layout", when="serve.format == 'fp8'")
+    start_step: int = option(0,
+        "first steps that multiply by the unquantized weights; evaluation is always of the quantized model",
+        "steps [0, inf)")
+    distill: bool = option(False,
+        "learn from the unquantized model before training, as by distill.teacher, instead of the targets",
+        when="distill.teacher is None and model.head == 'lm' and preference.loss is None and decision.loss is None and "
+        "not rollout.rewards")
 # fmt: on
 
 
@@ -106,6 +113,12 @@ def check_serve(config: Config) -> Iterator[Problem]:
         if is_so:
             reason = f"not available with {key} = {value_of(config, key)!r} yet; leave out one of the two"
             yield problem(config, "serve.format", reason, key)
+    if config.serve.distill and config.model.from_scratch:
+        reason = "a model of random weights teaches nothing; train it first, and quantize the result"
+        yield problem(config, "serve.distill", reason, "model.from_scratch")
+    if config.serve.start_step and config.samples:
+        reason = "not available when the model samples answers to train on, which it does quantized; leave it out"
+        yield problem(config, "serve.start_step", reason, config.samples)
 
 
 def check_quant(config: Config) -> Iterator[Problem]:

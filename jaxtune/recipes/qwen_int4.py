@@ -18,7 +18,7 @@ def get_config(model="Qwen/Qwen3-0.6B"):
     config = qwen_lora.get_config(model)
     config.serve.format = "int4"
     config.lora.dropout = 0.0
-    config.distill.teacher = model  # itself, in bfloat16
+    config.serve.distill = True  # the model itself, in bfloat16
     config.export.merge = True
     config.train.max_steps = 300
     return config

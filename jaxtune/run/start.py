@@ -1,5 +1,6 @@
 """The start of a run: checks of the declared model, the functions that the loop calls, and the first state."""
 
+import dataclasses
 import logging
 from contextlib import ExitStack
 
@@ -7,18 +8,21 @@ import jax
 
 from jaxtune.config.schema import Config
 from jaxtune.data import PromptFeed
+from jaxtune.errors import UserError
 from jaxtune.evaluation.evaluator import Evaluate, make_evaluate
 from jaxtune.exports.copied_tensors import warn_lost_layers
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.models.decoder import Parameters
+from jaxtune.models.forward_options import Remat
 from jaxtune.monitor.goodput import Goodput
+from jaxtune.quant.options import ServeOptions
 from jaxtune.rollout import own_answers, rollouts
 from jaxtune.rollout.completers import completer
 from jaxtune.run.inputs import RunInputs
 from jaxtune.run.loop import Position, TrainStep
 from jaxtune.run.resume import Saved, restore_run
 from jaxtune.training import memory
-from jaxtune.training.assembly import Program
+from jaxtune.training.assembly import Program, assemble, compile_step
 from jaxtune.training.state import State
 from jaxtune.weights.describe import describe_layout, describe_pipeline
 from jaxtune.weights.served_linears import ServedLinears
@@ -95,6 +99,28 @@ def _distillation_functions(
     if feed.eval_prompts is None:
         return step, None
     return step, own_answers.make_evaluate_answers(config, model, parts, feed.eval_prompts, goodput.beat)
+
+
+def quantize_late(
+    config: Config, program: Program, train_step: TrainStep, total_steps: int, position: Position, remat: Remat
+) -> TrainStep:
+    """Return the step of a run whose first serve.start_step steps multiply by the unquantized weights.
+
+    The program of these steps is compiled here, with the rematerialisation policy `remat`. Both programs have the same
+    state. position: the run's progress, which the loop advances. Raises UserError if all steps would be such steps.
+    """
+    start_step = config.serve.start_step
+    if start_step and start_step >= total_steps:
+        raise UserError(
+            f"serve.start_step={start_step}: the run has {total_steps} steps, so none would be trained as served; "
+            "lower it, or train longer"
+        )
+    if position.step >= start_step:
+        return train_step
+    plain = memory.with_policy(dataclasses.replace(config, serve=ServeOptions()), remat)
+    log.info("compiling the step before serve.start_step=%d", start_step)
+    first = compile_step(assemble(program.model.base, plain, jax.sharding.get_mesh()), plain)
+    return lambda *arguments: (first if position.step < start_step else train_step)(*arguments)
 
 
 def first_state(config: Config, program: Program, saved: Saved | None) -> tuple[State, Parameters, Position]:

@@ -56,17 +56,17 @@ class Teacher(NamedTuple):
 
 
 def configs_of_teachers(config: Config) -> dict[str, Config]:
-    """Return the config of a run with each teacher of distill.teacher, as if it was the only one, by its name."""
+    """Return the config of a run with each of its teachers, as if distill.teacher was that one, by its name."""
     return {
         name: dataclasses.replace(config, distill=dataclasses.replace(config.distill, teacher=teacher))
-        for name, teacher in config.distill.teachers.items()
+        for name, teacher in config.teachers.items()
     }
 
 
 def declare_teachers(
     config: Config, tokenizer: Tokenizer, vocabulary: int, mesh: jax.sharding.Mesh
 ) -> dict[str, Teacher | None]:
-    """Return the teachers of distill.teacher by their names; arguments and errors as in `declare_teacher`."""
+    """Return the teachers of a run by their names; arguments and errors as in `declare_teacher`."""
     return {
         name: declare_teacher(one, tokenizer, vocabulary, mesh) for name, one in configs_of_teachers(config).items()
     }
@@ -140,7 +140,10 @@ def _config_of(name: str, config: Config) -> Config:
         memory=MemoryOptions(remat="none"),  # no backward pass
         precision=PrecisionOptions("bf16" if low else config.precision.recipe),
     )
-    return config_for_model(name, whole)
+    of_teacher = config_for_model(name, whole)
+    if name != config.model.path:
+        return of_teacher
+    return dataclasses.replace(of_teacher, model=dataclasses.replace(of_teacher.model, revision=config.model.revision))
 
 
 def read_weights(teacher: Teacher) -> Parameters:

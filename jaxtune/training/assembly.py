@@ -160,7 +160,7 @@ def objective_of(config: Config, model: Model) -> Objective:
         objective = of_plugin
     elif config.rollout.rewards:
         objective = grpo(config.grpo, config.rollout)
-    elif config.distill.teacher is not None:
+    elif config.teachers:
         objective = distillation(config.distill, *regularisers)
     elif config.decision.loss is not None:
         objective = decision(_resolved(config, model))

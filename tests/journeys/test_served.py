@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 from batches import logits_on_host, make_batch
-from journey import check_resumed_run
-from runs import call, write_conversations
+from journey import SAVED, check_resumed_run
+from runs import call, losses, recipe_command, write_conversations
 from safetensors import safe_open
 from tiny import write_model_folder
 
@@ -21,9 +21,19 @@ MIXTURE |= dict(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, 
 FLOAT32 = {"model.dtype": "float32", "precision.recipe": "fp32"}
 
 
+def test_first_steps_may_be_unquantized(home):
+    """They equal a run's without serve.format; resumed at serve.start_step, the others have equal bits."""
+    options = {"lora.rank": 4, "lora.dropout": 0.0, **FLOAT32}
+    late = {"serve.format": "int4", "serve.block_size": 32, "serve.start_step": SAVED}
+    folder, _ = check_resumed_run(home, "qwen_lora.py", "late", **options, **late)
+    call(*recipe_command(home, "qwen_lora.py", "unquantized", **options))
+    pairs = list(zip(losses(folder), losses(home / "runs" / "unquantized"), strict=True))
+    assert [found == expected for found, expected in pairs] == [step < SAVED for step in range(len(pairs))]
+
+
 def test_an_export_is_the_model_that_was_trained(home, one_device):
-    options = {"distill.teacher": home / "model"}
-    folder, _ = check_resumed_run(home, "qwen_int4.py", "served", **SERVED, **FLOAT32, **options)
+    folder, output = check_resumed_run(home, "qwen_int4.py", "served", **SERVED, **FLOAT32)
+    assert "distill.teacher: scoring" in output
     merged = folder / "merged"
     described = json.loads((merged / "config.json").read_text())["quantization_config"]
     assert described["config_groups"]["group_0"]["weights"]["group_size"] == 32

@@ -12,6 +12,7 @@ FACTORS = {"lora.enabled": "true", "lora.kind": "ia3"}
 REWARDED = {"rollout.rewards": "rewards.py:one", "data.datasets[0].type": "auto"}
 PAIRS = {"preference.loss": "sigmoid"}
 ASKED = {"decision.loss": "brier"}
+TAUGHT = {"serve.format": "int4", "serve.distill": "yes"}
 OWN = {"distill.teacher": "x", "distill.own_answers": "1", "data.datasets[0].type": "auto"}
 ONE_SCORED = {"data.datasets[1].chosen_score_field": "good", "data.datasets[1].rejected_score_field": "bad"}
 LABELS = {
@@ -116,6 +117,19 @@ LABELS = {
         ({"distill.teacher": "http://a:8000"}, "distill.teacher", "a server scores the answers of each step: set"),
         ({**OWN, "distill.teacher": "http://a:8000", "distill.temperature": "2"}, "distill.temperature", "1 only"),
         ({"distill.teacher": "a=x,b=y"}, "distill.teacher", "several teachers score the answers of each step: set"),
+        ({**TAUGHT, "model.from_scratch": "yes"}, "serve.distill", "random weights teaches"),
+        ({**TAUGHT, "distill.teacher": "x"}, "serve.distill", "only when distill.teacher is None"),
+        ({**TAUGHT, "mtp.weight": "0.3"}, "mtp.weight", "with serve.distill: a teacher's scores"),
+        (
+            {**TAUGHT, "data.streaming": "yes", "train.max_steps": "5"},
+            "serve.distill",
+            "scores all documents before the first step",
+        ),
+        (
+            {"serve.format": "int4", **REWARDED, "serve.start_step": "5"},
+            "serve.start_step",
+            "not available when the model samples",
+        ),
         ({"distill.own_answers": "1"}, "distill.own_answers", "only when distill.teacher is not None"),
         (
             {**OWN, "distill.teacher": "base", "lora.enabled": "yes", "lora.bias": "all"},

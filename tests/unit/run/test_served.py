@@ -20,6 +20,7 @@ from jaxtune.config.schema import (
     PreferenceOptions,
     RolloutOptions,
 )
+from jaxtune.errors import UserError
 from jaxtune.exports import write
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models.decoder import bind
@@ -29,6 +30,8 @@ from jaxtune.precision.options import PrecisionOptions
 from jaxtune.precision.served import ServedWeight
 from jaxtune.quant.array import QuantizedArray
 from jaxtune.quant.options import SCHEMES, QuantOptions, ServeOptions
+from jaxtune.run.loop import Position
+from jaxtune.run.start import quantize_late
 from jaxtune.training.assembly import assemble, forward_of
 from jaxtune.training.step import make_eval_step, sum_micro_batch
 from jaxtune.weights.base import read_base
@@ -50,7 +53,7 @@ def config_of(folder, format, adapters, **options) -> Config:
         data=DataOptions(seq_len=32),
         lora=LORA if adapters else LoraOptions(),
         memory=MemoryOptions(remat="none"),
-        serve=ServeOptions(format, 32, options.pop("activations", None)),
+        serve=ServeOptions(format, activations=options.pop("activations", None)),
         **options,
     )
 
@@ -164,6 +167,12 @@ def test_a_reference_is_not_quantized(tmp_path, one_device, adapters):
 def sum_scores(scores, batch) -> Sums:
     log_prob, reference = (jnp.sum(one * batch["loss_weight"]) for one in (scores.log_prob, scores.reference))
     return Sums(log_prob, jnp.float32(1), {"reference": (reference, jnp.float32(1))})
+
+
+def test_a_run_of_only_unquantized_steps_is_refused():
+    config = dataclasses.replace(Config(), serve=ServeOptions("int4", start_step=8))
+    with pytest.raises(UserError, match=r"serve.start_step=8: the run has 8 steps, so none"):
+        quantize_late(config, None, None, 8, Position(), "none")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
