@@ -150,7 +150,8 @@ def test_adapters_on_a_quantized_base(case, one_device, tmp_path):
     import torch
 
     _, exact, _ = read_model(folder, one_device)
-    model, parameters, config = adapted(folder, one_device, LoraOptions(True, rank=4), QuantOptions("int8"))
+    lora = LoraOptions(enabled=True, rank=4, alpha=8.0)
+    model, parameters, config = adapted(folder, one_device, lora, QuantOptions("int8"))
     experts = any(name in model.quantized for name in exact if ".experts." in name)
     assert model.quantized and experts == model.spec.has_experts
     for name in model.quantized:
