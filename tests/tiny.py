@@ -164,6 +164,29 @@ def write_model_folder(
     return folder
 
 
+def transformers_config(name: str, **sizes):
+    """Return a family's tiny config, an object of transformers."""
+    kind, fields = FAMILIES[name]
+    fields = {key: value for key, value in fields.items() if key != "model_type"}
+    if "text_config" in fields:
+        fields["text_config"] = {**SIZES, **fields["text_config"], **sizes}
+    else:
+        fields = {**SIZES, **fields, **sizes}
+    return getattr(transformers, kind)(**fields)
+
+
+def model_type(name: str) -> str:
+    """Return the `model_type` in config.json of a row of FAMILIES."""
+    kind, fields = FAMILIES[name]
+    return fields.get("model_type", getattr(transformers, kind).model_type)
+
+
+def family_spec(name: str) -> ModelSpec:
+    """Return a family's tiny config as it is read from config.json; torch is not needed."""
+    written = json.loads(transformers_config(name).to_json_string(use_diff=False))
+    return families.read_spec(written | {"model_type": model_type(name)})
+
+
 def save_torch_model(name: str, folder: Path, **sizes):
     """Save a random float32 transformers model to `folder`, with no parameter at its default, and return it.
 
@@ -172,18 +195,13 @@ def save_torch_model(name: str, folder: Path, **sizes):
     torch = pytest.importorskip("torch", reason="parity needs torch, whose CPU build exists for Python 3.11 only")
     transformers = pytest.importorskip("transformers")
     kind, fields = FAMILIES[name]
-    model_type = fields.get("model_type")
-    fields = {key: value for key, value in fields.items() if key != "model_type"}
-    if kind == "Mistral4Config" and "num_labels" not in sizes:  # AutoModelForCausalLM lacks it
-        auto, fields = transformers.AutoModelForImageTextToText, {**SIZES, **fields, **sizes}
-    elif "text_config" in fields:
-        auto = transformers.AutoModelForImageTextToText
-        fields = fields | {"text_config": {**SIZES, **fields["text_config"], **sizes}}
-    else:
-        auto, fields = transformers.AutoModelForCausalLM, {**SIZES, **fields, **sizes}
-        auto = transformers.AutoModelForSequenceClassification if "num_labels" in sizes else auto
+    auto = transformers.AutoModelForCausalLM
+    if "text_config" in fields or (kind == "Mistral4Config" and "num_labels" not in sizes):
+        auto = transformers.AutoModelForImageTextToText  # AutoModelForCausalLM lacks Mistral4Config
+    elif "num_labels" in sizes:
+        auto = transformers.AutoModelForSequenceClassification
     torch.manual_seed(0)
-    config = getattr(transformers, kind)(**fields)
+    config = transformers_config(name, **sizes)
     model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -199,10 +217,17 @@ def save_torch_model(name: str, folder: Path, **sizes):
 
         model._weight_conversions = [one for one in get_model_conversion_mapping(model) if hasattr(one, "operations")]
     model.save_pretrained(folder)
-    if model_type is not None:
+    if "model_type" in fields:
         written = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(written | {"model_type": model_type}))
+        (folder / "config.json").write_text(json.dumps(written | {"model_type": fields["model_type"]}))
     return model.eval()
+
+
+def open_with_torch(reference, folder: Path, **options):
+    """Return the model in a folder, of the reference's class; transformers may not know its `model_type`."""
+    config = type(reference.config).from_pretrained(folder)
+    config.model_type = type(config).model_type  # transformers chooses the names of experts by it
+    return type(reference).from_pretrained(folder, config=config, **options)
 
 
 def read_model(

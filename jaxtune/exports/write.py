@@ -313,6 +313,11 @@ def _targets(model: Model, lora: LoraOptions) -> tuple[list[str], list[str]]:
         endings = {"gate_proj", "up_proj", "down_proj"}
     alike = {name for name in modules.keys() - experts.keys() if _ending(name) in endings}
     adapted, adapted_alike = _adapted_names(experts), _adapted_names({name: modules[name] for name in alike})
+    if adapted and model.spec.family in _UNCONVERTED:
+        log.warning(
+            "peft cannot load this adapter: it does not convert experts of %s, such as %s; export with --merge",
+            *(model.spec.family, min(adapted)),
+        )
     if bare := set(map(_module, experts.keys() - adapted)) & set(map(_module, adapted)):
         log.warning("peft cannot load this adapter: gate, up and down of an expert (%s) must all have one", min(bare))
     if adapted_alike and lora.use_dora:

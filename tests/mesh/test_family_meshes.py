@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from mesh.harness import MESHES, OPTIMIZERS, ROWS, SEQUENCE, fetch_arrays, fields, micro_batches
 from safetensors.numpy import load_file
-from tiny import layer, read_model, spec, write_model_folder
+from tiny import family_spec, layer, read_model, spec, write_model_folder
 
 from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, TrainOptions
 from jaxtune.exports.write import export_full
@@ -23,7 +23,7 @@ from jaxtune.lora.options import LoraOptions
 from jaxtune.models.mixers import DeltaNet, Heads, Hybrid, Latent, Mamba2, Rope, ShortConv
 from jaxtune.models.options import ExpertsOptions as Options
 from jaxtune.models.parameters import Parameter, randomize
-from jaxtune.models.spec import ClampedSilu, Experts, FeedForward, Layer, Norm
+from jaxtune.models.spec import ClampedSilu, Experts, FeedForward, Layer, ModelSpec, Norm
 from jaxtune.objectives.options import MtpOptions
 from jaxtune.optim.options import OptimizerName, OptimOptions
 from jaxtune.parallel.layout import AXES
@@ -157,6 +157,13 @@ SPECS = {
     "glm4_moe with a module": spec((FUSED,), family="glm4_moe", hidden=64, mtp=(FURTHER,)),
     "qwen3_5_moe_text longer": spec((NETS, GATED) * 2, family="qwen3_5_moe_text", hidden=64),
 }
+
+
+def spec_of(family: str) -> ModelSpec:
+    """Return the spec of one of SPECS, or of a tiny config of `family_configs.FAMILIES`."""
+    return SPECS.get(family) or family_spec(family)
+
+
 # In addition to config.json, if all parameters are trained.
 BALANCED = Options(router_loss=0.1, router_loss_over="sequence", router_z_loss=0.01, bias_update_rate=0.1)
 OPTIONS = {"deepseek_v3": BALANCED, "deepseek_v3 longer": BALANCED}
@@ -202,10 +209,10 @@ def train(
         lora=LoraOptions(enabled=lora, rank=4, dropout=0.1),
         precision=PrecisionOptions("fp32"),
         experts=dataclasses.replace(Options() if lora else OPTIONS.get(family, Options()), dispatch=dispatch),
-        mtp=MtpOptions(0.5 if SPECS[family].mtp else 0.0),
+        mtp=MtpOptions(0.5 if spec_of(family).mtp else 0.0),
         memory=MemoryOptions("none" if devices == 1 else "experts" if family == "qwen3_moe" else "auto"),
     )
-    program = assemble(Base(SPECS[family]), config, made)
+    program = assemble(Base(spec_of(family)), config, made)
     trained, frozen = (values_of_layers(of) for of in (program.model.trained, program.model.frozen))
     if collapsed:  # the first of equal scores count as the largest
         routers = {name: p for name, p in program.model.frozen.items() if p.kind == "router"}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import make_batch, sums_and_logits, tokens
-from nightly_rows import nightly_except
+from nightly_rows import every_family
 from tiny import read_model, save_torch_model
 
 from jaxtune.objectives.cross_entropy import cross_entropy
@@ -22,28 +22,7 @@ OF_EACH_KIND = (
 )
 
 
-@pytest.mark.parametrize(
-    "family",
-    nightly_except(
-        OF_EACH_KIND,
-        [
-            "afmoe, windows, gates, a dense layer",
-            "cohere2_moe, a dense layer, a shared expert",
-            "deepseek_v3, latent attention",
-            "falcon_h1, attention beside Mamba-2",
-            "gemma4_text, layer embeddings, shared keys and values",
-            "gpt_oss, stacked experts",
-            "lfm2, biases",
-            "llama, llama3 rope, untied, biases",
-            "ministral3, growing queries",
-            "mistral4, growing queries",
-            "nemotron_h, experts in a latent",
-            "olmo_hybrid, delta nets and attention without rope",
-            "qwen3, a period of two",
-            "qwen3_next, a dense layer",
-        ],
-    ),
-)
+@pytest.mark.parametrize("family", every_family(OF_EACH_KIND))
 def test_packed_equals_unpacked(family, one_device, tmp_path):
     save_torch_model(family, tmp_path)
     model, parameters, _ = read_model(tmp_path, one_device)
