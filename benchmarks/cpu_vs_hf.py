@@ -1,10 +1,11 @@
 """Compare jaxtune with transformers + peft on a CPU: ratio of step times, and peak RSS of both.
 
-    python benchmarks/cpu_vs_hf.py [--model moe] [--steps 7]
+    python benchmarks/cpu_vs_hf.py [--model moe] [--steps 7] [--python PYTHON ...]
 
-Each system runs in its own process, so that peak memory is measured separately. Steps alternate between the two, so
-that other load on the machine affects both. Both read the same random Qwen3, dense or with experts, and train on the
-same tokens with AdamW and gradient clipping in float32.
+Each system runs in its own process, so that peak memory is measured separately. Steps take turns, so that other load on
+the machine affects all. All read the same random Qwen3, dense or with experts, and train on the same tokens with AdamW
+and gradient clipping in float32. With --python jaxtune runs on each of these interpreters, which may have different
+versions of jax; transformers + peft run on the one that runs this file.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +128,10 @@ def jaxtune_step(
 
 
 def serve(system: str, *what: Any) -> None:
-    """Run a step for each line on standard input; answer with seconds, loss and peak RSS in MB."""
+    """Print the system's version; then for each line of standard input run a step: seconds, loss, peak RSS in MB."""
     step = (jaxtune_step if system == "jaxtune" else hf_step)(*what)
+    name = f"jax {version('jax')}" if system == "jaxtune" else f"transformers {version('transformers')}"
+    print(json.dumps(name), flush=True)
     for _ in sys.stdin:
         begin = time.perf_counter()
         loss = step()
@@ -136,37 +140,41 @@ def serve(system: str, *what: Any) -> None:
         print(json.dumps({"seconds": seconds, "loss": loss, "peak_rss_mb": peak}), flush=True)
 
 
-def compare(folder: str, model: str, lora: bool, remat: bool, steps: int) -> dict:
-    """Run steps of both systems in turn. The first step of each, which compiles or warms up, is not counted."""
-    systems = {}
-    for system in ("jaxtune", "hf"):
-        command = [sys.executable, __file__, "--serve", system, "--folder", folder, "--model", model]
+def compare(pythons: list[str], folder: str, model: str, lora: bool, remat: bool, steps: int) -> dict:
+    """Run steps of all systems in turn. The first step of each, which compiles or warms up, is not counted.
+
+    Returns of transformers + peft ("hf") the seconds of its fastest step and its peak RSS, and of jaxtune the same on
+    each version of jax with the ratios to "hf".
+    """
+    processes = []
+    for system, python in [("hf", sys.executable), *(("jaxtune", python) for python in pythons)]:
+        command = [python, __file__, "--serve", system, "--folder", folder, "--model", model]
         command += ["--lora"] * lora + ["--remat"] * remat
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        systems[system] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        processes.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         )
-    answers = {system: [] for system in systems}
+    names = [json.loads(process.stdout.readline()) for process in processes]
+    answers = [[] for _ in processes]
     for _ in range(steps + 1):
-        for system, process in systems.items():
+        for process, answered in zip(processes, answers, strict=True):
             process.stdin.write("step\n")
             process.stdin.flush()
-            answers[system].append(json.loads(process.stdout.readline()))
-    for process in systems.values():
+            answered.append(json.loads(process.stdout.readline()))
+    for process in processes:
         process.stdin.close()
         process.wait()
-    best = {system: min(step["seconds"] for step in measured[1:]) for system, measured in answers.items()}
-    peak = {system: measured[-1]["peak_rss_mb"] for system, measured in answers.items()}
-    first_losses = [measured[0]["loss"] for measured in answers.values()]
-    assert abs(first_losses[0] - first_losses[1]) < 1e-4, f"not the same work: {first_losses}"
-    return {
-        "step": "LoRA" if lora else "full",
-        "remat": remat,
-        "seconds": best,
-        "time_ratio": best["jaxtune"] / best["hf"],
-        "peak_rss_mb": peak,
-        "rss_ratio": peak["jaxtune"] / peak["hf"],
-    }
+    losses = [answered[0]["loss"] for answered in answers]
+    assert max(losses) - min(losses) < 1e-4, f"not the same work: {losses}"
+    hf, *ours = (
+        {"seconds": min(step["seconds"] for step in answered[1:]), "peak_rss_mb": answered[-1]["peak_rss_mb"]}
+        for answered in answers
+    )
+    for row in ours:
+        row["time_ratio"] = row["seconds"] / hf["seconds"]
+        row["rss_ratio"] = row["peak_rss_mb"] / hf["peak_rss_mb"]
+    jaxtune = dict(zip(names[1:], ours, strict=True))
+    return {"step": "LoRA" if lora else "full", "remat": remat, "hf": hf, "jaxtune": jaxtune}
 
 
 def main() -> None:
@@ -175,6 +183,7 @@ def main() -> None:
     parser.add_argument("--model", choices=["dense", "moe"], default="dense")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--only", choices=["lora", "full"])
+    parser.add_argument("--python", nargs="+", default=[sys.executable])
     parser.add_argument("--serve")
     parser.add_argument("--folder")
     parser.add_argument("--lora", action="store_true")
@@ -192,19 +201,21 @@ def main() -> None:
         config = {"dense": transformers.Qwen3Config, "moe": transformers.Qwen3MoeConfig}[options.model](**shape)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         print(f"{ROWS} x {SEQUENCE} tokens, load {os.getloadavg()[0]:.2f}; best of {options.steps}")
-        columns = ("step", "remat", "jaxtune s", "hf s", "ratio", "jaxtune MB", "hf MB", "ratio")
-        print("".join(f"{column:>11}" for column in columns))
+        columns = ("step", "remat", "hf s", "hf MB", "jax", "jaxtune s", "ratio", "jaxtune MB", "ratio")
+        print("".join(f"{column:>14}" for column in columns))
         results = []
         for lora in (True, False):
             if options.only and lora != (options.only == "lora"):
                 continue
             for remat in (False, True):
-                row = compare(folder, options.model, lora, remat, options.steps)
+                row = compare(options.python, folder, options.model, lora, remat, options.steps)
                 results.append(row)
-                seconds, peak = row["seconds"], row["peak_rss_mb"]
-                times = f"{seconds['jaxtune']:>11.2f}{seconds['hf']:>11.2f}{row['time_ratio']:>11.2f}"
-                sizes = f"{peak['jaxtune']:>11.0f}{peak['hf']:>11.0f}{row['rss_ratio']:>11.2f}"
-                print(f"{row['step']:>11}{row['remat']!s:>11}{times}{sizes}", flush=True)
+                hf = row["hf"]
+                for name, ours in row["jaxtune"].items():
+                    cells = [row["step"], str(remat), f"{hf['seconds']:.2f}", f"{hf['peak_rss_mb']:.0f}", name]
+                    cells += [f"{ours['seconds']:.2f}", f"{ours['time_ratio']:.2f}"]
+                    cells += [f"{ours['peak_rss_mb']:.0f}", f"{ours['rss_ratio']:.2f}"]
+                    print("".join(f"{cell:>14}" for cell in cells), flush=True)
     if not options.only:
         report = {"model": shape, "rows": ROWS, "sequence": SEQUENCE, "results": results}
         name = "cpu_vs_hf.json" if options.model == "dense" else "cpu_vs_hf_moe.json"

@@ -20,18 +20,20 @@ from tiny import family_spec, layer, read_model, spec, write_model_folder
 from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, TrainOptions
 from jaxtune.exports.write import export_full
 from jaxtune.lora.options import LoraOptions
+from jaxtune.models.layers.lookup import lookup, lookup_in_parts
 from jaxtune.models.mixers import DeltaNet, Heads, Hybrid, Latent, Mamba2, Rope, ShortConv
 from jaxtune.models.options import ExpertsOptions as Options
 from jaxtune.models.parameters import Parameter, randomize
 from jaxtune.models.spec import ClampedSilu, Experts, FeedForward, Layer, ModelSpec, Norm
 from jaxtune.objectives.options import MtpOptions
 from jaxtune.optim.options import OptimizerName, OptimOptions
+from jaxtune.parallel import layout
 from jaxtune.parallel.layout import AXES
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.parallel.options import MeshOptions, ParallelOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.quant.options import QuantOptions
-from jaxtune.training.assembly import assemble
+from jaxtune.training.assembly import assemble, compile_step
 from jaxtune.weights.base import Base
 from pallas_kernels.grouped_matmul.groups import arrange
 
@@ -257,8 +259,8 @@ def one_device(
         ("deepseek_v3", False, "data=2 expert=2 tensor=2"),
         ("deepseek_v3", True, "sequence=8"),
         ("deepseek_v3", False, "context=8"),
-        ("gemma4_text", False, "data=2 expert=2 tensor=2"),
-        ("gemma4_text", True, "fsdp=2 expert=2 sequence=2"),
+        ("gemma4_text", True, "data=2 expert=2 tensor=2"),
+        ("gemma4_text", False, "fsdp=2 expert=2 sequence=2"),
         ("falcon_h1", False, "fsdp=2 sequence=2 tensor=2"),
         ("glm4_moe with a module", False, "fsdp=2 context=2 tensor=2"),
         ("gpt_oss", False, "fsdp=2 expert=2 sequence=2"),
@@ -285,6 +287,52 @@ def test_equals_one_device(family, lora, mesh):
     corrections = [name for name in on_one if "correction" in name]
     assert bool(corrections) == (family == "deepseek_v3" and not lora)
     assert all(np.array_equal(on_mesh[name], on_one[name]) for name in corrections)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [MeshOptions(data=2, fsdp=2, tensor=2), MeshOptions(fsdp=2, context=2, sequence=2)],
+    ids=["rows", "positions"],
+)
+def test_a_table_in_parts_is_looked_up_as_a_whole_one(mesh):
+    made, rng = make_mesh(mesh, jax.devices()[:8]), np.random.default_rng(0)
+
+    def put(value, of):
+        return jax.device_put(value, jax.NamedSharding(made, of))
+
+    table = put(rng.normal(size=(256, 64)).astype(np.float32), layout.spec("vocabulary", "embed"))
+    tokens = put(rng.integers(0, 256, size=(8, 16)), layout.by_token())
+    weights = put(rng.normal(size=(8, 16, 64)).astype(np.float32), layout.by_token(None))
+
+    def found(look):
+        def weighted(table):
+            vectors = look(table)
+            return jnp.sum(vectors * weights), vectors
+
+        (_, vectors), gradient = jax.jit(jax.value_and_grad(weighted, has_aux=True))(table)
+        return np.asarray(vectors), np.asarray(gradient)
+
+    vectors, gradient = found(lambda table: lookup_in_parts(table, tokens))
+    expected, summed = found(lambda table: lookup(jax.reshard(table, jax.P(None, None)), tokens))
+    np.testing.assert_array_equal(vectors, expected)
+    np.testing.assert_allclose(gradient, summed, atol=1e-5)
+
+
+def test_the_embeddings_for_each_layer_are_never_whole_on_a_device():
+    """Gemma 4's second table is larger than its layers; the first one is gathered."""
+    model, mesh = SPECS["gemma4_text"], make_mesh(MeshOptions(fsdp=8), jax.devices()[:8])
+    config = Config(
+        model=ModelOptions(dtype="float32"),
+        data=DataOptions(seq_len=SEQUENCE),
+        train=TrainOptions(micro_batch_size=1),
+        precision=PrecisionOptions("fp32"),
+    )
+    program = assemble(Base(model), config, mesh)
+    collectives = re.findall(r"= (.*) (?:all|reduce)-\w+\(", compile_step(program, config).as_text())
+    widths = model.hidden, len(model.layers) * model.layer_embedding
+    first, second = (f"f32[{model.padded_vocabulary},{features}]" for features in widths)
+    assert any(first in shapes for shapes in collectives)
+    assert not [shapes for shapes in collectives if second in shapes]
 
 
 def test_every_axis_and_every_pair_of_axes_has_a_mesh():

@@ -14,11 +14,11 @@ from jaxtyping import Array, Float, Int
 from jaxtune.models.declared import declare_parameter
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.linear import Linear, scale
-from jaxtune.models.layers.lookup import lookup
+from jaxtune.models.layers.lookup import lookup_in_parts
 from jaxtune.models.layers.mlp import ACTIVATIONS
 from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.spec import Activation, Layer, ModelSpec
-from jaxtune.parallel.layout import P, by_token
+from jaxtune.parallel.layout import by_token
 
 
 class LayerEmbeddings(nnx.Module):
@@ -37,7 +37,7 @@ class LayerEmbeddings(nnx.Module):
         self, tokens: Int[Array, "b s"], x: Float[Array, "b s d"], call: ForwardOptions
     ) -> Float[Array, "l b s f"]:
         """Return the tokens' embeddings for each layer, in the dtype of x, the first layer's input."""
-        own = lookup(jax.reshard(self.weight.astype(x.dtype), P(None, None)), tokens)
+        own = lookup_in_parts(self.weight.astype(x.dtype), tokens)
         own *= jnp.asarray(self.features**0.5, x.dtype)  # embed_scale of transformers
         # per_layer_model_projection_scale and, below, per_layer_input_scale of transformers.
         projected = scale(self.projection(jax.reshard(x, by_token(None)), call), x.shape[-1] ** -0.5)
