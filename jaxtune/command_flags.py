@@ -12,6 +12,7 @@ from typing import get_args, get_type_hints
 
 from absl import flags
 
+from jaxtune.exports.gguf import KINDS
 from jaxtune.inference.sampling import BOUNDS, SamplingOptions
 from jaxtune.merging.options import METHODS
 from jaxtune.quant.options import SCHEMES, QuantOptions
@@ -72,7 +73,7 @@ def _export(values: flags.FlagValues) -> None:
     flags.DEFINE_list("format", None, meaning, flag_values=values)
     flags.DEFINE_bool("merge", False, "merge the adapter into the model's weights", flag_values=values)
     flags.DEFINE_enum("quantize", None, list(SCHEMES), "format of a whole model's linear layers", flag_values=values)
-    flags.DEFINE_enum("gguf_type", "bf16", ["bf16", "q8_0"], "number format of --format=gguf", flag_values=values)
+    flags.DEFINE_enum("gguf_type", "bf16", list(KINDS), "number format of --format=gguf", flag_values=values)
     meaning = "llama.cpp's convert_hf_to_gguf.py, also after its Python: 'PYTHON SCRIPT'; default: found on PATH"
     flags.DEFINE_string("gguf_converter", None, meaning, flag_values=values)
     meaning = "your own Python file with the model's family (docs/guides/plugins.md); may be given several times"

@@ -97,7 +97,6 @@ def run_command(values: flags.FlagValues, _: None) -> None:
 
 def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: RemoteFolder | None) -> None:
     """Write the export to a local folder, then copy it to the remote one if there is one."""
-    converter = find_converter(values.gguf_converter) if "gguf" in (values.format or ()) else []
     config, base = base_of_run(folder, values.plugin)
     mesh = make_mesh(MeshOptions(), jax.devices()[: choose_device_count(base, config, values.quantize)])
     run = open_run(folder, mesh, values.step, values.plugin)
@@ -111,17 +110,18 @@ def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: R
         check_apart(target, run.model)
         check_kind(run.config, kind, values.merge, values.quantize)
         check_output(copies[kind] or target, kind)
+    converter = find_converter(values.gguf_converter) if "gguf" in outputs else []
     for kind, target in outputs.items():
         parameters, copy = {**run.frozen, **run.trained}, copies[kind]
         form = "peft" if kind == "peft" else "hf"
-        remove_earlier(target)
         write = partial(export, run.model, parameters, run.config, folder, target, form, hub_id=values.push_to_hub)
         write(merge=values.merge, quantize=values.quantize, steps=run.step, tokens=run.tokens)
+        remove_earlier(target)
         written = convert(converter, target, values.gguf_type) if kind == "gguf" else target
         if copy is not None:
             storage.upload(target, copy, last=CARD, mark=UNFINISHED)
         print(f"{kind} of step {run.step}: {written if copy is None else copy.url}")
-        if (how := not_as_served(run.config, values.quantize)) is not None:
+        if kind != "gguf" and (how := not_as_served(run.config, values.quantize)) is not None:
             print(how)
         if values.quantize:
             print(loss_difference(run.model, parameters, run.config, target, values.quantize))

@@ -32,7 +32,7 @@ from jaxtune.run import loop, mirror_sync, results, resume
 from jaxtune.run.benchmarks import open_benchmarks
 from jaxtune.run.best import check_best_metric
 from jaxtune.run.inputs import add_scores, open_inputs
-from jaxtune.run.start import check_model, first_state, quantize_late, step_functions
+from jaxtune.run.start import check_model, check_start_step, first_state, quantize_late, step_functions
 from jaxtune.run.tasks import make_sample, make_save, tasks_of
 from jaxtune.run.watch import watching
 from jaxtune.scoring.kept_teacher import kept_bytes
@@ -95,6 +95,7 @@ def _train(
     if saved is not None and resume.is_complete(saved, record, config, folder, program.model, feed):
         return True
     check_best_metric(config, program, feed)
+    check_start_step(config, total_steps)
     with goodput.measure("benchmarks"):
         benchmark = open_benchmarks(config, program.model, mesh, goodput.beat)
 
@@ -113,7 +114,7 @@ def _train(
         resume.begin(config, folder, feed.counts)
         mirror_sync.remove_overwritten(config, mirror)
     with goodput.measure("compile"):
-        train_step = quantize_late(config, program, train_step, total_steps, position, record["remat"])
+        train_step = quantize_late(config, program, train_step, position, record["remat"])
 
     # ---- the loop: steps, and the tasks between them; it advances `position` ----
     callbacks = plugins.callbacks(config, folder.path, position.plugins)

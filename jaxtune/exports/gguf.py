@@ -10,6 +10,8 @@ from pathlib import Path
 from jaxtune.errors import UserError
 
 CONVERTER = "convert_hf_to_gguf.py"
+KINDS = ("bf16", "q8_0")
+"""Number formats of the matrices."""
 # In an environment of its own, because the converter needs other versions of transformers and torch.
 GET_IT = """git clone --depth=1 https://github.com/ggml-org/llama.cpp
     python -m venv llama.cpp/env
@@ -30,18 +32,34 @@ def find_converter(command: str | None) -> list[str]:
         if (found := shutil.which(CONVERTER)) is None:
             raise UserError(f"--format=gguf: llama.cpp's {CONVERTER} is not on PATH. To get it:\n    {GET_IT}")
         return [found]
-    words = [os.path.expanduser(word) for word in shlex.split(command)]
+    try:
+        words = [os.path.expanduser(word) for word in shlex.split(command)]
+    except ValueError as error:
+        raise UserError(f"--gguf_converter={command}: {error}") from error
     if not words or not Path(words[-1]).is_file():
         raise UserError(
-            f"--gguf_converter={command}: there is no such file. To get llama.cpp's {CONVERTER}:\n    {GET_IT}"
+            f"--gguf_converter={command}: there is no such file (quote a path with spaces inside the flag). To get "
+            f"llama.cpp's {CONVERTER}:\n    {GET_IT}"
         )
+    if len(words) > 1 and shutil.which(words[0]) is None:
+        raise UserError(f"--gguf_converter={command}: there is no program {words[0]}")
     return words if len(words) > 1 else [sys.executable, *words]
 
 
 def remove_earlier(folder: Path) -> None:
     """Remove the files of an earlier export to this folder, because their weights are other ones."""
-    for path in folder.glob("model-*.gguf"):
-        path.unlink()
+    for kind in KINDS:
+        for path in (output_path(folder, kind), _unfinished_path(folder, kind)):
+            path.unlink(missing_ok=True)
+
+
+def output_path(folder: Path, kind: str) -> Path:
+    """Return the path of the file that `convert` writes."""
+    return folder / f"model-{kind}.gguf"
+
+
+def _unfinished_path(folder: Path, kind: str) -> Path:
+    return folder / f".model-{kind}.gguf"
 
 
 def convert(converter: list[str], folder: Path, kind: str) -> Path:
@@ -55,17 +73,19 @@ def convert(converter: list[str], folder: Path, kind: str) -> Path:
     Raises:
         UserError: The converter failed; with its last words.
     """
-    output = folder / f"model-{kind}.gguf"
-    partial = folder / f".{output.name}"
-    done = subprocess.run(
-        [*converter, folder, "--outfile", partial, "--outtype", kind],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if done.returncode or not partial.is_file():
-        partial.unlink(missing_ok=True)
-        said = "\n    ".join(done.stdout.strip().splitlines()[-5:])
-        raise UserError(f"{folder} is written, but not {output.name}: {shlex.join(converter)} failed:\n    {said}")
-    return partial.rename(output)
+    output, unfinished = output_path(folder, kind), _unfinished_path(folder, kind)
+    try:
+        done = subprocess.run(
+            [*converter, folder, "--outfile", unfinished, "--outtype", kind],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
+        if done.returncode or not unfinished.is_file():
+            said = "\n    ".join(done.stdout.strip().splitlines()[-5:])
+            raise UserError(f"{folder} is written, but not {output.name}: {shlex.join(converter)} failed:\n    {said}")
+        return unfinished.rename(output)
+    finally:
+        unfinished.unlink(missing_ok=True)

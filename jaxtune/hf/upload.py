@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 # Weight files that an earlier upload may have left. They are deleted, because transformers would mix them with the new.
-_WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
+_WEIGHTS = ["model*.safetensors", "model.safetensors.index.json", "model-bf16.gguf", "model-q8_0.gguf"]
 
 
 def check_upload(repo_id: str, private: bool, said: str) -> None:

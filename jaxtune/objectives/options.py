@@ -95,6 +95,9 @@ class DecisionOptions:
         "tokenizer", when="model.head == 'lm'")
 
 
+_NAMED = r"\s*[\w-]+=.*\S.*"  # NAME=TEACHER
+
+
 def is_server(teacher: str) -> bool:
     """Whether a value of distill.teacher is the URL of a server."""
     return teacher.startswith(("http://", "https://"))
@@ -129,12 +132,11 @@ class DistillOptions:
         "share of the divergence in the loss; the rest is the cross-entropy of the targets; 1: only the divergence, "
         "because the teacher has seen the targets too", "fraction (0, 1]")
 
-
     @property
     def teachers(self) -> dict[str, str]:
         """The teachers by name; a single one has the name ''."""
         parts = [part.strip() for part in (self.teacher or "").split(",")]
-        if all(re.match(r"[\w-]+=", part) for part in parts):
+        if all(re.fullmatch(_NAMED, part) for part in parts):
             return dict(part.split("=", 1) for part in parts)
         return {} if self.teacher is None else {"": self.teacher}
 
@@ -186,7 +188,7 @@ class RolloutOptions:
         "URL of an OpenAI-compatible server, such as vLLM, which receives the adapter, or all weights, and generates "
         "completions; several with commas between them; unset: the devices of the run generate them", basic=True)
     server_seconds: int = option(600, "time limit for a response of the server", "seconds [1, inf)",
-        when="rollout.server is not None")
+        when="rollout.server is not None or distill.own_answers")
     ahead: int = option(0,
         "steps whose completions the server makes while the devices train earlier ones; so they are sampled from "
         "weights that are this many steps old, which rollout.correction corrects", "steps [0, inf)",
@@ -333,6 +335,11 @@ def check_decision(config: Config) -> Iterator[Problem]:
 def check_distill(config: Config) -> Iterator[Problem]:
     """Yield contradictions of section `distill` with others."""
     options = config.distill
+    parts = (options.teacher or "").split(",")
+    names = [part.partition("=")[0].strip() for part in parts]
+    if len(parts) > 1 and (len(set(names)) < len(names) or not all(re.fullmatch(_NAMED, part) for part in parts)):
+        reason = "several teachers are NAME=TEACHER with commas between, each with a name of its own"
+        yield problem(config, "distill.teacher", reason)
     if options.own_answers and options.weight < 1:
         reason = "the cross-entropy of answers that the student sampled itself teaches it nothing; leave it at 1"
         yield problem(config, "distill.weight", reason, "distill.own_answers")

@@ -63,7 +63,7 @@ class ServeOptions:
         "first steps that multiply by the unquantized weights; evaluation is always of the quantized model",
         "steps [0, inf)")
     distill: bool = option(False,
-        "learn from the unquantized model before training, as by distill.teacher, instead of the targets",
+        "learn from the unquantized model that the run starts from, as by distill.teacher, instead of from the targets",
         when="distill.teacher is None and model.head == 'lm' and preference.loss is None and decision.loss is None and "
         "not rollout.rewards")
 # fmt: on
@@ -116,6 +116,12 @@ def check_serve(config: Config) -> Iterator[Problem]:
     if config.serve.distill and config.model.from_scratch:
         reason = "a model of random weights teaches nothing; train it first, and quantize the result"
         yield problem(config, "serve.distill", reason, "model.from_scratch")
+    if config.serve.distill and config.ckpt.start is not None:
+        reason = "the teacher would be model.path, not the checkpoint; start from its export (model.path)"
+        yield problem(config, "serve.distill", reason, "ckpt.start")
+    if config.serve.distill and config.data.special_tokens:
+        reason = "the unquantized model does not have these tokens; train with them first, and quantize the result"
+        yield problem(config, "serve.distill", reason, "data.special_tokens")
     if config.serve.start_step and config.samples:
         reason = "not available when the model samples answers to train on, which it does quantized; leave it out"
         yield problem(config, "serve.start_step", reason, config.samples)

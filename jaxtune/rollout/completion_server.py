@@ -199,8 +199,8 @@ def score_prompts(
             raise _not_openai(url, answer)
         if tokens.min(initial=0) < 0 or tokens.max(initial=0) >= vocabulary:
             raise UserError(
-                f"{url} returned token {tokens.max()}: the student has tokens 0 to {vocabulary - 1}; take a teacher of "
-                "the student's family"
+                f"{url} returned tokens {tokens.min()} to {tokens.max()}: the student has tokens 0 to "
+                f"{vocabulary - 1}; take a teacher of the student's family"
             )
         return tokens, scores
 

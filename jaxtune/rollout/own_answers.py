@@ -71,7 +71,7 @@ def teacher_numbers(prompts: Sequence[Prompt], names: Sequence[str]) -> list[int
     if "" in numbers or not names:
         return [0] * len(prompts)
     for prompt in prompts:
-        if prompt.sample.get(TEACHER.name) not in numbers:
+        if prompt.sample.get(TEACHER.name) not in names:  # a list, which has no hash, is not either
             raise UserError(
                 f"column {TEACHER.name!r} is {prompt.sample.get(TEACHER.name)!r}, which distill.teacher does not have: "
                 f"{', '.join(names)} (prompt {clip(str(prompt.given))})"
@@ -91,7 +91,7 @@ def make_score_answers(
         TeacherServer(config, place, model.spec.vocabulary)
         if is_server(place)
         else keep_teacher(config, model, teachers[name])
-        for name, place in config.distill.teachers.items()
+        for name, place in config.teachers.items()
     ]
     shape = (config.train.grad_accum_steps, config.train.micro_batch_size * data_shards(mesh), config.data.seq_len)
     like = data.abstract_batch(shape, jax.NamedSharding(mesh, jax.P(None, *by_token())))[TOKENS.name]

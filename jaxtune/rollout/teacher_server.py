@@ -1,4 +1,4 @@
-"""A teacher on a vLLM server, which says the likeliest tokens at each target of a step's answers."""
+"""A teacher on a vLLM server, which returns the likeliest tokens at each target of a step's answers."""
 
 from collections.abc import Mapping, Sequence
 
@@ -61,6 +61,6 @@ class TeacherServer:
 def _with_rest(log_probs: Float64[np.ndarray, "t k"]) -> Float64[np.ndarray, "t k+1"]:
     """Append the log-probability of all other tokens together."""
     rest = 1 - np.exp(log_probs).sum(-1, keepdims=True)
-    # Of single precision on the server: a smaller rest is its rounding error.
+    # The server computes in single precision, so a smaller rest is rounding error.
     rest = np.where(rest > 1e-7, np.log(np.maximum(rest, 1e-7)), NEVER)
     return np.concatenate([np.maximum(log_probs, NEVER), rest], axis=1)

@@ -101,23 +101,29 @@ def _distillation_functions(
     return step, own_answers.make_evaluate_answers(config, model, parts, feed.eval_prompts, goodput.beat)
 
 
-def quantize_late(
-    config: Config, program: Program, train_step: TrainStep, total_steps: int, position: Position, remat: Remat
-) -> TrainStep:
-    """Return the step of a run whose first serve.start_step steps multiply by the unquantized weights.
-
-    The program of these steps is compiled here, with the rematerialisation policy `remat`. Both programs have the same
-    state. position: the run's progress, which the loop advances. Raises UserError if all steps would be such steps.
-    """
+def check_start_step(config: Config, total_steps: int) -> None:
+    """Raise UserError if all steps of the run come before serve.start_step."""
     start_step = config.serve.start_step
     if start_step and start_step >= total_steps:
         raise UserError(
             f"serve.start_step={start_step}: the run has {total_steps} steps, so none would be trained as served; "
             "lower it, or train longer"
         )
+
+
+def quantize_late(
+    config: Config, program: Program, train_step: TrainStep, position: Position, remat: Remat
+) -> TrainStep:
+    """Return the step of a run whose first serve.start_step steps multiply by the unquantized weights.
+
+    The program of these steps is compiled here, with the rematerialisation policy `remat`. Both programs have the same
+    state. position: the run's progress, which the loop advances.
+    """
+    start_step = config.serve.start_step
     if position.step >= start_step:
         return train_step
-    plain = memory.with_policy(dataclasses.replace(config, serve=ServeOptions()), remat)
+    serve = ServeOptions(distill=config.serve.distill)  # the same teacher, and so the same columns
+    plain = memory.with_policy(dataclasses.replace(config, serve=serve), remat)
     log.info("compiling the step before serve.start_step=%d", start_step)
     first = compile_step(assemble(program.model.base, plain, jax.sharding.get_mesh()), plain)
     return lambda *arguments: (first if position.step < start_step else train_step)(*arguments)

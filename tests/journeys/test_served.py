@@ -14,13 +14,14 @@ from jaxtune.host.run_folder import RunFolder
 from jaxtune.weights.served_linears import serve_weights
 from jaxtune.weights.values import open_run
 
-SERVED = {"serve.block_size": 32, "lora.rank": 4, "distill.top_k": 16, "distill.weight": 0.5}
+SERVED = {"serve.block_size": 32, "lora.rank": 4, "distill.top_k": 16, "distill.weight": 0.5, "serve.start_step": 2}
 MIXTURE = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 MIXTURE |= dict(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
 # So that logits differ by less than bfloat16 would round them.
 FLOAT32 = {"model.dtype": "float32", "precision.recipe": "fp32"}
 
 
+@pytest.mark.nightly
 def test_first_steps_may_be_unquantized(home):
     """They equal a run's without serve.format; resumed at serve.start_step, the others have equal bits."""
     options = {"lora.rank": 4, "lora.dropout": 0.0, **FLOAT32}

@@ -121,7 +121,7 @@ def test_logits_also_of_packed_documents(case, one_device):
         assert np.abs(found[BATCH, end - length : end] - expected[source, :length]).max() <= 2e-5
 
 
-@compare_only(GROUPS, left_out=GREEDY_LEFT_OUT)
+@compare_only(OF_EACH_KIND, left_out=GREEDY_LEFT_OUT)
 def test_greedy_tokens(case, one_device):
     """Each token is the likeliest one after those before it, in one pass of transformers over all of them."""
     folder, reference, rows = case

@@ -97,6 +97,7 @@ class VerifiersEpisode:
             done, _ = await asyncio.wait({asked, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:  # it took longer than rollout.call_seconds
             self._rollout.cancel()
+            asked.cancel()
             raise
         if asked in done:
             return asked.result()

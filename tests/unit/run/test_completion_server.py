@@ -111,7 +111,7 @@ def test_the_likeliest_tokens_come_by_their_rank(server):
         ([None, {}], "does not return the 1 likeliest tokens"),
         ([None, {"3": {"logprob": -1.0}}], "does not answer as an OpenAI-compatible server"),
         ([None, {"3": {"logprob": None, "rank": 1}}], "does not answer as an OpenAI-compatible server"),
-        ([None, {"30": {"logprob": -1.0, "rank": 1}}], "returned token 30: the student has tokens 0 to 9"),
+        ([None, {"30": {"logprob": -1.0, "rank": 1}}], "returned tokens 30 to 30: the student has tokens 0 to 9"),
     ],
 )
 def test_scores_that_cannot_be_used_are_refused(server, said, message):

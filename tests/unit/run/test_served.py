@@ -30,8 +30,7 @@ from jaxtune.precision.options import PrecisionOptions
 from jaxtune.precision.served import ServedWeight
 from jaxtune.quant.array import QuantizedArray
 from jaxtune.quant.options import SCHEMES, QuantOptions, ServeOptions
-from jaxtune.run.loop import Position
-from jaxtune.run.start import quantize_late
+from jaxtune.run.start import check_start_step
 from jaxtune.training.assembly import assemble, forward_of
 from jaxtune.training.step import make_eval_step, sum_micro_batch
 from jaxtune.weights.base import read_base
@@ -172,7 +171,7 @@ def sum_scores(scores, batch) -> Sums:
 def test_a_run_of_only_unquantized_steps_is_refused():
     config = dataclasses.replace(Config(), serve=ServeOptions("int4", start_step=8))
     with pytest.raises(UserError, match=r"serve.start_step=8: the run has 8 steps, so none"):
-        quantize_late(config, None, None, 8, Position(), "none")  # type: ignore[arg-type]
+        check_start_step(config, 8)
 
 
 @pytest.mark.parametrize(
