@@ -13,7 +13,11 @@ from jaxtune.quant.array import QuantizedArray
 
 def gather_element(parameter: Any, index: tuple[int, ...]) -> jax.Array:
     """Return one element of a parameter's leading axes, dequantized and replicated on every device."""
-    return _gather(parameter, index) if index else jax.reshard(parameter, jax.P())
+    return _gather(parameter, index) if index else _dequantize(parameter)
+
+
+def _dequantize(parameter: Any) -> jax.Array:
+    return jax.reshard(parameter.dequantize() if isinstance(parameter, QuantizedArray) else parameter, jax.P())
 
 
 @jax.jit
@@ -21,7 +25,7 @@ def _gather(parameter: Any, index: tuple[int, ...]) -> jax.Array:
     """Gather one element; `index` is traced, so that this compiles once a shape and not once a layer."""
     for number in index:
         parameter = to_device(jax.tree.map(partial(_element, number=number), parameter))
-    return jax.reshard(parameter.dequantize() if isinstance(parameter, QuantizedArray) else parameter, jax.P())
+    return _dequantize(parameter)
 
 
 def _element(stack: jax.Array, number: int | jax.Array) -> jax.Array:

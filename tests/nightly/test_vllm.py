@@ -162,7 +162,7 @@ def test_vllm_is_the_teacher_of_a_student(home, reloading):
     send_weights(reloading, home / "model", timeout=300)
     options = {"chat.template": "chatml", "data.seq_len": 64, "rollout.max_new_tokens": 12, "train.max_steps": 1}
     options |= {"distill.teacher": reloading, "distill.top_k": 16, "distill.divergence": "forward_kl"}
-    (row,) = train(home, "qwen_opd.py", "taught", **options)
+    (row,) = train(home, "qwen_opd.py", "teacher-on-vllm", **options)
     assert 0 <= row["divergence"] < AGREES
     shutil.copytree(home / "model", home / "other")
     weights = {name: 3 * value for name, value in load_file(home / "model" / "model.safetensors").items()}

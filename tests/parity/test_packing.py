@@ -1,5 +1,6 @@
 """Documents packed into a row are computed as in separate rows."""
 
+import re
 from functools import partial
 
 import jax
@@ -46,4 +47,6 @@ def test_packed_equals_unpacked(family, one_device, tmp_path):
         start += length
     assert abs(float(loss) - float(alone_loss)) <= 1e-5 * float(loss)
     for name, gradient in alone_gradients.items():
-        assert jnp.abs(gradients[name] - gradient).max() <= 1e-5 * (jnp.abs(gradient).max() + 1e-6), name
+        # The gradient of a layer's scale is one sum over all activations, here near 0: its rounding may be 1e-6.
+        rounding = 1e-6 if re.search(r"blocks\.\d+\.scale$", name) else 1e-11
+        assert jnp.abs(gradients[name] - gradient).max() <= 1e-5 * jnp.abs(gradient).max() + rounding, name
