@@ -1,12 +1,15 @@
 """Episodes whose turns are given texts, for tests of tools and environments."""
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tiny import byte_tokenizer
 
 from jaxtune.config.schema import ChatOptions, Config, DataOptions, Dataset, RolloutOptions
 from jaxtune.data.formats.prompts import Prompts
+from jaxtune.hf.chat_templates import find_template
 from jaxtune.inference.generation import Completion
 from jaxtune.rollout.episodes.episode_player import Episode, EpisodePlayer
 from jaxtune.rollout.episodes.episode_rewards import reward_episodes
@@ -17,6 +20,13 @@ CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call><|im_end|>'
 
 def call(name: str, arguments: str) -> str:
     return CALL.format(name, arguments)
+
+
+def chat_tokenizer(folder: Path):
+    """Return a tokenizer of bytes with Qwen3's template, whose answers may call tools."""
+    made = byte_tokenizer(folder, special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
+    made.chat_template = find_template("qwen3_nothinking", made.get_vocab())
+    return made
 
 
 class Scripted:

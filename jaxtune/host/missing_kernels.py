@@ -22,7 +22,7 @@ def explain_missing_kernels() -> Iterator[None]:
 
 def _describe_call(error: NoKernel) -> str:
     """Return the arrays and the GPU of the call that failed, which the error's own message does not have."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)  # that of kept_ir.find_or_make
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)  # the frame of kept_ir.find_or_make
     call = frame.f_locals["call"]
     arrays = ", ".join(f"{array['dtype']}{array['shape']}" for array in call["arrays"])
     return f"{call['name']} of {arrays} on a GPU of compute capability {'.'.join(map(str, call['capability']))}"

@@ -27,7 +27,7 @@ from jaxtune.weights.served_linears import serve_weights
 # two, so that few lengths are compiled.
 PROMPT_BUCKET = 64
 
-# A device goes on with at least so many rows when others have ended: with fewer, a token hardly takes less time.
+# A device keeps at least this many rows when others have ended: with fewer, a token hardly takes less time.
 FEWEST_ROWS = 16
 
 SAMPLE = Sampling(temperature=1.0, top_p=0.95)
@@ -119,7 +119,7 @@ def make_generate(graph: nnx.GraphDef, spec: ModelSpec, *, max_new_tokens: int, 
     The iterator continues all prompts together. It does not stop at the end of an answer: the caller drops later
     tokens (`take_until`, `collect_completions`) and may stop iterating. `written`: the number of tokens at the end
     of each prompt that its completion already has, at most max_new_tokens; it lacks the rest. `going`: the prompts
-    that need more tokens, from which the caller removes those that have ended; the iterator goes on with fewer rows
+    that need more tokens, from which the caller removes those that have ended; the iterator continues with fewer rows
     when these are enough (`rows_to_keep`), and the tokens of prompts without a row are 0. None: all need more. Random
     numbers depend only on the seed, the prompt's number (its index, unless `numbers` is given) and the token's index
     in the completion, not on the other prompts. `options` go to `decode_programs`. Rows are sharded over the axes of
@@ -186,7 +186,7 @@ def _cast(parameters: Parameters, dtype: jnp.dtype) -> Parameters:
 
 
 def rows_to_keep(rows: Int[np.ndarray, " rows"], needed: Set[int], devices: int) -> Int[np.ndarray, " kept"] | None:
-    """Return the places of the rows to go on with, equally many on each device; None: of all.
+    """Return the places of the rows to keep, equally many on each device; None: keep all.
 
     The number on a device is halved while it has room for those that are needed there, so that few sizes are compiled.
 

@@ -41,7 +41,8 @@ from jaxtune.weights.model import Model
 ScoreAnswers = Callable[[Parameters, Parameters, Sequence[Prompt], Sequence[Completion] | None], Batch]
 
 
-Tokens = tuple[Sequence[int], Sequence[float]]  # of a document, and their loss weights
+Tokens = tuple[Sequence[int], Sequence[float]]
+"""The tokens of a document, and their loss weights."""
 
 
 class Distillation(NamedTuple):
@@ -82,7 +83,7 @@ def teacher_numbers(prompts: Sequence[Prompt], names: Sequence[str]) -> list[int
 def make_score_answers(
     config: Config, model: Model, objective: Objective, teachers: Mapping[str, Teacher | None]
 ) -> ScoreAnswers:
-    """Read the teachers, by name, and return a function that lets them score answers: each those of its prompts.
+    """Read the teachers, by name, and return a function by which each scores the answers to its prompts.
 
     Raises UserError as `keep_teacher`.
     """

@@ -74,7 +74,7 @@ Path(output).write_text(kind)
 
 
 def test_gguf_is_written_by_the_converter_that_is_named_or_on_the_path(home, adapter, monkeypatch):
-    """What llama.cpp's own converter writes: tests/nightly/test_llama_cpp.py."""
+    """tests/nightly/test_llama_cpp.py tests llama.cpp's own converter."""
     script, output = home / "convert_hf_to_gguf.py", home / "gguf"
     script.write_text(FAKE_CONVERTER)
     flags = (f"--run={adapter}", f"--output={output}", "--format=gguf")

@@ -4,12 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripted_episodes import call, parts, play
-from tiny import byte_tokenizer
+from scripted_episodes import call, chat_tokenizer, parts, play
 
 from jaxtune.config.schema import Config, RolloutOptions
 from jaxtune.errors import UserError
-from jaxtune.hf.chat_templates import find_template
 from jaxtune.rollout.episodes.toolbox import load_functions
 
 COVERS = ("jaxtune/rollout/episodes",)
@@ -67,10 +65,7 @@ def of_groups():
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    made = byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), special=special)
-    made.chat_template = find_template("qwen3_nothinking", made.get_vocab())
-    return made
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture

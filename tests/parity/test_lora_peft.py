@@ -179,7 +179,7 @@ def test_adapters_go_to_peft_and_back(family, targets, one_device, tmp_path):
         assert np.abs(theirs(torch.tensor(rows)).logits.numpy() - ours).max() <= 1e-5
     comes_back(tmp_path, config, parameters, one_device)
     if any(re.search(r"\.experts\.\d+\.", place.name) for p in model.trained.values() for place in p.places):
-        return  # peft saves what it made of them
+        return  # peft saves the parameters to which it converted them
     theirs.save_pretrained(tmp_path / "again")
     config = dataclasses.replace(config, lora=dataclasses.replace(lora, path=str(tmp_path / "again")))
     for name, value in initial_parameters(model, config).items():

@@ -42,7 +42,7 @@ class EnvironmentFailed(Exception):
 
 @dataclass(frozen=True)
 class EnvironmentClass:
-    """What is known about a factory's environments from a first one.
+    """Facts about a factory's environments, read from a first one.
 
     Attributes:
         make: the factory.

@@ -138,7 +138,10 @@ def _make_client(episode: VerifiersEpisode) -> Any:
 
 
 def _plain(message: Any, names: dict[str, str]) -> Message:
-    """Return a message of verifiers as a dictionary; `names`: of the calls so far by their ids, which it extends."""
+    """Return a message of verifiers as a dictionary.
+
+    names: the names of earlier calls by their ids, to which those in the message are added.
+    """
     given = message.model_dump(exclude_none=True)
     plain: Message = {"role": given["role"], "content": given.get("content", "")}
     if given["role"] == "tool":

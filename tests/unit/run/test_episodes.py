@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripted_episodes import call, parts, play
+from scripted_episodes import call, chat_tokenizer, parts, play
 from tiny import byte_tokenizer
 
 from jaxtune.config.schema import Config, RolloutOptions
@@ -13,7 +13,6 @@ from jaxtune.data.chat.chat_template import ChatTemplate
 from jaxtune.data.chat.encoding import Encoder
 from jaxtune.data.formats.prompts import Prompt
 from jaxtune.errors import UserError
-from jaxtune.hf.chat_templates import find_template
 from jaxtune.rollout.episodes.toolbox import load_functions, try_functions
 from jaxtune.rollout.groups import means
 
@@ -108,10 +107,7 @@ def last(completions, **columns):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    made = byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), special=special)
-    made.chat_template = find_template("qwen3_nothinking", made.get_vocab())
-    return made
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture

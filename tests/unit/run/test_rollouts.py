@@ -184,7 +184,7 @@ def test_later_steps_are_made_while_the_devices_train():
 
 
 def test_a_server_completes_for_the_next_step_while_this_one_is_updated(monkeypatch, tmp_path, one_device):
-    """The two wait for each other: if one began only when the other has ended, neither would go on."""
+    """The two wait for each other: if one began only when the other has ended, neither would continue."""
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr(completers, "stops_of", lambda *_: frozenset({3}))
     monkeypatch.setattr(sent_weights, "export_weights", lambda *_: None)

@@ -86,7 +86,7 @@ def test_the_update_counts_with_probabilities_of_its_own_so_that_its_ratio_is_on
 
 @pytest.mark.parametrize(("mesh", "devices"), [(MeshOptions(fsdp=2, tensor=2), 4), nightly(MeshOptions(), 1)])
 def test_completions_that_ended_leave_the_batch_and_the_others_stay_the_same(mesh, devices, monkeypatch):
-    """Each device goes on with half of its rows, or a quarter, as soon as these are enough."""
+    """Each device continues with half of its rows, or a quarter, as soon as these are enough."""
     made = make_mesh(mesh, jax.devices()[:devices])
     config = config_of(rows=16 // made.shape["fsdp"], repetition_penalty=1.1)
     monkeypatch.setattr(completers, "stops_of", lambda *_: frozenset(range(0, VOCABULARY, 5)))
