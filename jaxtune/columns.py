@@ -4,9 +4,13 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from jaxtune.image_layout import ImageLayout
+
 
 class Column(NamedTuple):
     """An array of a row, (positions,), and of a batch, (micro-batches, rows, positions); `width` adds a last axis.
+
+    With `per="patch"` its positions are not those of tokens, but those of the patches of the row's images.
 
     The columns in `MADE` are computed when a row is built. All other columns are stored with the documents. The value
     of a token, like its loss weight, is at the position that predicts the token; the value of a document or a unit is
@@ -15,20 +19,23 @@ class Column(NamedTuple):
     Attributes:
         name: the column's key in a row and in a batch.
         dtype: the dtype of the array.
-        per: whether each token, each document or each unit has a value. A unit is one document or several that are
-            packed into the same row.
-        padding: the value at positions without a token or a target; "seq_len": the length of the row.
+        per: whether each token, each document, each unit or each patch has a value. A unit is one document or several
+            that are packed into the same row.
+        padding: the value at positions without a token, target or patch; "seq_len": the length of the row.
         width: number of values at each position, the size of the last axis; None: one value, and no such axis.
+        length: number of positions of a row, if each patch has a value; None: the length of the row.
     """
 
     name: str
     dtype: type[np.generic]
-    per: Literal["token", "document", "unit"] = "token"
+    per: Literal["token", "document", "unit", "patch"] = "token"
     padding: float | Literal["seq_len"] = 0
     width: int | None = None
+    length: int | None = None
 
     def shape(self, *positions: int) -> tuple[int, ...]:
-        """Return the shape of the column's array from the shape of the positions."""
+        """Return the shape of the column's array from the shape of the positions of tokens."""
+        positions = positions if self.length is None else (*positions[:-1], self.length)
         return positions if self.width is None else (*positions, self.width)
 
 
@@ -54,7 +61,6 @@ def further_columns(modules: int) -> tuple[Column, Column]:
 
 
 _MADE = (TOKENS, TARGETS, POSITIONS, SEGMENT_IDS, UNIT_IDS, KEY_START, LAST, *further_columns(1))
-MADE = frozenset(column.name for column in _MADE)
 
 # The number of a document's label, from 0; for regression, the value.
 LABEL = Column("label", np.float32, "document")
@@ -98,6 +104,40 @@ def teacher_columns(top_k: int) -> tuple[Column, Column]:
 
 # The number of the teacher of a document.
 TEACHER = Column("teacher", np.int32, "document")
+
+# One past the last position that a token may attend to, if that is not the token itself: tokens of an image may see
+# each other. 0 for padding.
+KEY_END = Column("key_end", np.int32)
+# The number of an image token's embedding among those that the row's patches become; -1: the token has its own.
+IMAGE_PLACE = Column("image_place", np.int32, padding=-1)
+# Rotary positions of a token along time, height and width, if the model's images have positions in two axes.
+ROPE_POSITIONS = Column("rope_positions", np.int32, width=3)
+
+
+def image_columns(layout: ImageLayout, patches: int) -> tuple[Column, ...]:
+    """Return the columns that a model with a vision tower reads in addition to those of its objective.
+
+    patches: patches of a row. Patches of an image are adjacent, in the order of `ImageLayout`; images follow one
+    another in the order of their tokens. Padding sees no patch: its intervals are empty.
+    """
+    columns = [
+        # Pixels of each patch, (channels, rows, columns) in one axis, normalised as the image processor does.
+        Column("patches", np.float32, "patch", width=layout.patch_values, length=patches),
+        Column("patch_positions", np.int32, "patch", width=2, length=patches),  # row and column in the image
+        Column("patch_grid", np.int32, "patch", padding=1, width=2, length=patches),  # rows and columns of the image
+        # The interval of patches of the same image; below, of the same window of the image.
+        Column("patch_start", np.int32, "patch", length=patches),
+        Column("patch_end", np.int32, "patch", length=patches),
+    ]
+    if layout.window is not None:
+        columns += [Column(f"window_{edge}", np.int32, "patch", length=patches) for edge in ("start", "end")]
+    columns.append(IMAGE_PLACE)
+    columns += [ROPE_POSITIONS] * layout.rope_axes + [KEY_END] * layout.bidirectional
+    return tuple(columns)
+
+
+_OF_IMAGES = image_columns(ImageLayout(1, 1, 0, window=1, rope_axes=True, bidirectional=True), 1)
+MADE = frozenset(column.name for column in (*_MADE, *_OF_IMAGES))
 
 # Columns that a model computes from the documents before the first step: `Rows.with_column` adds them.
 ADDED = frozenset({REFERENCE.name, *(column.name for column in teacher_columns(1))})

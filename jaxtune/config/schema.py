@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from jaxtune.data_options import ChatOptions, DataOptions, Dataset
 from jaxtune.errors import hide_secrets, shorten
 from jaxtune.lora.options import LoraOptions
-from jaxtune.models.options import AttentionOptions, ExpertsOptions
+from jaxtune.models.options import AttentionOptions, ExpertsOptions, VisionOptions
 from jaxtune.objectives.options import (
     DecisionOptions,
     DistillOptions,
@@ -362,6 +362,7 @@ class Config:
     memory: MemoryOptions = MemoryOptions()
     attention: AttentionOptions = AttentionOptions()
     experts: ExpertsOptions = ExpertsOptions()
+    vision: VisionOptions = VisionOptions()
     precision: PrecisionOptions = PrecisionOptions()
     ckpt: CkptOptions = CkptOptions()
     eval: EvalOptions = EvalOptions()

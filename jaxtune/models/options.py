@@ -1,4 +1,4 @@
-"""The options of sections `attention` and `experts`."""
+"""The options of sections `attention`, `experts` and `vision`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,6 +63,25 @@ class ExpertsOptions:
         "update rate of the router's expert biases (auxiliary-loss-free balancing, DeepSeek-V3, 2024): added below a "
         "layer's mean load, subtracted above it; 0: biases stay fixed", "[0, inf)",
         when="not lora.enabled", also="moe_router_bias_update_rate bias_update_speed")
+
+
+@dataclass(frozen=True)
+class VisionOptions:
+    """Training on images, by the vision tower of a model that has one."""
+
+    patches_per_row: int | None = option(None,
+        "patches of images that fit in a row, in addition to data.seq_len tokens; unset: no images, and only the "
+        "model's decoder is loaded", "[1, inf)", basic=True, also="encoders")
+    train: Literal["none", "projector", "tower"] = option("none",
+        "what is trained of the vision tower: nothing; the projector, which makes embeddings of its outputs; or the "
+        "tower and the projector", when="vision.patches_per_row is not None", basic=True,
+        also="freeze_vision_tower freeze_vit freeze_aligner freeze_multi_modal_projector")
+    max_pixels: int | None = option(None,
+        "a larger image is scaled down to this many pixels; unset: the model's image processor has the limit",
+        "[1, inf)", when="vision.patches_per_row is not None", also="image_max_pixels MAX_PIXELS image_resize")
+    min_pixels: int | None = option(None,
+        "a smaller image is scaled up to this many pixels; unset: the model's image processor has the limit",
+        "[1, inf)", when="vision.patches_per_row is not None", also="image_min_pixels MIN_PIXELS")
 # fmt: on
 
 

@@ -18,19 +18,29 @@ ROOT = Path(__file__).parents[2]
 ALLOWED = {"jax", "flax", "optax", "numpy", "jaxtyping"}
 ROOMS = (
     *("models", "quant", "lora", "precision", "optim", "objectives", "parallel"),
-    *("columns.py", "training/state.py", "training/step.py", "training/guard.py"),
+    *("image_layout.py", "columns.py", "training/state.py", "training/step.py", "training/guard.py"),
 )
 # Other modules are layers above, or need more packages than a bare GPU machine has.
 MAY_USE = {"errors", "option_field", "config.schema", *(room.removesuffix(".py").replace("/", ".") for room in ROOMS)}
 NO_COMMANDS = {"__init__", "__main__", "columns", "command", "command_flags", "command_line", "errors", "hlo"}
 NO_COMMANDS |= {"json_file", "api", "data_options", "interrupt", "option_field", "reference_pages", "terminal"}
-NO_COMMANDS |= {"tokenizer_type"}
+NO_COMMANDS |= {"tokenizer_type", "image_layout"}
 COMMANDS = {path.stem for path in (ROOT / "jaxtune").glob("*.py")} - NO_COMMANDS
 
 
 # The rooms of the package from the ground up: each imports only from those below it, also inside functions.
 FLOORS = (
-    *("errors", "interrupt", "json_file", "columns", "hlo", "terminal", "option_field", "tokenizer_type"),
+    *(
+        "errors",
+        "interrupt",
+        "json_file",
+        "image_layout",
+        "columns",
+        "hlo",
+        "terminal",
+        "option_field",
+        "tokenizer_type",
+    ),
     *("parallel", "quant", "precision", "models", "objectives", "lora", "optim"),
     *("data_options", "config", "checkpoint", "hf", "merging", "monitor"),
     *("data.chat", "data.reading", "data.formats", "data.cache", "data.rows", "data"),

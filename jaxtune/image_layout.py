@@ -1,0 +1,53 @@
+"""How a model sees an image: patches, the tokens that they become, and which of them see each other."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """The layout of an image in a row, by which data are prepared for a vision tower.
+
+    An image is cut to patches. merge x merge neighbouring patches become one embedding, in place of that of an image
+    token. So the patches of an image come in blocks of merge * merge, row by row inside a block, and the blocks row by
+    row; with windows, the blocks of a window are adjacent, and windows come row by row.
+
+    Attributes:
+        patch: pixels of a patch's side.
+        merge: patches of the side of a block that becomes one embedding.
+        token: the number of the image token.
+        window: blocks of the side of an attention window of the tower (Qwen2.5-VL); None: it has no windows.
+        rope_axes: whether the decoder's rotary positions have three axes: time, height, width (M-RoPE, Qwen2-VL).
+        bidirectional: whether the tokens of an image see each other in the decoder (Gemma 3).
+        channels: colours of a pixel.
+    """
+
+    patch: int
+    merge: int
+    token: int
+    window: int | None = None
+    rope_axes: bool = False
+    bidirectional: bool = False
+    channels: int = 3
+
+    @property
+    def patch_values(self) -> int:
+        """The number of values of a patch."""
+        return self.channels * self.patch**2
+
+
+@dataclass(frozen=True)
+class ImageRef:
+    """An image of a document: where it is, and its size after preprocessing.
+
+    Attributes:
+        place: how the reader of images finds it again.
+        grid: rows and columns of patches, multiples of the layout's `merge`.
+    """
+
+    place: str
+    grid: tuple[int, int]
+
+    @property
+    def patches(self) -> int:
+        """The number of patches."""
+        return self.grid[0] * self.grid[1]
