@@ -30,17 +30,8 @@ COMMANDS = {path.stem for path in (ROOT / "jaxtune").glob("*.py")} - NO_COMMANDS
 
 # The rooms of the package from the ground up: each imports only from those below it, also inside functions.
 FLOORS = (
-    *(
-        "errors",
-        "interrupt",
-        "json_file",
-        "image_layout",
-        "columns",
-        "hlo",
-        "terminal",
-        "option_field",
-        "tokenizer_type",
-    ),
+    *("errors", "interrupt", "json_file", "image_layout", "columns"),
+    *("hlo", "terminal", "option_field", "tokenizer_type"),
     *("parallel", "quant", "precision", "models", "objectives", "lora", "optim"),
     *("data_options", "config", "checkpoint", "hf", "merging", "monitor"),
     *("data.chat", "data.reading", "data.formats", "data.cache", "data.rows", "data"),
