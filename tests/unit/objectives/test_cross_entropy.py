@@ -32,10 +32,12 @@ def only_a_head(head: jax.Array, logit_cap: float | None = None) -> Any:
     return SimpleNamespace(head_weight=head, spec=spec)
 
 
-def sums(hidden: jax.Array, head: jax.Array, batch: dict, objective: Objective = OBJECTIVE) -> Sums:
+def sums(
+    hidden: jax.Array, head: jax.Array, batch: dict, objective: Objective = OBJECTIVE, cap: float | None = None
+) -> Sums:
     """Return an objective's sums for hidden states [B, S, D] and a head [V, D]."""
     call = ForwardOptions(jnp.dtype("float32"))
-    scores = score_total(only_a_head(head), batch, call, (hidden, {}), objective.score, head_gradient=True)
+    scores = score_total(only_a_head(head, cap), batch, call, (hidden, {}), objective.score, head_gradient=True)
     return objective.loss(scores, batch)
 
 
@@ -54,19 +56,21 @@ def make(mesh):
     return place(hidden, by_token(None)), place(head, jax.P(gathered_entry("vocabulary"), None)), batch
 
 
-def test_loss_and_gradients_are_those_of_the_definition(one_device):
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_loss_and_gradients_are_those_of_the_definition(cap, one_device):
     hidden, head, batch = make(one_device)
 
     @jax.jit
     @jax.value_and_grad
     def ours(parts):
         with jax.default_matmul_precision("highest"):
-            return sums(*parts, batch).loss
+            return sums(*parts, batch, cap=cap).loss
 
     targets = np.asarray(batch["targets"])[0, :TRAINED]
 
     def defined(parts):
         logits = jnp.matmul(parts[0][0, :TRAINED], parts[1][:VOCABULARY].T, precision="highest")
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
         normalizer = jax.nn.logsumexp(logits, axis=-1)
         smooth = (1 - SMOOTHING) * logits[np.arange(TRAINED), targets] + SMOOTHING * logits.mean(-1)
         return jnp.sum(normalizer - smooth + Z_LOSS * normalizer**2)
