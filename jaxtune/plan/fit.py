@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jaxtune.config import checks
@@ -35,10 +36,8 @@ def fastest(config: Config, planned: Planner) -> Plan | None:
     only until it fits. The base of adapters is quantized only if nothing else fits. In the end layers are unrolled, if
     that fits and is faster.
     """
-    best = _fastest_in_a_loop(_replace_options(config, memory={"unroll": False}) or config, planned)
-    unrolled = best and _replace_options(best.config, memory={"unroll": True})
-    plan = planned(unrolled) if unrolled else None
-    return plan if best and plan and plan.fits and _rate(plan) >= GAIN * _rate(best) else best
+    best = _fastest_in_a_loop(config, planned)
+    return best and (_faster_unrolled(best, planned) or best)
 
 
 def faster_quantized(best: Plan, planned: Planner) -> Plan | None:
@@ -74,7 +73,9 @@ def fastest_on_each(
 ) -> Iterator[tuple[TargetGpus, Plan | UserError | NotCompiled | None]]:
     """Yield each machine, in the order of the search, with the plan of the fastest config that fits there, or None.
 
-    If there are several machines, one that cannot run the config has the error that says why.
+    If there are several machines, one that cannot run the config has the error that says why. Layers are then unrolled
+    last, and only on the cheapest and the fastest machine, because that takes minutes to compile: where it is faster,
+    the machine follows again with that plan.
 
     A plan takes a minute or more, so few are made. The first machine is one with much memory and many GPUs, and the
     next is always the one whose tokens could be the cheapest. A machine that can neither be the fastest nor the
@@ -88,12 +89,16 @@ def fastest_on_each(
     while remaining:
         where = min(remaining, key=search.order)
         remaining.remove(where)
+        if len(machines) == 1:
+            yield where, fastest(config, partial(search.plan_if_it_can_fit, where=where))
+            return
         try:
             yield where, search.result(where)
         except UserError as error:
-            if len(machines) == 1:
-                raise
             yield where, error
+    for best in search.winners():
+        if plan := _faster_unrolled(best, partial(search.plan_if_it_can_fit, where=best.where)):
+            yield best.where, plan
 
 
 class _Search:
@@ -126,14 +131,22 @@ class _Search:
                 return at_peak
         alike = [plan for plan in self.best if _count(plan.where) >= _count(where)]
         alike = [plan for plan in alike if memory_limit(plan.where.gpu) >= memory_limit(where.gpu)]
-        plan = self._plan_if_it_can_fit(alike[-1].config, where) if alike else None
+        plan = self.plan_if_it_can_fit(alike[-1].config, where) if alike else None
         if plan is None or not plan.fits:
-            plan = fastest(self.config, lambda other: self._plan_if_it_can_fit(other, where))
+            plan = _fastest_in_a_loop(self.config, partial(self.plan_if_it_can_fit, where=where))
         if plan is not None:
             self.best.append(plan)
         return plan
 
-    def _plan_if_it_can_fit(self, config: Config, where: TargetGpus) -> Plan | None:
+    def winners(self) -> list[Plan]:
+        """Return the plans of the cheapest and of the fastest machine, which may be one."""
+        if not self.best:
+            return []
+        cheapest, quickest = min(self.best, key=self._price_of_a_token), max(self.best, key=_rate)
+        return [cheapest] if cheapest is quickest else [cheapest, quickest]
+
+    def plan_if_it_can_fit(self, config: Config, where: TargetGpus) -> Plan | None:
+        """Plan a config on a machine, unless it is known that it cannot fit there."""
         limit = memory_limit(where.gpu)
         state = self._state(config, where)
         if state > limit or any(self._least_bytes(plan, config, where, state) > limit for plan in self.made):
@@ -167,13 +180,16 @@ class _Search:
 
 
 def _seconds_at_peaks(plan: Plan, gpu: str) -> float:
-    """Return the seconds that the products and the memory traffic of a plan's step would take at a GPU's peaks."""
+    """Return the seconds that the products and the memory traffic of a plan's step would take at a GPU's peaks.
+
+    Copies are left out: the same step may do without them if its layers are unrolled.
+    """
     spec = GPUS[gpu]
     peak = peak_flops(spec.kind)
     assert peak is not None
     seconds = 0.0
     for group in plan.groups:
-        if group.kind not in (*COLLECTIVES, "host copy"):
+        if group.kind not in (*COLLECTIVES, "host copy", "copy"):
             multiplies = group.kind in KERNELS or "product" in group.kind
             flops = group.flops / (2 if group.kind == "FP8 product" else 1) if multiplies else 0.0
             seconds += max(flops / peak, group.bytes / spec.memory_bandwidth)
@@ -184,7 +200,15 @@ def _count(where: TargetGpus) -> int:
     return where.gpus * where.hosts
 
 
+def _faster_unrolled(best: Plan, planned: Planner) -> Plan | None:
+    """The plan with unrolled layers, if it fits and is faster."""
+    unrolled = _replace_options(best.config, memory={"unroll": True})
+    plan = planned(unrolled) if unrolled else None
+    return plan if plan and plan.fits and _rate(plan) >= GAIN * _rate(best) else None
+
+
 def _fastest_in_a_loop(config: Config, planned: Planner) -> Plan | None:
+    config = _replace_options(config, memory={"unroll": False}) or config
     # Lazy, because each plan compiles a step: the search ends at the first that fits. Quantization comes last, since it
     # changes the arithmetic.
     smaller = (other for base in (config, *_quantized(config)) for other in (base, *_micro_batches(base, smaller=True)))

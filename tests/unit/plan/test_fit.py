@@ -79,11 +79,12 @@ def test_few_plans_are_made_for_several_machines(config):
         return plan
 
     h100, pair, small = TargetGpus("h100", 1), TargetGpus("h100", 2), TargetGpus("rtx4090", 1)
-    free = {"h100": 0.0, "rtx4090": 0.0}
+    free = {"h100": 0.0, "rtx4090": 0.0}  # so the first is the cheapest
     best = dict(fastest_on_each(config, [small, h100, pair], free, plan_on, no_state))
     assert list(best) == [pair, h100, small]
-    # What the larger number of GPUs had is taken on one GPU, without a search.
-    assert [of[1:] for of in made if of[0] == h100] == [("none", True, 4)]
+    # What the larger number of GPUs had is taken on one GPU, without a search; only the fastest machine is unrolled.
+    assert [of[1:] for of in made if of[0] == h100] == [("none", False, 4)]
+    assert [of[0] for of in made if of[2]] == [pair]
     # The small GPU does not try what is known to need more than it has: 32 GB with two rows, 48 with four.
     assert ("none", False, 2) not in [of[1:] for of in made if of[0] == small]
     assert best[small] and best[small].config.memory.remat == "block"
@@ -132,8 +133,8 @@ def test_a_gpu_that_can_be_neither_the_cheapest_nor_the_fastest_is_not_compiled(
     assert set(skipped) == set(GPUS) - set(made) == {"a100", "h200"}
     assert skipped["a100"].tokens_per_second == pytest.approx(312)
     assert skipped["a100"].per_token == pytest.approx(TYPICAL["a100"] / 3600 / 312)
-    # The options that are the fastest on the first GPU are taken on the others.
-    assert len(made) == 4 + made.count("b200")
+    # The options that are the fastest on the first GPU are taken on the others; last, the two best are unrolled.
+    assert made == ["b200", "b200", "rtx4090", "l40s", "h100", "rtx5090", "rtx4090", "b200"]
 
 
 def test_one_machine_that_cannot_run_the_recipe_does_not_end_a_comparison(config):
