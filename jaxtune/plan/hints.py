@@ -18,6 +18,7 @@ from jaxtune.plan.prediction import Plan, TargetGpus, memory_limit, predict, sta
 from jaxtune.plan.prices import Price, read_prices
 from jaxtune.plan.summary import (
     Row,
+    amount,
     as_json,
     comparison_end,
     comparison_head,
@@ -99,7 +100,7 @@ def _row(
     if isinstance(plan, UserError):
         return Row(recipe, where, None, price, verdict="cannot run", reason=str(plan))
     if isinstance(plan, NotCompiled):
-        reason = f"{plan.tokens_per_second:,.0f} tokens/s and {1e6 * plan.per_token:,.3f} for 1M tokens at best"
+        reason = f"{plan.tokens_per_second:,.0f} tokens/s and {amount(1e6 * plan.per_token)} for 1M tokens at best"
         return Row(recipe, where, None, price, verdict="not compiled", reason=reason)
     options = overrides(fitted, plan.config) if fitted and plan else []
     return Row(recipe, where, plan, price, tuple(options))

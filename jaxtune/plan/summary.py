@@ -76,7 +76,7 @@ def comparison_row(row: Row) -> str:
     return (
         f"{row.plan.needed / 1e9:9.2f} {'fits' if row.plan.fits else 'does not fit':12} "
         f"{1e3 * central.seconds:9,.1f} {central.tokens_per_second:9,.0f} {spread:>18} {central.mfu:6.1%} "
-        f"{_million_tokens(row.plan, row.price, 'central'):10,.3f}{where}"
+        f"{amount(_million_tokens(row.plan, row.price, 'central')):>10}{where}"
     )
 
 
@@ -101,7 +101,7 @@ def _best(rows: Sequence[Row]) -> list[str]:
     quickest = max(fitting, key=lambda pair: pair[1].speeds["central"].tokens_per_second)
     return [
         f"{what:<9} {machine(row.where)}, {' '.join((row.recipe, *row.options))}: "
-        f"{_million_tokens(plan, row.price, 'central'):,.3f} for 1M tokens, "
+        f"{amount(_million_tokens(plan, row.price, 'central'))} for 1M tokens, "
         f"{plan.speeds['central'].tokens_per_second:,.0f} tokens/s"
         for what, (row, plan) in (("cheapest:", cheapest), ("fastest:", quickest))
     ]
@@ -152,7 +152,7 @@ def _speed(plan: Plan) -> list[str]:
 def _cost(plan: Plan, price: Price) -> list[str]:
     hour = price.per_hour * plan.where.gpus * plan.where.hosts
     million, low, high = (_million_tokens(plan, price, name) for name in ("central", "optimistic", "pessimistic"))
-    lines = [f"  hour       {hour:,.2f}", f"  1M tokens  {million:,.3f} ({low:,.3f} - {high:,.3f})"]
+    lines = [f"  hour       {hour:,.2f}", f"  1M tokens  {amount(million)} ({amount(low)} - {amount(high)})"]
     if steps := plan.config.train.max_steps:
         run, low, high = (steps * plan.tokens / 1e6 * cost for cost in (million, low, high))
         lines += [
@@ -214,6 +214,11 @@ def _rest(plan: Plan) -> list[str]:
 
 def _verdict(plan: Plan) -> str:
     return "fits" if plan.fits else f"does not fit, {size_in_gb(plan.missing)} missing"
+
+
+def amount(price: float) -> str:
+    """Return a price with three decimals, or with five if it is below a cent."""
+    return f"{price:,.3f}" if price >= 0.01 else f"{price:.5f}"
 
 
 def size_in_gb(size: float) -> str:

@@ -55,8 +55,9 @@ class Format(ABC):
 
     def round(self, weight: Float[Array, "o i"]) -> Float[Array, "o i"]:
         """Return the dequantized result of `quantize`; XLA fuses it, because no codes are packed."""
-        array = QuantizedArray(*self.encode(weight), self.elements, weight.dtype)
-        values = ELEMENTS[self.elements].decode(array.codes) * by_block(block_scales(*array.kernel_scales()))
+        encoded = self.encode(weight)
+        scales = QuantizedArray(*encoded, self.elements, weight.dtype).kernel_scales()
+        values = ELEMENTS[self.elements].decode(encoded.codes) * by_block(block_scales(*scales))
         return values.reshape(weight.shape).astype(weight.dtype)
 
     def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:

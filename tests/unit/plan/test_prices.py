@@ -58,6 +58,9 @@ def test_machines_are_compared_by_price_and_speed():
     assert "cheapest: 1 x l40s, r --fast: 0.050 for 1M tokens, 5,000 tokens/s" in text
     assert "fastest:  8 x h100, r --fast: 0.067 for 1M tokens, 100,000 tokens/s" in text
     assert comparison_row(rows[-1]).split()[:2] == ["nothing", "fits"]
+    assert " 0.050  1 x l40s" in comparison_row(rows[0])
+    cheap = TargetGpus("b200", 1)
+    assert " 0.00010  1 x b200" in comparison_row(Row("r", cheap, planned(1e6)(cheap), Price(0.36)))
 
 
 @pytest.mark.parametrize(
