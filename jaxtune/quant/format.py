@@ -49,9 +49,10 @@ class Format(ABC):
 
     def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
         """Quantize a finite matrix of any float dtype."""
-        codes, *scales = self.encode(weight)
-        codes = pack(codes) if ELEMENTS[self.elements].packed == 2 else codes
-        return QuantizedArray(codes.reshape(len(weight), -1), *scales, self.elements, weight.dtype)
+        encoded = self.encode(weight)
+        codes = pack(encoded.codes) if ELEMENTS[self.elements].packed == 2 else encoded.codes
+        encoded = encoded._replace(codes=codes.reshape(len(weight), -1))
+        return QuantizedArray(*encoded, self.elements, weight.dtype)
 
     def round(self, weight: Float[Array, "o i"]) -> Float[Array, "o i"]:
         """Return the dequantized result of `quantize`; XLA fuses it, because no codes are packed."""
