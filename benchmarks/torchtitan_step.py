@@ -10,8 +10,8 @@ FlashAttention 2. Communication is left out. The same program was measured on GP
 import dataclasses
 from dataclasses import dataclass
 
-from jaxtune.plan.launches import Launch
-from jaxtune.plan.rates import SCENARIOS, _us
+from jaxtune.plan.launches import Launch, LaunchedProgram
+from jaxtune.plan.rates import SCENARIOS, time_launches
 from pallas_kernels.gpus import GPUS, peak_flops
 
 TOKENS, ROW, WIDTH, INNER, KEYS, LAYERS, VOCABULARY = 2 * 8192, 8192, 4096, 14_336, 1024, 32, 128_256
@@ -23,14 +23,14 @@ AGAIN = PRODUCTS[1::2]
 # Fractions of the bf16 peak of FlashAttention 2 on an H100, 8192 tokens, head dimension 128: 333 TFLOP/s forward with a
 # causal mask and 318 backward without one, in the charts of arXiv:2407.08608.
 FORWARD, BACKWARD = 333 / 989, 318 / 989
-GPUS["h100 of 2.4 TB/s"] = dataclasses.replace(GPUS["h100"], memory_bandwidth=2_400_000_000_000)
 
 
 @dataclass(frozen=True)
 class Published:
-    """A run of torchtitan: its GPUs, whether its products are in FP8, tokens a second and GPU, and the source."""
+    """A run of torchtitan: its GPUs and their bytes a second, FP8 products or not, tokens a second and GPU, source."""
 
     gpu: str
+    bandwidth: float
     gpus: int
     fp8: bool
     tokens_per_second: float
@@ -38,21 +38,24 @@ class Published:
 
 
 RUNS = (
-    Published("h100 of 2.4 TB/s", 8, False, 6667, "llama3_h100_202412_torchtitan.md, 500 W"),
-    Published("h100 of 2.4 TB/s", 8, True, 8532, "llama3_h100_202412_torchtitan.md, 500 W"),
-    Published("h200", 32, True, 10_938, "llama3_8b_h200_2025-06_torchtitan.md, H200 of 700 W"),
+    Published("h100", 2.4e12, 8, False, 6667, "llama3_h100_202412_torchtitan.md, 500 W"),
+    Published("h100", 2.4e12, 8, True, 8532, "llama3_h100_202412_torchtitan.md, 500 W"),
+    Published("h200", GPUS["h200"].memory_bandwidth, 32, True, 10_938, "llama3_8b_h200_2025-06_torchtitan.md, 700 W"),
 )
 
 
 def predict(run: Published, again: bool = True) -> float:
     """Return tokens a second and GPU; again: with the products that torchtitan computes again."""
-    rates, kind = SCENARIOS["central"], "FP8 product" if run.fp8 else "product"
-    bandwidth = GPUS[run.gpu].memory_bandwidth * rates.bandwidth
+    kind, central = "FP8 product" if run.fp8 else "product", SCENARIOS["central"]
+    bandwidth = run.bandwidth * central.bandwidth
+    # The rate is a fraction of the GPU's data sheet.
+    rates = dataclasses.replace(central, bandwidth=bandwidth / GPUS[run.gpu].memory_bandwidth)
 
     def product(m: int, n: int, k: int, kind: str = kind) -> float:
         size = 1 if kind == "FP8 product" else 2
         read = (("operands", (m * k + n * k) * float(size)),)
-        return _us(Launch("", kind, "forward", 1, read, m * n * 2.0, sizes=(m, n, k)), run.gpu, 8, 0.0, rates)
+        launch = Launch("", kind, "forward", 1, read, m * n * 2.0, sizes=(m, n, k))
+        return time_launches(LaunchedProgram([launch]), run.gpu, 8, rates)[0].us
 
     def moved(size: float) -> float:
         return size / bandwidth * 1e6
@@ -82,9 +85,9 @@ def main() -> None:
     for run in RUNS:
         expected = predict(run)
         print(
-            f"| {run.gpus} x {run.gpu} | {'FP8' if run.fp8 else 'bf16'} | {run.tokens_per_second:,.0f} "
-            f"| {expected:,.0f} ({expected / run.tokens_per_second - 1:+.0%}) | {predict(run, again=False):,.0f} "
-            f"| {run.source} |"
+            f"| {run.gpus} x {run.gpu}, {run.bandwidth / 1e12:.1f} TB/s | {'FP8' if run.fp8 else 'bf16'} "
+            f"| {run.tokens_per_second:,.0f} | {expected:,.0f} ({expected / run.tokens_per_second - 1:+.0%}) "
+            f"| {predict(run, again=False):,.0f} | {run.source} |"
         )
 
 

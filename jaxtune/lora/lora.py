@@ -127,7 +127,9 @@ class LoRA:
         """Return W + scale · B A."""
         a, b = self.matrices(values)
         # No TF32 on a GPU: the merged weight is exported, or trained further.
-        return weight + self.scale * jnp.einsum("...or,...ri->...oi", b, a, precision=jax.lax.Precision.HIGHEST)
+        change = jnp.einsum("...or,...ri->...oi", b, a, precision=jax.lax.Precision.HIGHEST)
+        # Without the barrier XLA for GPUs adds W within the product, which first writes a bfloat16 W in float32.
+        return weight + self.scale * jax.lax.optimization_barrier(change)
 
     def merged_bias(self, bias: Float[Array, " o"], values: Mapping[str, Array]) -> Float[Array, " o"]:
         """Return the bias unchanged."""

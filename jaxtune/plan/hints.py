@@ -12,11 +12,22 @@ from absl import flags
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.plan import calibration
-from jaxtune.plan.fit import faster_quantized, fastest_on_each, overrides
+from jaxtune.plan.fit import NotCompiled, faster_quantized, fastest_on_each, overrides
 from jaxtune.plan.jax_versions import say_slower
 from jaxtune.plan.prediction import Plan, TargetGpus, memory_limit, predict, state_bytes
 from jaxtune.plan.prices import Price, read_prices
-from jaxtune.plan.summary import Row, as_json, comparison, line, machine, size_in_gb, table
+from jaxtune.plan.summary import (
+    Row,
+    amount,
+    as_json,
+    comparison_end,
+    comparison_head,
+    comparison_row,
+    line,
+    machine,
+    size_in_gb,
+    table,
+)
 from pallas_kernels.gpus import GPUS
 
 
@@ -33,8 +44,8 @@ def plan_one(values: flags.FlagValues, config: Config) -> int:
         plan = search.plan(config, where)
         print(json.dumps(as_json(plan), indent=2) if values.json else table(plan, price))
         return 0 if plan.fits else 2
-    plan = fastest_on_each(config, [where], search.plan_loudly, state_bytes)[where]
-    assert not isinstance(plan, UserError)  # of a single machine it is raised
+    (_, plan), *_ = fastest_on_each(config, [where], {where.gpu: price.per_hour}, search.plan_loudly, state_bytes)
+    assert not isinstance(plan, UserError | NotCompiled)  # an error is raised, and one machine is always planned
     if plan is None:
         raise UserError(f"--fit: nothing fits into {size_in_gb(memory_limit(where.gpu))}; {search.least()}")
     if values.json:
@@ -49,30 +60,50 @@ def plan_one(values: flags.FlagValues, config: Config) -> int:
 
 
 def compare(parsed: Mapping[str, tuple[flags.FlagValues, Config]]) -> int:
-    """Print plans of several recipes and machines as a table; return the exit code."""
+    """Print plans of several recipes and machines as a table, each row when it is known; return the exit code."""
     _use_cpu()
-    rows: list[Row] = []
+    compared: list[tuple[str, Config, list[TargetGpus], dict[str, Price], _Planner]] = []
     for recipe, (values, recipes_own) in parsed.items():
         if values.json:
             raise UserError("--json prints one plan: leave it out, or give one recipe, --gpu and --gpus")
         config = _with_model(recipes_own, values.model)
         machines = _machines(values, config)
-        prices = _prices(values, machines)
         search = _Planner({where.gpu: calibration.find(where.gpu, values.calibration) for where in machines})
-        if values.fit:
-            plans = fastest_on_each(config, machines, search.plan_loudly, state_bytes)
+        compared.append((recipe, config, machines, _prices(values, machines), search))
+    fit = next(iter(parsed.values()))[0].fit  # flags are the same for all recipes
+    rows, fits = [], []
+    print(comparison_head(), flush=True)
+    for recipe, config, machines, prices, search in compared:
+        if fit:
+            hourly = {gpu: price.per_hour for gpu, price in prices.items()}
+            plans = fastest_on_each(config, machines, hourly, search.plan_loudly, state_bytes)
         else:
-            plans = {where: search.plan_or_error(config, where, only=len(machines) == 1) for where in machines}
-        for where, plan in plans.items():
-            plan, reason = (None, str(plan)) if isinstance(plan, UserError) else (plan, None)
-            options = overrides(config, plan.config) if values.fit and plan else []
-            rows.append(Row(recipe, where, plan, prices[where.gpu], tuple(options), reason))
-    print(comparison(rows))
+            only = len(machines) == 1
+            plans = ((where, search.plan_or_error(config, where, only)) for where in machines)
+        for where, plan in plans:
+            row = _row(recipe, config if fit else None, where, plan, prices[where.gpu])
+            print(comparison_row(row), flush=True)
+            rows.append(row)
+            if not isinstance(plan, NotCompiled):
+                fits.append(row.plan is not None and row.plan.fits)
+    print(comparison_end(rows))
     if slower := say_slower(jax.__version__):
         print(slower)
-    fit = [row.plan is not None and row.plan.fits for row in rows]
     # One machine that fits is enough; of several recipes, each must fit.
-    return 0 if (any(fit) if len(parsed) == 1 else all(fit)) else 2
+    return 0 if (any(fits) if len(parsed) == 1 else all(fits)) else 2
+
+
+def _row(
+    recipe: str, fitted: Config | None, where: TargetGpus, plan: Plan | UserError | NotCompiled | None, price: Price
+) -> Row:
+    """Return a row of a comparison; fitted: the recipe's config, if the plan has options that --fit has found."""
+    if isinstance(plan, UserError):
+        return Row(recipe, where, None, price, verdict="cannot run", reason=str(plan))
+    if isinstance(plan, NotCompiled):
+        reason = f"{plan.tokens_per_second:,.0f} tokens/s and {amount(1e6 * plan.per_token)} for 1M tokens at best"
+        return Row(recipe, where, None, price, verdict="not compiled", reason=reason)
+    options = overrides(fitted, plan.config) if fitted and plan else []
+    return Row(recipe, where, plan, price, tuple(options))
 
 
 def _use_cpu() -> None:

@@ -20,10 +20,11 @@ class Row:
     Attributes:
         recipe: as given.
         where: the machine.
-        plan: None if nothing fits there.
+        plan: None if there is none.
         price: of a GPU of the machine.
         options: flags that --fit has found.
-        reason: why the recipe cannot run there, if so.
+        verdict: why there is no plan, in two words.
+        reason: the same in a sentence, or "".
     """
 
     recipe: str
@@ -31,7 +32,8 @@ class Row:
     plan: Plan | None
     price: Price
     options: tuple[str, ...] = ()
-    reason: str | None = None
+    verdict: str = "nothing fits"
+    reason: str = ""
 
 
 def table(plan: Plan, price: Price, groups: int = 10) -> str:
@@ -56,27 +58,34 @@ def machine(where: TargetGpus) -> str:
     return f"{hosts}{where.gpus} x {where.gpu}"
 
 
-def comparison(rows: Sequence[Row]) -> str:
-    """A table of plans, and the time model's assumptions if they are of one kind of GPU.
+_HEAD = f"{'step, ms':>9} {'tokens/s':>9} {'range':>18} {'MFU':>6} {'1M tokens':>10}"
+
+
+def comparison_head() -> str:
+    """The head of a table of plans."""
+    return f"{'GB/GPU':>9} {'':12} {_HEAD}  {'machine':<12} recipe"
+
+
+def comparison_row(row: Row) -> str:
+    """A row of a table of plans."""
+    where = f"  {machine(row.where):<12} {' '.join((row.recipe, *row.options))}"
+    if row.plan is None:
+        return f"{'':9} {row.verdict:12} {'':{len(_HEAD)}}{where}{f': {row.reason}' if row.reason else ''}"
+    central, fast, slow = (row.plan.speeds[scenario] for scenario in ("central", "optimistic", "pessimistic"))
+    spread = f"{slow.tokens_per_second:,.0f} - {fast.tokens_per_second:,.0f}"
+    return (
+        f"{row.plan.needed / 1e9:9.2f} {'fits' if row.plan.fits else 'does not fit':12} "
+        f"{1e3 * central.seconds:9,.1f} {central.tokens_per_second:9,.0f} {spread:>18} {central.mfu:6.1%} "
+        f"{amount(_million_tokens(row.plan, row.price, 'central')):>10}{where}"
+    )
+
+
+def comparison_end(rows: Sequence[Row]) -> str:
+    """What follows a table of plans: prices, and the time model's assumptions if they are of one kind of GPU.
 
     If there are several machines, the cheapest and the fastest ones are named.
     """
-    head = f"{'step, ms':>9} {'tokens/s':>9} {'range':>18} {'MFU':>6} {'1M tokens':>10}"
-    lines = [f"{'GB/GPU':>9} {'':12} {head}  {'machine':<12} recipe"]
-    for row in rows:
-        where = f"  {machine(row.where):<12} {' '.join((row.recipe, *row.options))}"
-        if row.plan is None:
-            verdict = "nothing fits" if row.reason is None else "cannot run"
-            lines.append(f"{'':9} {verdict:12} {'':{len(head)}}{where}{f': {row.reason}' if row.reason else ''}")
-            continue
-        central, fast, slow = (row.plan.speeds[scenario] for scenario in ("central", "optimistic", "pessimistic"))
-        spread = f"{slow.tokens_per_second:,.0f} - {fast.tokens_per_second:,.0f}"
-        lines.append(
-            f"{row.plan.needed / 1e9:9.2f} {'fits' if row.plan.fits else 'does not fit':12} "
-            f"{1e3 * central.seconds:9,.1f} {central.tokens_per_second:9,.0f} {spread:>18} {central.mfu:6.1%} "
-            f"{_million_tokens(row.plan, row.price, 'central'):10,.3f}{where}"
-        )
-    lines += ["", *_best(rows), *_prices(rows)]
+    lines = ["", *_best(rows), *_prices(rows)]
     planned = [row.plan for row in rows if row.plan]
     if planned and len({row.where.gpu for row in rows}) == 1:
         lines += ["", *_assumptions(planned[0])]
@@ -92,7 +101,7 @@ def _best(rows: Sequence[Row]) -> list[str]:
     quickest = max(fitting, key=lambda pair: pair[1].speeds["central"].tokens_per_second)
     return [
         f"{what:<9} {machine(row.where)}, {' '.join((row.recipe, *row.options))}: "
-        f"{_million_tokens(plan, row.price, 'central'):,.3f} for 1M tokens, "
+        f"{amount(_million_tokens(plan, row.price, 'central'))} for 1M tokens, "
         f"{plan.speeds['central'].tokens_per_second:,.0f} tokens/s"
         for what, (row, plan) in (("cheapest:", cheapest), ("fastest:", quickest))
     ]
@@ -143,7 +152,7 @@ def _speed(plan: Plan) -> list[str]:
 def _cost(plan: Plan, price: Price) -> list[str]:
     hour = price.per_hour * plan.where.gpus * plan.where.hosts
     million, low, high = (_million_tokens(plan, price, name) for name in ("central", "optimistic", "pessimistic"))
-    lines = [f"  hour       {hour:,.2f}", f"  1M tokens  {million:,.3f} ({low:,.3f} - {high:,.3f})"]
+    lines = [f"  hour       {hour:,.2f}", f"  1M tokens  {amount(million)} ({amount(low)} - {amount(high)})"]
     if steps := plan.config.train.max_steps:
         run, low, high = (steps * plan.tokens / 1e6 * cost for cost in (million, low, high))
         lines += [
@@ -205,6 +214,11 @@ def _rest(plan: Plan) -> list[str]:
 
 def _verdict(plan: Plan) -> str:
     return "fits" if plan.fits else f"does not fit, {size_in_gb(plan.missing)} missing"
+
+
+def amount(price: float) -> str:
+    """Return a price with three decimals, or with five if it is below a cent."""
+    return f"{price:,.3f}" if price >= 0.01 else f"{price:.5f}"
 
 
 def size_in_gb(size: float) -> str:

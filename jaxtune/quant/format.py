@@ -1,18 +1,34 @@
-"""The base class of formats: a block shape, a function from a matrix to a QuantizedArray, layout and checks."""
+"""The base class of formats: a block shape, a function from a matrix to codes and scales, layout and checks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, UInt8
 
 from jaxtune.parallel.layout import spec
-from jaxtune.quant.array import QuantizedArray
+from jaxtune.quant.array import QuantizedArray, by_block, pack
 from pallas_kernels.quant_matmul.elements import ELEMENTS
+from pallas_kernels.quant_matmul.layout import block_scales
+
+
+class Encoded(NamedTuple):
+    """What a format makes of a matrix; scales as in `QuantizedArray`.
+
+    Attributes:
+        codes: one byte per element, in blocks.
+        scales, outer_scales, offset: as in `QuantizedArray`.
+    """
+
+    codes: UInt8[Array, "o/r r i/c c"]
+    scales: Any
+    outer_scales: Float[Array, " n"] | None = None
+    offset: Float[Array, ""] | None = None
 
 
 @dataclass(frozen=True)
@@ -28,8 +44,22 @@ class Format(ABC):
     block: tuple[int | None, int | None]
 
     @abstractmethod
+    def encode(self, weight: Float[Array, "o i"]) -> Encoded:
+        """Return codes and scales of a finite matrix of any float dtype, in pure jax.numpy."""
+
     def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
-        """Quantize a finite matrix of any float dtype, in pure jax.numpy."""
+        """Quantize a finite matrix of any float dtype."""
+        encoded = self.encode(weight)
+        codes = pack(encoded.codes) if ELEMENTS[self.elements].packed == 2 else encoded.codes
+        encoded = encoded._replace(codes=codes.reshape(len(weight), -1))
+        return QuantizedArray(*encoded, self.elements, weight.dtype)
+
+    def round(self, weight: Float[Array, "o i"]) -> Float[Array, "o i"]:
+        """Return the dequantized result of `quantize`; XLA fuses it, because no codes are packed."""
+        encoded = self.encode(weight)
+        scales = QuantizedArray(*encoded, self.elements, weight.dtype).kernel_scales()
+        values = ELEMENTS[self.elements].decode(encoded.codes) * by_block(block_scales(*scales))
+        return values.reshape(weight.shape).astype(weight.dtype)
 
     def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the rows and columns of a block, for a matrix of this shape."""
@@ -73,6 +103,12 @@ class Format(ABC):
         places = [self._places(matrix, of_weight) for matrix, of_weight in zip(matrices, axes)]
         return _quantize_together(tuple(weights), self, tuple(places))
 
+    def round_together(
+        self, weights: Sequence[Float[Array, "*stack o i"]], axes: Sequence[tuple[str | None, ...]]
+    ) -> list[Float[Array, "*stack o i"]]:
+        """Return the dequantized results of `make_together`."""
+        return _round_together(tuple(weights), self, tuple(spec(*of_weight) for of_weight in axes))
+
     def _matrix(self, shape: tuple[int, ...], dtype: Any) -> QuantizedArray:
         """Return shapes and dtypes of one quantized matrix of a stack of this shape."""
         return jax.eval_shape(self.quantize, jax.ShapeDtypeStruct(shape[-2:], dtype))
@@ -115,3 +151,20 @@ def _quantize_together(
     for _ in range(weights[0].ndim - 2):
         quantize = jax.vmap(quantize)
     return cast(list[QuantizedArray], jax.sharding.auto_axes(quantize, out_sharding=list(places))(*weights))
+
+
+@partial(jax.jit, static_argnames=("format", "places"))
+def _round_together(
+    weights: tuple[Float[Array, "*stack o i"], ...], format: Format, places: tuple[jax.P, ...]
+) -> list[Float[Array, "*stack o i"]]:
+    """Round the concatenation of matrices, and return the rows of each, with these PartitionSpecs."""
+
+    def rounded(*weights: Float[Array, "o i"]) -> list[Float[Array, "o i"]]:
+        if len(weights) == 1:
+            return [format.round(weights[0])]
+        ends = np.cumsum([len(weight) for weight in weights])
+        return jnp.split(format.round(jnp.concatenate(weights)), ends[:-1])
+
+    for _ in range(weights[0].ndim - 2):
+        rounded = jax.vmap(rounded)
+    return cast(list[Array], jax.sharding.auto_axes(rounded, out_sharding=list(places))(*weights))

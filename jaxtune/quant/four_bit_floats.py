@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from jaxtune.quant.array import SCALES_PER_OUTER, TINY, QuantizedArray, block_absmax, by_block, in_blocks, nearest, pack
-from jaxtune.quant.format import Format
+from jaxtune.quant.array import SCALES_PER_OUTER, TINY, block_absmax, by_block, in_blocks, nearest
+from jaxtune.quant.format import Encoded, Format
 from jaxtune.quant.options import BLOCK_SIZES, QuantOptions
 from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP
 from pallas_kernels.quant_matmul.elements import ELEMENTS
@@ -33,8 +33,8 @@ class FourBitFloats(Format):
 
     double_quant: bool
 
-    def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
-        """Quantize with one scale per block of a row; with `double_quant` the scales are in 8 bits."""
+    def encode(self, weight: Float[Array, "o i"]) -> Encoded:
+        """Round to nearest with one scale per block of a row; with `double_quant` the scales are in 8 bits."""
         table = np.asarray(ELEMENTS[self.elements].values, np.float32)
         order = np.argsort(table, stable=True)  # FP4's codes are not ordered by value
         blocks = in_blocks(weight, self.block_of(weight.shape))
@@ -43,9 +43,7 @@ class FourBitFloats(Format):
         # differ.
         elements = jnp.clip(blocks * by_block(1.0 / jnp.maximum(absmax, TINY)), -1, 1)  # bitsandbytes' floor is 1e-38
         codes = jnp.asarray(order, jnp.uint8)[nearest(elements, table[order])]
-        codes = pack(codes).reshape(len(weight), -1)
-        scales = doubly_quantized(absmax) if self.double_quant else (absmax, None, None)
-        return QuantizedArray(codes, *scales, self.elements, weight.dtype)
+        return Encoded(codes, *(doubly_quantized(absmax) if self.double_quant else (absmax,)))
 
 
 def doubly_quantized(absmax: Float[Array, "o n"]) -> tuple[UInt8[Array, "o n"], Float[Array, " m"], Float[Array, ""]]:

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, divisors, in_blocks
-from jaxtune.quant.format import Format
+from jaxtune.quant.array import block_absmax, by_block, divisors, in_blocks
+from jaxtune.quant.format import Encoded, Format
 from jaxtune.quant.options import QuantOptions
 
 LARGEST = 448.0  # the largest e4m3 number
@@ -27,11 +27,10 @@ def format_of(options: QuantOptions, parameter: str) -> Format:
 class Fp8(Format):
     """FP8 e4m3, scaled so that the amax of a block becomes the largest e4m3 number; a block of zeros has scale 1."""
 
-    def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
-        """Quantize, rounding to nearest, ties to even."""
+    def encode(self, weight: Float[Array, "o i"]) -> Encoded:
+        """Round to nearest, ties to even."""
         blocks = in_blocks(weight, self.block_of(weight.shape))
         absmax = block_absmax(blocks)
         scales = divisors(absmax / LARGEST)
         elements = jnp.clip(blocks / by_block(scales), -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
-        codes = jax.lax.bitcast_convert_type(elements, jnp.uint8).reshape(weight.shape)
-        return QuantizedArray(codes, scales, None, None, self.elements, weight.dtype)
+        return Encoded(jax.lax.bitcast_convert_type(elements, jnp.uint8), scales)

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxtune.quant.array import QuantizedArray, block_absmax, by_block, divisors, in_blocks, pack
-from jaxtune.quant.format import Format
+from jaxtune.quant.array import block_absmax, by_block, divisors, in_blocks
+from jaxtune.quant.format import Encoded, Format
 from jaxtune.quant.options import QuantOptions
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 
@@ -23,8 +23,8 @@ def format_of(options: QuantOptions, parameter: str) -> Format:
 class Integers(Format):
     """Symmetric integers: the lowest code, -8 or -128, is not used. A block of zeros has scale 1."""
 
-    def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
-        """Quantize, rounding to nearest, ties to even."""
+    def encode(self, weight: Float[Array, "o i"]) -> Encoded:
+        """Round to nearest, ties to even."""
         bits = ELEMENTS[self.elements].bits
         largest = 2 ** (bits - 1) - 1
         blocks = in_blocks(weight, self.block_of(weight.shape))
@@ -33,5 +33,4 @@ class Integers(Format):
         integers = jnp.clip(jnp.round(blocks / by_block(scales)), -largest, largest).astype(jnp.int8)
         codes = jax.lax.bitcast_convert_type(integers, jnp.uint8)
         # A negative int8 has ones in its high bits, which would spoil the other code of the byte.
-        codes = (pack(codes & 15) if bits == 4 else codes).reshape(len(weight), -1)
-        return QuantizedArray(codes, scales, None, None, self.elements, weight.dtype)
+        return Encoded(codes & 15 if bits == 4 else codes, scales)

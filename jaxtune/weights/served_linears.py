@@ -92,17 +92,22 @@ class ServedLinears:
 
     def _served(self, layer: Layer) -> dict[str, Array | QuantizedArray]:
         stored = {name: self.parameters[name].storage is not None for name in layer}
+        if not any(stored.values()):
+            return dict(zip(layer, self.format.round_together(*self._merged(layer))))
         return {name: array if stored[name] else array.dequantize() for name, array in self._quantized(layer).items()}
 
     def _quantized(self, layer: Layer) -> dict[str, QuantizedArray]:
+        return dict(zip(layer, self.format.make_together(*self._merged(layer))))
+
+    def _merged(self, layer: Layer) -> tuple[list[Array], list[tuple[str | None, ...]]]:
+        """Return the weights with their adapters, and the logical axes of each."""
         declared = [self.parameters[name] for name in layer]
         axes = [parameter.axes[1:] if parameter.lead else parameter.axes for parameter in declared]  # of one layer
-        plain = {
-            name: merged_weight(self.parameters[name].treatment.adapter if parts else None, weight, parts)
+        plain = (
+            merged_weight(self.parameters[name].treatment.adapter if parts else None, weight, parts)
             for name, (weight, parts) in layer.items()
-        }
-        rounded = [weight.astype(self.dtype) for weight in plain.values()]
-        return dict(zip(layer, self.format.make_together(rounded, axes)))
+        )
+        return [weight.astype(self.dtype) for weight in plain], axes
 
     def wrap_weights(
         self, weights: Mapping[str, Any], operands: Mapping[str, Array | QuantizedArray], scales: Scales

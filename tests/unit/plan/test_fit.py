@@ -1,13 +1,19 @@
 """The search for the fastest options that fit, with made-up memory and speed."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
 from jaxtune.config import dataset, new_config, resolve
 from jaxtune.errors import UserError
-from jaxtune.plan.fit import faster_quantized, fastest, fastest_on_each, overrides
-from jaxtune.plan.prediction import TargetGpus, memory_limit
+from jaxtune.plan.fit import NotCompiled, faster_quantized, fastest, fastest_on_each, overrides
+from jaxtune.plan.prediction import Group, TargetGpus, memory_limit
+from jaxtune.plan.prices import TYPICAL
+from pallas_kernels.gpus import GPUS, peak_flops
+
+# A token takes a second of a GPU at a TFLOP/s.
+WORK = Group("product", "forward", "", ms=1.0, launches=1, bytes=0.0, flops=1e12)
 
 
 @pytest.fixture
@@ -29,9 +35,14 @@ def planner(limit, gain=1.1):
         needed = activations + (4 if config.quant.format else 16) + (8 if config.memory.unroll else 0)
         speed *= 1.05 if config.memory.unroll else 1.0
         speeds = {"central": SimpleNamespace(tokens_per_second=speed)}
-        return SimpleNamespace(config=config, needed=needed, fits=needed <= limit, speeds=speeds)
+        more = {"tokens": 1, "groups": (WORK,), "where": TargetGpus("h100")}
+        return SimpleNamespace(config=config, needed=needed, fits=needed <= limit, speeds=speeds, **more)
 
     return plan
+
+
+def no_state(config, where):
+    return 0
 
 
 @pytest.mark.parametrize(
@@ -68,10 +79,12 @@ def test_few_plans_are_made_for_several_machines(config):
         return plan
 
     h100, pair, small = TargetGpus("h100", 1), TargetGpus("h100", 2), TargetGpus("rtx4090", 1)
-    best = fastest_on_each(config, [small, h100, pair], plan_on, lambda other, where: 0)
-    assert list(best) == [small, h100, pair]
-    # What the larger number of GPUs had is taken on one GPU, without a search.
-    assert [of[1:] for of in made if of[0] == h100] == [("none", True, 4)]
+    free = {"h100": 0.0, "rtx4090": 0.0}  # so the first is the cheapest
+    best = dict(fastest_on_each(config, [small, h100, pair], free, plan_on, no_state))
+    assert list(best) == [pair, h100, small]
+    # What the larger number of GPUs had is taken on one GPU, without a search; only the fastest machine is unrolled.
+    assert [of[1:] for of in made if of[0] == h100] == [("none", False, 4)]
+    assert [of[0] for of in made if of[2]] == [pair]
     # The small GPU does not try what is known to need more than it has: 32 GB with two rows, 48 with four.
     assert ("none", False, 2) not in [of[1:] for of in made if of[0] == small]
     assert best[small] and best[small].config.memory.remat == "block"
@@ -82,7 +95,46 @@ def test_nothing_is_compiled_where_the_state_does_not_fit(config):
         raise AssertionError("compiled")
 
     where = TargetGpus("rtx4090", 1)
-    assert fastest_on_each(config, [where], plan_on, lambda other, where: 2**36) == {where: None}
+    assert list(fastest_on_each(config, [where], TYPICAL, plan_on, lambda other, where: 2**36)) == [(where, None)]
+
+
+def test_fewer_rows_are_not_compiled_if_they_cannot_fit(config):
+    """Half of the temporaries of 8 rows, 80 GB, and the state, 16 GB, are more than an H100 has."""
+    made, a_row = [], {"none": 20, "dots": 10, "block": 9, "offload": 8}
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch_size=8))
+
+    def plan_on(other, where):
+        rows, remat = other.train.micro_batch_size, other.memory.remat
+        made.append((rows, remat))
+        plan = planner(0)(other)
+        plan.needed = 1e9 * (16 + rows * a_row[remat])
+        plan.fits = plan.needed <= memory_limit(where.gpu)
+        return plan
+
+    ((_, best),) = fastest_on_each(config, [TargetGpus("h100")], TYPICAL, plan_on, lambda other, where: 16 * 10**9)
+    assert made[:5] == [(8, "none"), (8, "dots"), (8, "block"), (8, "offload"), (4, "dots")]
+    assert best.config.train.micro_batch_size == 4 and best.config.memory.remat == "dots"
+
+
+def test_a_gpu_that_can_be_neither_the_cheapest_nor_the_fastest_is_not_compiled(config):
+    """At 60% of its peak an RTX 4090 has 291 TFLOP/s for a dollar an hour; at its peak an H200 has 275, an A100 224."""
+    made = []
+
+    def plan_on(other, where):
+        plan = planner(100)(other)
+        plan.where = where
+        plan.speeds = {"central": SimpleNamespace(tokens_per_second=0.6 * peak_flops(GPUS[where.gpu].kind) / 1e12)}
+        made.append(where.gpu)
+        return plan
+
+    best = dict(fastest_on_each(config, [TargetGpus(gpu) for gpu in GPUS], TYPICAL, plan_on, no_state))
+    assert [where.gpu for where in best][:3] == ["b200", "rtx4090", "l40s"]
+    skipped = {where.gpu: found for where, found in best.items() if isinstance(found, NotCompiled)}
+    assert set(skipped) == set(GPUS) - set(made) == {"a100", "h200"}
+    assert skipped["a100"].tokens_per_second == pytest.approx(312)
+    assert skipped["a100"].per_token == pytest.approx(TYPICAL["a100"] / 3600 / 312)
+    # The options that are the fastest on the first GPU are taken on the others; last, the two best are unrolled.
+    assert made == ["b200", "b200", "rtx4090", "l40s", "h100", "rtx5090", "rtx4090", "b200"]
 
 
 def test_one_machine_that_cannot_run_the_recipe_does_not_end_a_comparison(config):
@@ -93,10 +145,10 @@ def test_one_machine_that_cannot_run_the_recipe_does_not_end_a_comparison(config
             raise UserError("it needs FP8")
         return planner(40)(other)
 
-    best = fastest_on_each(config, [unable, able], plan_on, lambda other, where: 0)
+    best = dict(fastest_on_each(config, [unable, able], TYPICAL, plan_on, no_state))
     assert str(best[unable]) == "it needs FP8" and best[able].fits
     with pytest.raises(UserError, match="needs FP8"):
-        fastest_on_each(config, [unable], plan_on, lambda other, where: 0)
+        list(fastest_on_each(config, [unable], TYPICAL, plan_on, no_state))
 
 
 def test_a_quantized_base_is_named_if_it_makes_recomputation_unnecessary(config):

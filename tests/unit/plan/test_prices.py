@@ -7,9 +7,9 @@ import pytest
 from jaxtune.errors import UserError
 from jaxtune.plan import __main__ as plan
 from jaxtune.plan import hints
-from jaxtune.plan.prediction import Speed, TargetGpus
+from jaxtune.plan.prediction import Group, Speed, TargetGpus
 from jaxtune.plan.prices import TYPICAL, Price, read_prices
-from jaxtune.plan.summary import Row, comparison
+from jaxtune.plan.summary import Row, comparison_end, comparison_row
 from pallas_kernels.gpus import GPUS
 
 
@@ -43,7 +43,8 @@ def test_a_wrong_price_is_refused(text, gpus, said):
 
 def planned(tokens_per_second, fits=True):
     speeds = dict.fromkeys(("central", "optimistic", "pessimistic"), Speed(1.0, tokens_per_second, 0.4))
-    return lambda where: SimpleNamespace(needed=2e10, fits=fits, speeds=speeds, where=where, assumptions={})
+    more = {"tokens": 1000, "groups": (Group("product", "forward", "", 1.0, 1, 0.0, flops=1e12),), "assumptions": {}}
+    return lambda where: SimpleNamespace(needed=2e10, fits=fits, speeds=speeds, where=where, **more)
 
 
 def test_machines_are_compared_by_price_and_speed():
@@ -53,10 +54,13 @@ def test_machines_are_compared_by_price_and_speed():
     rows = [Row("r", where, plan(where), prices[where.gpu], ("--fast",)) for where, plan in machines.items()]
     rows += [Row("r", where := TargetGpus("b200", 1), planned(1e6, fits=False)(where), Price(1.0))]
     rows += [Row("r", TargetGpus("rtx4090", 1), None, Price(0.1))]
-    text = comparison(rows)
+    text = comparison_end(rows)
     assert "cheapest: 1 x l40s, r --fast: 0.050 for 1M tokens, 5,000 tokens/s" in text
     assert "fastest:  8 x h100, r --fast: 0.067 for 1M tokens, 100,000 tokens/s" in text
-    assert next(line.split()[:2] for line in text.splitlines() if "rtx4090" in line) == ["nothing", "fits"]
+    assert comparison_row(rows[-1]).split()[:2] == ["nothing", "fits"]
+    assert " 0.050  1 x l40s" in comparison_row(rows[0])
+    cheap = TargetGpus("b200", 1)
+    assert " 0.00010  1 x b200" in comparison_row(Row("r", cheap, planned(1e6)(cheap), Price(0.36)))
 
 
 @pytest.mark.parametrize(
