@@ -44,7 +44,7 @@ SIZES = MODEL | {
     "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256
 }  # fmt: skip
 EXPERTS = {
-    "moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    "moe_intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
     "num_hidden_layers": 2,
 }  # fmt: skip
 
