@@ -1,6 +1,8 @@
 """Losses of a small model: not quantized, quantized after training, and trained as served (serve.format).
 
     python benchmarks/served_losses.py --work=/tmp/served --out=benchmarks/results/served_losses.json
+    python benchmarks/served_losses.py --model=moe --steps=200 --work=/tmp/served-moe \
+        --out=benchmarks/results/served_losses_moe.json
 
 A base model is trained on the Python standard library, long enough that int4 loses something: a model that has hardly
 learned loses less than 0.001 by quantizing. It is then trained further on the text of one package, all weights or
@@ -17,6 +19,7 @@ import json
 import os
 import statistics
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -40,9 +43,33 @@ from jaxtune.weights.values import open_run
 SIZES = MODEL | {
     "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256
 }  # fmt: skip
-# (learning rate, steps): runs one after the other.
-BASE = ((5e-3, 3000), (2e-3, 3000))
-FORMATS = ("int4", "nf4", "nvfp4", "fp8")
+EXPERTS = {
+    "moe_intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A model of the benchmark.
+
+    Attributes:
+        kind: The family, as transformers names it.
+        sizes: The sizes in its config.json.
+        base: (learning rate, steps) of the runs that train the base, one after the other.
+        formats: The formats that it is served in.
+    """
+
+    kind: str
+    sizes: dict[str, Any]
+    base: tuple[tuple[float, int], ...]
+    formats: tuple[str, ...]
+
+
+MODELS = {
+    "dense": Measured("Qwen3", SIZES, ((5e-3, 3000), (2e-3, 3000)), ("int4", "nf4", "nvfp4", "fp8")),
+    "moe": Measured("Qwen3Moe", SIZES | EXPERTS, ((5e-3, 1500),), ("int4",)),
+}
 SEEDS = (0, 1, 2)
 # (rank of adapters, which is also their alpha; learning rate)
 KINDS = {"full": (None, 1e-3), "LoRA": (64, 2e-3)}
@@ -68,10 +95,10 @@ def train(work: Path, name: str, recipe: str, model: Path, sections: dict) -> Pa
     return folder
 
 
-def train_base(work: Path) -> Path:
+def train_base(work: Path, base: tuple[tuple[float, int], ...]) -> Path:
     """Train the base from scratch, unless it is finished, and return its export."""
     model = work / "model"
-    for part, (rate, steps) in enumerate(BASE):
+    for part, (rate, steps) in enumerate(base):
         options = {"train": {"max_steps": steps, "seed": part}, "optim": {"learning_rate": rate}}
         options |= {"model": {"from_scratch": not part}, "eval": {"steps": 500}}
         model = train(work, f"base-{part}", "quickstart", model, options) / "export"
@@ -138,24 +165,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the models and runs")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of results")
+    parser.add_argument("--model", choices=list(MODELS), default="dense")
     parser.add_argument("--steps", type=int, default=800, help="steps of each run")
     parser.add_argument(
         "--distill", nargs="*", default=[], metavar="ROW", help="rows that are distilled too, such as 'nf4, LoRA'"
     )
     arguments = parser.parse_args()
-    work, out = arguments.work.absolute(), arguments.out.absolute()
+    work, out, measured = arguments.work.absolute(), arguments.out.absolute(), MODELS[arguments.model]
     work.mkdir(parents=True, exist_ok=True)
     os.chdir(work)
-    make_model_folder(work / "model", "Qwen3", SIZES)
-    base = train_base(work)
+    make_model_folder(work / "model", measured.kind, measured.sizes)
+    base = train_base(work, measured.base)
     steps = {"steps": arguments.steps, "distill_steps": DISTILL_STEPS}
-    settings = {"jax": jax.__version__, **steps, "sizes": SIZES, "base": BASE, "kinds": KINDS}
+    settings = {"jax": jax.__version__, **steps, "sizes": measured.sizes, "base": measured.base, "kinds": KINDS}
     kept = work / "settings.json"  # finished runs are not repeated, so all must have the same settings
     if kept.exists() and json.loads(kept.read_text()) != json.loads(json.dumps(settings)):
         raise SystemExit(f"{work} has runs with other settings: take another --work")
     kept.write_text(json.dumps(settings, indent=1) + "\n")
     rows: dict[str, list[dict[str, float]]] = {}
-    for format, seed, kind in itertools.product(FORMATS, SEEDS, KINDS):
+    for format, seed, kind in itertools.product(measured.formats, SEEDS, KINDS):
         name = f"{format}, {kind}"
         found = measure(work, base, arguments.steps, kind, format, seed, name in arguments.distill)
         rows.setdefault(name, []).append(found)

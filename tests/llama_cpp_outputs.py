@@ -1,8 +1,8 @@
 """Compute with a GGUF file in a real llama.cpp; run by its own Python: llama_cpp_outputs.py JOB.json OUTPUT.json.
 
-A job is {"file", "prompts" (lists of token ids), "texts" (further prompts)}. The output is {"logprobs": for each prompt
-the log-probabilities of all tokens after each of its tokens, "greedy": for each prompt the ids of the greedy
-continuation without the end of text, "answers": for each text the greedy continuation}.
+A job is {"file", "prompts" (lists of token ids, each a whole character or more), "texts" (further prompts)}. The output
+is {"logprobs": for each prompt the log-probability of each token but the first, "greedy": for each prompt the ids of
+the greedy continuation without the end of text, "answers": for each text the greedy continuation}.
 """
 
 import json
@@ -25,20 +25,23 @@ def compute(job: dict[str, Any]) -> dict[str, Any]:
 
     def complete(prompt: list[int] | str, tokens: int, **more: Any) -> dict[str, Any]:
         asked = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "return_tokens": True}
+        asked["cache_prompt"] = False  # its checkpoints of earlier prompts are wrong for layers with windows
         request = urllib.request.Request(f"{server.listening_address}/completion", json.dumps(asked | more).encode())
         request.add_header("Content-Type", "application/json")
         return json.loads(urllib.request.urlopen(request).read())
 
-    def logprobs(prompt: list[int]) -> list[float]:
-        # A token that is a part of a character has none, so a letter is generated; they are of the model all the same.
-        answer = complete(prompt, 1, n_probs=job["vocabulary"], logit_bias=[["e", 1e4]])
-        values = {entry["id"]: entry["logprob"] for entry in answer["completion_probabilities"][0]["top_logprobs"]}
-        return [values[token] for token in range(job["vocabulary"])]
+    def logprob(prompt: list[int], following: int) -> float:
+        # It is generated, for which it must be whole characters; the log-probability is the model's all the same.
+        (generated,) = complete(prompt, 1, n_probs=1, logit_bias=[[following, 1e4]])["completion_probabilities"]
+        assert generated["id"] == following
+        return generated["logprob"]
 
     return {
-        "logprobs": [[logprobs(prompt[:end]) for end in range(1, len(prompt) + 1)] for prompt in job["prompts"]],
+        "logprobs": [
+            [logprob(prompt[:end], prompt[end]) for end in range(1, len(prompt))] for prompt in job["prompts"]
+        ],
         "greedy": [complete(prompt, NEW_TOKENS)["tokens"] for prompt in job["prompts"]],
-        "answers": [complete(text, NEW_TOKENS)["content"] for text in job["texts"]],
+        "answers": [complete(text, NEW_TOKENS, ignore_eos=False)["content"] for text in job["texts"]],
     }
 
 

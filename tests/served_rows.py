@@ -96,8 +96,8 @@ def logprobs(exported: Exported, documents: list[list[int]], dtype: str) -> list
     return np.split(np.asarray(values), np.cumsum([len(document) for document in documents])[:-1])
 
 
-def of_prompts(values: list[np.ndarray]) -> np.ndarray:
+def of_prompts(values: list[np.ndarray], prompts: list[list[int]] = PROMPTS) -> np.ndarray:
     """Return the log-probabilities of the prompts' tokens but the first."""
     return np.concatenate(
-        [value[np.arange(len(prompt) - 1), prompt[1:]] for value, prompt in zip(values, PROMPTS, strict=True)]
+        [value[np.arange(len(prompt) - 1), prompt[1:]] for value, prompt in zip(values, prompts, strict=True)]
     )

@@ -70,7 +70,7 @@ def test_an_export_is_the_model_that_was_trained(home, one_device):
 def test_a_mixture_of_int4_experts_is_resumed_and_exported_in_equal_bits(tmp_path):
     write_model_folder(tmp_path / "model", "Qwen3Moe", **MIXTURE)
     write_conversations(tmp_path / "chat.jsonl")
-    options = {"distill.teacher": None, "lora.target_modules": "all-linear", "serve.block_size": 32, "lora.rank": 4}
+    options = {"serve.distill": False, "lora.target_modules": "all-linear", "serve.block_size": 32, "lora.rank": 4}
     folder, _ = check_resumed_run(tmp_path, "qwen_int4.py", "mixture", **options, **FLOAT32)
     with safe_open(folder / "merged" / "model.safetensors", "numpy") as file:
         names = list(file.keys())
