@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float16, Int32, Int64
 
 from jaxtune.columns import Column
 from jaxtune.data.chat.encoding import Encoded
+from jaxtune.image_layout import ImageLayout, ImageRef
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,20 @@ class Documents:
     def part_of(self) -> Int64[np.ndarray, "documents"]:
         """Number of each document's part."""
         return np.searchsorted(self._first, self._numbers, "right") - 1  # the last part that begins at or before it
+
+    @property
+    def layout(self) -> ImageLayout | None:
+        """The layout of the documents' images; None: they have none."""
+        return None
+
+    def images(self, document: int) -> tuple[ImageRef, ...]:
+        """Return the images of a document, in the order of their tokens."""
+        return ()
+
+    @property
+    def patches(self) -> Int64[np.ndarray, "documents"]:
+        """Number of patches of the images of each document."""
+        return np.zeros(len(self), np.int64)
 
     def with_column(self, column: Column, values: np.ndarray) -> "Documents":
         """Return the same documents with another column.
