@@ -96,3 +96,19 @@ def check_attention(config: Config) -> Iterator[Problem]:
     if config.train.attention_dropout and config.attention.backend not in ("auto", "xla"):
         reason = "no kernel supports it; set attention.backend = 'xla', or use train.hidden_dropout"
         yield problem(config, "train.attention_dropout", reason, "attention.backend")
+
+
+def check_vision(config: Config) -> Iterator[Problem]:
+    """Yield what images cannot be trained with."""
+    if config.vision.patches_per_row is None:
+        return
+    refused = {
+        "data.streaming": (config.data.streaming, "rows are planned by the sizes of all images, which a stream lacks"),
+        "mesh.context": (config.mesh.context != 1, "devices do not share the patches of a row"),
+        "mesh.stage": (config.mesh.stage != 1, "a pipeline has no stage for the vision tower"),
+    }
+    for key, (is_set, reason) in refused.items():
+        if is_set:
+            yield problem(
+                config, key, f"cannot be combined with vision.patches_per_row: {reason}", "vision.patches_per_row"
+            )
