@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtune.config.schema import Dataset
 from jaxtune.data.chat.messages import clip
+from jaxtune.data.images.table_cells import place_images
 from jaxtune.data.reading.files import File, is_url
 from jaxtune.errors import UserError
 
@@ -246,7 +247,8 @@ def _read_table(file: File, entry: Dataset, report: Report) -> Samples:
             if row is None or size_of(row) > entry.max_sample_bytes:
                 report(_too_large(where, "the row", entry))
             else:
-                yield where, row
+                # A compressed file cannot be read from its middle.
+                yield where, row if file.is_compressed else place_images(row, file.location, i)
     except (ValueError, KeyError, OSError, DatasetsError, pyarrow.ArrowException) as error:
         if isinstance(error, OSError) and error.filename is not None:  # from the file system, not from pyarrow
             raise
@@ -257,7 +259,8 @@ def _parquet_rows(file: File) -> Iterator[Sample]:
     import datasets
 
     options: dict[str, Any] = {"split": "train", "streaming": True, "batch_size": _TABLE_ROWS}
-    yield from datasets.load_dataset("parquet", data_files=file.location, **options)  # type: ignore[reportReturnType]
+    rows: Any = datasets.load_dataset("parquet", data_files=file.location, **options)
+    yield from rows.decode(False)  # images as {bytes, path}
 
 
 def _arrow_rows(file: File, entry: Dataset) -> Iterator[Sample | None]:
