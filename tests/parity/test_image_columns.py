@@ -1,6 +1,7 @@
 """The columns of images against transformers: rotary positions, windows of patches, and the keys that tokens see."""
 
 from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -28,6 +29,15 @@ DOCUMENTS = {
 }
 
 
+class Reader(NamedTuple):
+    """Makes patches without reading."""
+
+    layout: ImageLayout
+
+    def read_patches(self, ref):
+        return np.zeros((ref.patches, self.layout.patch_values))
+
+
 def build(parts, layout, begin=0, first=0):
     """Return the image columns of a row that has one document, and the tokens and images of the document."""
     tokens = np.concatenate([np.full(np.prod(part), TOKEN if isinstance(part, tuple) else 1) for part in parts])
@@ -36,7 +46,7 @@ def build(parts, layout, begin=0, first=0):
     columns = image_columns(layout, PATCHES)
     row = {column.name: np.full(column.shape(LENGTH), column.padding, column.dtype) for column in columns}
     put_image_tokens(row, begin, tokens, images, first, layout)
-    put_patches(row, images, first, layout, lambda image: np.zeros((image.patches, layout.patch_values)))
+    put_patches(row, images, first, cast(Any, Reader(layout)))
     return row, tokens, images
 
 

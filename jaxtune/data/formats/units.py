@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float16, Int32, Int64
 
 from jaxtune.columns import Column
 from jaxtune.data.chat.encoding import Encoded
+from jaxtune.data.images.image_reader import ImageReader
 from jaxtune.image_layout import ImageLayout, ImageRef
 
 
@@ -82,6 +83,7 @@ class Documents:
 
     parts: tuple[TokenisedDataset, ...]
     chosen: Int64[np.ndarray, "units"]
+    reader: ImageReader | None = None
 
     @classmethod
     def concatenate(cls, parts: Iterable[TokenisedDataset]) -> "Documents":
@@ -147,24 +149,29 @@ class Documents:
         """Whether each document is running text, which may be cut anywhere."""
         return np.concatenate([part.continuous for part in self.parts])[self._numbers]
 
+    @property
+    def layout(self) -> ImageLayout | None:
+        """The layout of images; None: the model sees no images."""
+        return None if self.reader is None else self.reader.layout
+
+    def images(self, i: int) -> tuple[ImageRef, ...]:
+        """Return the images of document i, in the order of their tokens."""
+        return ()
+
+    @cached_property
+    def image_counts(self) -> Int64[np.ndarray, "documents"]:
+        """Number of images of each document."""
+        return np.zeros(len(self), np.int64)
+
+    @cached_property
+    def patches(self) -> Int64[np.ndarray, "documents"]:
+        """Number of patches of the images of each document."""
+        return np.zeros(len(self), np.int64)
+
     @cached_property
     def part_of(self) -> Int64[np.ndarray, "documents"]:
         """Number of each document's part."""
         return np.searchsorted(self._first, self._numbers, "right") - 1  # the last part that begins at or before it
-
-    @property
-    def layout(self) -> ImageLayout | None:
-        """The layout of the documents' images; None: they have none."""
-        return None
-
-    def images(self, document: int) -> tuple[ImageRef, ...]:
-        """Return the images of a document, in the order of their tokens."""
-        return ()
-
-    @property
-    def patches(self) -> Int64[np.ndarray, "documents"]:
-        """Number of patches of the images of each document."""
-        return np.zeros(len(self), np.int64)
 
     def with_column(self, column: Column, values: np.ndarray) -> "Documents":
         """Return the same documents with another column.

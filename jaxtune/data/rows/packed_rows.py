@@ -21,7 +21,7 @@ from jaxtune.columns import ADDED, LABEL, MADE, NEXT_TOKEN, OF_IMAGES, OPTION_SH
 from jaxtune.config.schema import DataOptions
 from jaxtune.data.formats.units import Documents
 from jaxtune.data.rows.packing import Patches, Pieces, RowPlan, cut_to_rows, plan
-from jaxtune.data.rows.row_images import ReadPatches, put_image_tokens, put_patches
+from jaxtune.data.rows.row_images import put_image_tokens, put_patches
 from jaxtune.errors import UserError, counted
 
 Row = dict[str, np.ndarray]
@@ -98,7 +98,6 @@ class Rows:
         max_documents_per_row: int | None = None,
         rows_per_step: int | None = None,
         name: str = "data",
-        read_patches: ReadPatches | None = None,
     ):
         """Cut the documents to rows.
 
@@ -110,7 +109,6 @@ class Rows:
             max_documents_per_row: the most documents of a row, if the attention kernel has a bound. None: any number.
             rows_per_step: rows of a step, which data.group_by_length makes similar in length. None: it groups no rows.
             name: name of the documents in the error that no document is left.
-            read_patches: the reader of images, if the columns have patches; None: the rows are only counted.
 
         Raises:
             UserError: no document is left; the documents lack a column; a row of the epochs holds more documents than
@@ -123,7 +121,6 @@ class Rows:
         labelled, truncation = LABEL in columns or OPTION_SHARES in columns, data.truncation
         if LABEL in columns and truncation == "auto":
             truncation = "right"  # a document that is cut keeps its label
-        self._read_patches = read_patches
         self._patches_per_row = next((column.length for column in columns if column.per == "patch"), None)
         images = None if self._patches_per_row is None else Patches(documents.patches, self._patches_per_row)
         pieces = cut_to_rows(lengths, data.seq_len, truncation, documents.continuous, documents.units, images)
@@ -268,7 +265,7 @@ class Rows:
         of_unit = np.repeat(np.add.reduceat(images.counts, documents.units[:-1]), np.diff(documents.units))
         return dataclasses.replace(
             counts,
-            images=sum(len(documents.images(int(i))) for i in np.flatnonzero(seen)),
+            images=int(documents.image_counts[seen].sum()),
             patches=patches,
             patch_fill=patches / (rows * images.per_row),
             dropped_for_patches=int(np.count_nonzero(of_unit > images.per_row)),
@@ -369,12 +366,11 @@ class Rows:
         document, start = int(self._document[piece]), int(self._start[piece])
         tokens = self._documents.values("tokens", document, start, start + int(self._length[piece]))
         # A document with images is never split, so all its images belong to the piece.
-        images, layout = self._documents.images(document), self._documents.layout
+        images, reader = self._documents.images(document), self._documents.reader
         try:
-            put_image_tokens(row, begin, tokens, images, patch, layout)
-            if images:
-                assert layout is not None and self._read_patches is not None, "images come with a layout and a reader"
-                put_patches(row, images, patch, layout, self._read_patches)
+            put_image_tokens(row, begin, tokens, images, patch, self._documents.layout)
+            if reader is not None:
+                put_patches(row, images, patch, reader)
         except UserError as error:
             raise UserError(f"{self._documents.where(document)}: {error}") from error
         return patch + sum(image.patches for image in images)

@@ -1,26 +1,26 @@
 """Images in a row: the columns of patches, and the columns of tokens that depend on images."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float32, Int
+from jaxtyping import Int
 
 from jaxtune.columns import IMAGE_PLACE, KEY_END, ROPE_POSITIONS
+from jaxtune.data.images.image_reader import ImageReader
 from jaxtune.errors import UserError, counted
 from jaxtune.image_layout import ImageLayout, ImageRef, order_blocks, patch_positions
 
-ReadPatches = Callable[[ImageRef], Float32[np.ndarray, "patches values"]]
-"""Reads the patches of an image, in the layout's order. Raises UserError if it cannot."""
 
+def put_patches(row: dict[str, np.ndarray], images: Sequence[ImageRef], first: int, reader: ImageReader) -> None:
+    """Read the images of a document, and write the columns of their patches into a row; `first`: the first patch.
 
-def put_patches(
-    row: dict[str, np.ndarray], images: Sequence[ImageRef], first: int, layout: ImageLayout, read: ReadPatches
-) -> None:
-    """Write the columns of the patches of a document's images into a row; `first`: the first patch."""
+    Raises UserError if an image cannot be read.
+    """
+    layout = reader.layout
     for image in images:
         end = first + image.patches
         whole = slice(first, end)
-        row["patches"][whole] = read(image)
+        row["patches"][whole] = reader.read_patches(image)
         row["patch_positions"][whole] = patch_positions(image.grid, layout)
         row["patch_grid"][whole] = image.grid
         row["patch_start"][whole], row["patch_end"][whole] = first, end

@@ -1,6 +1,7 @@
 """Images in a row: patches, the embeddings of image tokens, rotary positions, and the keys that image tokens see."""
 
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -26,15 +27,44 @@ PLAIN = ImageLayout(patch=2, merge=2, token=TOKEN, channels=1)
 FULL = replace(PLAIN, window=2, rope_axes=True, bidirectional=True)
 
 
+class Reader:
+    """Makes patches whose first two values are those of the image and of the block, counted row by row."""
+
+    def __init__(self, layout):
+        self.layout = layout
+
+    def read_patches(self, ref):
+        merge, (rows, columns) = self.layout.merge, ref.grid
+        document, number = map(int, ref.place.split("/"))
+        pixels = np.zeros((rows, columns, self.layout.patch_values), np.float32)
+        pixels[..., 0] = 100 * document + number
+        pixels[..., 1] = np.add.outer(np.arange(rows) // merge * (columns // merge), np.arange(columns) // merge)
+        # The number, row by row, of each patch in the order of the layout: windows, blocks and patches in turn.
+        window = merge * (self.layout.window or max(ref.grid))
+        sides = [(side // window, side % window // merge, side % merge) for side in np.indices(ref.grid)]
+        keys = [key.ravel() for pair in zip(*sides) for key in pair]
+        return pixels.reshape(-1, self.layout.patch_values)[np.lexsort(keys[::-1])]
+
+
+class BrokenReader(Reader):
+    """Can read no image."""
+
+    def read_patches(self, ref):
+        raise UserError(f"image {ref.place}: cannot be decoded")
+
+
 @dataclass(frozen=True)
 class Pictured(Documents):
     """Documents with images."""
 
     pictures: tuple[tuple[ImageRef, ...], ...] = ()
-    layout: ImageLayout | None = None
 
-    def images(self, document):
-        return self.pictures[document]
+    def images(self, i):
+        return self.pictures[i]
+
+    @property
+    def image_counts(self):
+        return np.array([len(images) for images in self.pictures])
 
     @property
     def patches(self):
@@ -58,35 +88,12 @@ def pictured(documents, layout=FULL, continuous=False):
     plain = numbered_documents([len(each) for each in tokens], continuous=continuous)
     [part] = plain.parts
     values = {**part.values, "tokens": np.concatenate(tokens).astype(np.int32)}
-    return Pictured((replace(part, values=values),), plain.chosen, tuple(pictures), layout)
+    return Pictured((replace(part, values=values),), plain.chosen, cast(Any, Reader(layout)), tuple(pictures))
 
 
-def read_patches(ref, layout=FULL):
-    """Return patches whose first two values are the document and the number of the image's block, row by row."""
-    rows, columns = ref.grid
-    document, number = map(int, ref.place.split("/"))
-    blocks = np.add.outer(
-        np.arange(rows) // layout.merge * (columns // layout.merge), np.arange(columns) // layout.merge
-    )
-    pixels = np.zeros((rows, columns, layout.patch_values), np.float32)
-    pixels[..., 0], pixels[..., 1] = 100 * document + number, blocks
-    return pixels.reshape(-1, layout.patch_values)[raster_order(ref.grid, layout)]
-
-
-def raster_order(grid, layout):
-    """Return the number, row by row, of each patch in the order of the layout: windows, blocks and patches in turn."""
-    rows, columns = np.indices(grid)
-    window = layout.merge * (layout.window or max(grid))
-    sides = [(side // window, side % window // layout.merge, side % layout.merge) for side in (rows, columns)]
-    keys = [key.ravel() for pair in zip(*sides) for key in pair]
-    return np.lexsort(keys[::-1])
-
-
-def open_rows(documents, **options):
-    columns = (*NEXT_TOKEN, *image_columns(documents.layout, options.pop("patches", PATCHES)))
-    reader = options.pop("read", lambda ref: read_patches(ref, documents.layout))
-    data = DataOptions(seq_len=SEQ_LEN, shuffle=False, **options)
-    return Rows(documents, data, 1, columns, read_patches=reader)
+def open_rows(documents, patches=PATCHES, **options):
+    columns = (*NEXT_TOKEN, *image_columns(documents.layout, patches))
+    return Rows(documents, DataOptions(seq_len=SEQ_LEN, shuffle=False, **options), 1, columns)
 
 
 DOCUMENT = st.lists(
@@ -156,13 +163,9 @@ def test_rotary_positions_and_visible_keys_of_images():
 def test_rows_without_images_have_the_columns_too():
     """In a run with images: documents that no image belongs to, though they name its token, split over rows."""
     documents = pictured([[TOKEN, *range(10, 59)]], continuous=True)
-    for layout in (FULL, None):
-        rows = Rows(
-            replace(documents, layout=layout),
-            DataOptions(seq_len=SEQ_LEN, shuffle=False, truncation="split"),
-            1,
-            (*NEXT_TOKEN, *image_columns(FULL, PATCHES)),
-        )
+    data = DataOptions(seq_len=SEQ_LEN, shuffle=False, truncation="split")
+    for reader in (documents.reader, None):
+        rows = Rows(replace(documents, reader=reader), data, 1, (*NEXT_TOKEN, *image_columns(FULL, PATCHES)))
         for row in (rows[0], rows[1]):
             assert not row["patches"].any() and not row["patch_end"].any() and (row["image_place"] == -1).all()
             assert (row["rope_positions"] == row["positions"][:, None]).all()
@@ -189,14 +192,11 @@ def test_lost_documents_with_images_are_counted_and_said():
 
 
 def test_a_broken_image_stops_the_run_with_the_place_of_its_document():
-    def fail(ref):
-        raise UserError(f"image {ref.place}: cannot be decoded")
-
     documents = pictured([[10, 11], [12, (1, 1)]])
     [part] = documents.parts
     documents = replace(documents, parts=(replace(part, places=("a.jsonl line 1", "a.jsonl line 2")),))
     with pytest.raises(UserError, match="^a.jsonl line 2: image 1/0: cannot be decoded"):
-        open_rows(documents, read=fail)[0]
+        open_rows(replace(documents, reader=BrokenReader(FULL)))[0]
     fewer = replace(documents, pictures=((), (ImageRef("1/0", (2, 4)),)))
     with pytest.raises(UserError, match="line 2: 1 image token, but the images become 2 embeddings"):
         open_rows(fewer)[0]
