@@ -99,16 +99,7 @@ def check_attention(config: Config) -> Iterator[Problem]:
 
 
 def check_vision(config: Config) -> Iterator[Problem]:
-    """Yield what images cannot be trained with."""
-    if config.vision.patches_per_row is None:
-        return
-    refused = {
-        "data.streaming": (config.data.streaming, "rows are planned by the sizes of all images, which a stream lacks"),
-        "mesh.context": (config.mesh.context != 1, "devices do not share the patches of a row"),
-        "mesh.stage": (config.mesh.stage != 1, "a pipeline has no stage for the vision tower"),
-    }
-    for key, (is_set, reason) in refused.items():
-        if is_set:
-            yield problem(
-                config, key, f"cannot be combined with vision.patches_per_row: {reason}", "vision.patches_per_row"
-            )
+    """Yield contradictions of section `vision` with others."""
+    if config.vision.patches_per_row is not None and config.data.streaming:
+        reason = "rows with images are planned by the sizes of all images, which a stream does not know"
+        yield problem(config, "vision.patches_per_row", reason, "data.streaming")

@@ -31,12 +31,10 @@ LABELS = {
         ({"mtp.weight": "0.3", **PAIRS}, "mtp.weight", "with preference.loss: a preference loss reads whole answers"),
         ({"mtp.weight": "0.3", "distill.teacher": "x"}, "mtp.weight", "with distill.teacher: a teacher's scores"),
         ({"mtp.only": "yes"}, "mtp.only", "only when mtp.weight"),
-        ({"vision.patches_per_row": "64", "mesh.stage": "2"}, "mesh.stage", "no stage for the vision tower"),
-        ({"vision.patches_per_row": "64", "mesh.context": "2"}, "mesh.context", "do not share the patches"),
         (
             {"vision.patches_per_row": "64", "data.streaming": "yes", "train.max_steps": "3"},
-            "data.streaming",
-            "sizes of all images, which a stream lacks",
+            "vision.patches_per_row",
+            "sizes of all images, which a stream does not know",
         ),
         (
             {"mtp.weight": "1", "mtp.only": "yes", "train.freeze": "mlp"},
