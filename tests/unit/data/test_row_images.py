@@ -202,11 +202,11 @@ def test_a_broken_image_stops_the_run_with_the_place_of_its_document():
         open_rows(fewer)[0]
 
 
-@pytest.mark.parametrize("mesh", [MeshOptions(fsdp=1), MeshOptions(fsdp=2, tensor=2)], ids=["one", "four"])
+@pytest.mark.parametrize("mesh", [MeshOptions(fsdp=1), MeshOptions(fsdp=2, sequence=2)], ids=["one", "four"])
 def test_batches_shard_the_rows_of_patches(mesh):
     """A program compiled for the abstract batch takes the batch; only rows are sharded, and the last is padding."""
     rows = open_rows(pictured([[12, (2, 2), 13], [(1, 3), *range(10, 40)], [14, 15], [16, (2, 2), *range(30, 50)]]))
-    sharding = NamedSharding(make_mesh(mesh, jax.devices()[: mesh.fsdp * mesh.tensor]), P(None, *by_token()))
+    sharding = NamedSharding(make_mesh(mesh, jax.devices()[: mesh.fsdp * mesh.sequence]), P(None, *by_token()))
     columns = (*NEXT_TOKEN, *image_columns(FULL, PATCHES))
     read = list(batches(rows, (1, 2, SEQ_LEN), sharding, 0, rows.stop))
     abstract = abstract_batch((1, 2, SEQ_LEN), sharding, columns)
