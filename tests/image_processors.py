@@ -46,7 +46,7 @@ def image_reader(family: str, folder: Path, token: int = 0, **pixels: int) -> Im
     processor, layout = PROCESSORS[family]
     folder.mkdir(exist_ok=True, parents=True)
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    return ImageReader(folder, ImageLayout(token=token, **layout), **pixels)
+    return ImageReader(folder, family, ImageLayout(token=token, **layout), **pixels)
 
 
 def picture(height: int, width: int, seed: int = 0, channels: int = 3) -> np.ndarray:

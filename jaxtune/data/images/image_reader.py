@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float32
@@ -28,20 +28,25 @@ class ImageReader:
 
     Attributes:
         folder: the model's folder, which describes its image processor.
+        family: the model_type of its config.json.
         layout: the layout of patches.
         max_pixels: vision.max_pixels.
         min_pixels: vision.min_pixels.
+        norm_bbox: vision.norm_bbox, in which boxes are written into messages.
     """
 
     folder: Path
+    family: str
     layout: ImageLayout
     max_pixels: int | None = None
     min_pixels: int | None = None
+    norm_bbox: Literal["norm1000", "none"] | None = None
 
     @property
     def identity(self) -> str:
-        """A text that changes with everything that changes the size of an image after preprocessing."""
-        settings = [self._processor.to_dict(), vars(self.layout), self.max_pixels, self.min_pixels]
+        """A text that changes with everything that changes the tokens of an image, or its boxes."""
+        options = self.family, self.max_pixels, self.min_pixels, self.norm_bbox
+        settings = [self._processor.to_dict(), vars(self.layout), options]
         return json.dumps(settings, default=str, sort_keys=True)
 
     def find(self, image: Any, folder: str) -> tuple[ImageRef, Size, Size]:

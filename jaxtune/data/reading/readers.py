@@ -10,6 +10,8 @@ import contextlib
 import csv
 import json
 import logging
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +59,11 @@ def has_samples(file: File, entry: Dataset) -> bool:
 def is_table(file: File, entry: Dataset) -> bool:
     """Whether a file is Parquet or Arrow, in which an object has a null for each key that only other objects have."""
     return _READERS.get(_format(file, entry)) is _read_table
+
+
+def folder_of(where: str) -> str:
+    """Return the folder, or URL of a folder, of the file that the place of a sample names: `train.jsonl:12`."""
+    return os.path.dirname(re.sub(r"(:| row )\d+$", "", where))
 
 
 def size_of(value: Any) -> int:
