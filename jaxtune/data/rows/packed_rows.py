@@ -122,6 +122,7 @@ class Rows:
         if LABEL in columns and truncation == "auto":
             truncation = "right"  # a document that is cut keeps its label
         self._patches_per_row = next((column.length for column in columns if column.per == "patch"), None)
+        assert documents.reader is None or self._patches_per_row is not None, "images need the columns of patches"
         images = None if self._patches_per_row is None else Patches(documents.patches, self._patches_per_row)
         pieces = cut_to_rows(lengths, data.seq_len, truncation, documents.continuous, documents.units, images)
         kept, dropped, targets = _drop_untrained(documents, pieces, data.seq_len, labelled)
