@@ -38,6 +38,8 @@ _REGISTRY: dict[str, _Entry] = {}
 
 def _without_decoding(samples: Any) -> Any:
     """Return a dataset whose images are {bytes, path}: pictures would be decoded for each sample, and have no hash."""
+    if samples.features is None:  # an IterableDataset may not know them
+        return samples
     if hasattr(samples, "decode"):  # an IterableDataset
         return samples.decode(False)
     from datasets import Image

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float32
 
+from jaxtune.config.schema import VisionOptions
 from jaxtune.data.images.image_files import decode_image, describe_place, find_place, read_size
 from jaxtune.errors import UserError, is_failure
 from jaxtune.image_layout import ImageLayout, ImageRef, order_blocks
@@ -169,6 +170,27 @@ class ImageReader:
     def _grid(self, resized: Size) -> tuple[int, int]:
         rows, columns = (side // self.layout.patch for side in resized)
         return rows, columns
+
+
+def open_reader(options: VisionOptions, folder: Path, family: str, layout: ImageLayout | None) -> ImageReader | None:
+    """Return the reader of a model's images; None if vision.patches_per_row is not set.
+
+    Args:
+        options: the section vision.
+        folder: the model's folder, as for its tokenizer.
+        family: the model_type of its config.json.
+        layout: the layout of images that its vision tower sees; None: it has no tower.
+
+    Raises:
+        UserError: the model has no tower, or as `ImageReader.check`.
+    """
+    if options.patches_per_row is None:
+        return None
+    if layout is None:
+        raise UserError(f"vision.patches_per_row: the model, of family {family}, has no vision tower")
+    reader = ImageReader(folder, family, layout, options.max_pixels, options.min_pixels, options.norm_bbox)
+    reader.check()
+    return reader
 
 
 # Classes of transformers, without "Pil", and what determines the size of an image.

@@ -366,3 +366,19 @@ def test_boxes_that_do_not_fit_are_errors(read):
     for message, sample in cases.items():
         with pytest.raises(UserError, match=message):
             read(sample)
+
+
+def test_prepare_shows_where_an_image_and_its_tokens_are(read, tmp_path):
+    from jaxtune.prepare import describe
+
+    documents, tokenizer = read(LAYOUTS["trl"])
+    lines = describe(documents, 0, tokenizer, 1000, ids=False).plain.splitlines()
+    tokens, _ = documents.read(0, 0, 1000)
+    places = np.flatnonzero(tokens == documents.layout.token)
+    assert "  context | <|im_start|>user\\n<|vision_start|><|image_pad|>x15<|vision_end|>What?<|im_end|>" in lines[1]
+    assert lines[-2:] == [
+        f"  image   | {tmp_path / 'wide.png'}: 40x24 pixels after preprocessing, 60 patches, 15 image tokens from "
+        f"{places[0]} to {places[14]}",
+        f"  image   | {tmp_path / 'tall.png'}: 16x48 pixels after preprocessing, 48 patches, 12 image tokens from "
+        f"{places[15]} to {places[26]}",
+    ]
