@@ -119,7 +119,8 @@ def _variant(q, k, v, mask: MaskSpec, scale, soft_cap, sinks) -> Variant:
     # In the kernels, offsets within an array are signed 32-bit integers.
     check(max(q.size, k.size) <= 2**31, f"{max(q.size, k.size)} elements; at most 2^31 are supported")
     for name, bound in (("key_start", mask.key_start), ("key_end", mask.key_end)):
-        check(bound is None or bound.shape == (batch, queries), f"{name} {jnp.shape(bound)} is not {(batch, queries)}")
+        if bound is not None:
+            check(bound.shape == (batch, queries), f"{name} {bound.shape} is not {(batch, queries)}")
     offsets = jnp.shape(mask.query_offset)
     check(offsets in ((), (batch, queries)), f"query_offset {offsets} is neither a scalar nor {(batch, queries)}")
     if sinks is not None:

@@ -62,7 +62,7 @@ def _call(function: Callable[..., Any], variant: Variant, *arguments: Any) -> An
 
 def _call_with_ends(function: Callable[..., Any], variant: Variant, q, k, v, key_start, key_end, *rest: Any) -> Any:
     mask = MaskSpec(causal=False, key_start=key_start, key_end=key_end)
-    return function(q, k, v, *intervals(mask, *q.shape[:2], k.shape[1]), *rest, variant)
+    return function(q, k, v, *intervals(mask, q.shape[0], q.shape[1], k.shape[1]), *rest, variant)
 
 
 _BACKENDS = (

@@ -183,10 +183,11 @@ def backward(
     """Return gradients of q, k and v."""
     tiles = tiles or kernels.tiles(q)
     (_, queries, _, head_dim), keys = q.shape, k.shape[1]
-    arrays = (*(_pad_heads(x) for x in (q, k, v, d_out)), lse, delta, first, end)
+    q, k, v, d_out = (_pad_heads(x) for x in (q, k, v, d_out))
+    arrays = (q, k, v, d_out, lse, delta, first, end)
     dq = _dq(kernels, *all_whole_blocks(*arrays, tiles.dq), variant, tiles.dq, interpret)
     dk, dv = _dkdv(kernels, *all_whole_blocks(*arrays, tiles.dkdv), variant, tiles.dkdv, interpret)
-    return tuple(x[:, :rows, :, :head_dim] for x, rows in ((dq, queries), (dk, keys), (dv, keys)))
+    return dq[:, :queries, :, :head_dim], dk[:, :keys, :, :head_dim], dv[:, :keys, :, :head_dim]
 
 
 def _pad_heads(x: Float[Array, "b s h d"]) -> Array:

@@ -272,6 +272,7 @@ def test_xla_holds_a_block_of_queries_by_the_keys_it_sees():
     rows = 2 * xla.BLOCK  # the two query heads that share a key head
     assert largest(Case(2048)) == largest(Case(2048, traced_offset=True)) == rows * 2048
     assert largest(Case(2048, window=300)) == rows * (xla.BLOCK + 299)
+    assert largest(Case(2048, window=300, spans=(((0, 2048),), ((500, 900),)))) == rows * 2048
 
 
 @pytest.mark.parametrize(
