@@ -6,9 +6,8 @@ Patches are random: a tower does not know what they show.
 from itertools import pairwise
 from typing import NamedTuple
 
-import jax
 import numpy as np
-from batches import make_batch
+from batches import columns_of
 from tiny import VOCABULARY
 
 from jaxtune.columns import image_columns
@@ -50,16 +49,16 @@ def blocks_of(grid: tuple[int, int], layout: ImageLayout) -> np.ndarray:
     return every[np.lexsort((every[:, 1], every[:, 0], window[:, 1], window[:, 0]))]
 
 
-def image_batch(samples: list[Sample], layout: ImageLayout, patches: int, length: int, mesh) -> dict[str, jax.Array]:
-    """Return a micro-batch of one row with these documents."""
+def image_batch(samples: list[Sample], layout: ImageLayout, patches: int, length: int) -> dict[str, np.ndarray]:
+    """Return the columns of one row (1, ...) with these documents."""
     tokens = np.concatenate([sample.tokens for sample in samples])
     lengths = [len(sample.tokens) for sample in samples]
-    batch = make_batch(np.pad(tokens, (0, length - len(tokens)))[None], mesh, lengths)
+    batch = columns_of(np.pad(tokens, (0, length - len(tokens)))[None], lengths)
     columns = {}
     for column in image_columns(layout, patches):
         columns[column.name] = np.full(column.shape(1, length), column.padding, column.dtype)
     if layout.rope_axes:
-        columns["rope_positions"][:] = np.asarray(batch["positions"])[..., None]
+        columns["rope_positions"][:] = batch["positions"][..., None]
     first, start, merge = 0, 0, layout.merge
     inside = np.stack(np.meshgrid(np.arange(merge), np.arange(merge), indexing="ij"), -1).reshape(-1, 2)
     for sample in samples:
@@ -90,8 +89,7 @@ def image_batch(samples: list[Sample], layout: ImageLayout, patches: int, length
         if layout.rope_axes:
             columns["rope_positions"][0, start : start + len(sample.tokens)] = moved
         start += len(sample.tokens)
-    sharding = batch["tokens"].sharding
-    return batch | {name: jax.device_put(value, sharding) for name, value in columns.items()}
+    return batch | columns
 
 
 def torch_inputs(sample: Sample, layout: ImageLayout, dtype, frames: int = 2) -> dict:

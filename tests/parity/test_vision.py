@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from batches import sums_and_logits
+from batches import put_columns, sums_and_logits
 from images import draw_sample, image_batch, torch_inputs
 from parity.test_families import gradients_in_files
 from tiny import save_torch_model
@@ -82,7 +82,7 @@ def test_logits_loss_and_gradients_of_packed_documents(case, documents, one_devi
         sums, logits = sums_and_logits(model, objective_of(config, model), parameters, batch, remat="block")
         return sums.loss / sums.weight, logits
 
-    batch = image_batch(samples, layout, PATCHES, LENGTH, one_device)
+    batch = put_columns(image_batch(samples, layout, PATCHES, LENGTH), one_device)
     (value, logits), gradients = compute(parameters, batch)
     found = np.asarray(logits)[0, : sum(map(len, expected))]
     assert np.abs(found - np.concatenate(expected)).max() <= 2e-5
