@@ -13,9 +13,10 @@ from tiny import VOCABULARY
 from jaxtune.columns import further_columns
 from jaxtune.models.decoder import bind
 from jaxtune.models.forward_options import ForwardOptions, Remat
-from jaxtune.models.head.score import hidden_states, score
+from jaxtune.models.head.score import hidden_states
 from jaxtune.objectives.objective import Sums
 from jaxtune.parallel.layout import by_token
+from jaxtune.training.step import sum_micro_batch
 
 
 def tokens(batch: int, sequence: int, seed: int = 0) -> np.ndarray:
@@ -86,8 +87,8 @@ def sums_and_logits(model, objective, parameters, batch, remat: Remat = "none") 
     with jax.default_matmul_precision("highest"):
         decoder, call = bind(model.graph, parameters), ForwardOptions(jnp.dtype("float32"), remat=remat)
         hidden = hidden_states(decoder, batch, call)
-        scores = score(decoder, batch, call, hidden, objective.score, head_gradient=True)
-        return objective.loss(scores, batch), logits_of(decoder, hidden[0])
+        sums = sum_micro_batch(decoder, batch, objective, call, trained=parameters, hidden=hidden)
+        return sums, logits_of(decoder, hidden[0])
 
 
 def logits_on_host(model, parameters, batch, dtype=jnp.float32) -> np.ndarray:

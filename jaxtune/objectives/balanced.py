@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxtune.models.head.score import Batch, LabelScores, Scores
+from jaxtune.models.head.score import AnyScores, Batch
 from jaxtune.objectives.objective import Objective, Sums
 
 
@@ -39,7 +39,7 @@ def add_balancing(
     - expert_load_worst: not a mean, but the expert_load_max of the layer with the largest.
     """
 
-    def loss(scores: Scores | LabelScores, batch: Batch) -> Sums:
+    def loss(scores: AnyScores, batch: Batch) -> Sums:
         sums = objective.loss(scores, batch)
         # Times the micro-batch's weight: the step divides all sums by the total weight, which leaves a weighted mean.
         total_weight = sums.weight.astype(jnp.float32)
@@ -56,7 +56,7 @@ def add_balancing(
     return dataclasses.replace(objective, loss=loss)
 
 
-def batch_loss(scores: Scores | LabelScores, batch: Batch) -> Float[Array, ""]:
+def batch_loss(scores: AnyScores, batch: Batch) -> Float[Array, ""]:
     """Return the load-balancing loss over tokens and layers (Switch Transformer, arXiv:2101.03961).
 
     As transformers' load_balancing_loss_func: (number of experts) * sum over experts of (choices per token * mean
@@ -67,7 +67,7 @@ def batch_loss(scores: Scores | LabelScores, batch: Batch) -> Float[Array, ""]:
     return choices.shape[-1] * jnp.sum(choices.sum((0, 1)) / tokens * (probability.sum((0, 1)) / tokens))
 
 
-def sequence_loss(scores: Scores | LabelScores, batch: Batch) -> Float[Array, ""]:
+def sequence_loss(scores: AnyScores, batch: Batch) -> Float[Array, ""]:
     """Return the load-balancing loss within sequences (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
 
     (number of experts) * sum over experts of (share of the choices * mean probability), 1 if even. A sequence is a row:
@@ -85,7 +85,7 @@ def sequence_loss(scores: Scores | LabelScores, batch: Batch) -> Float[Array, ""
 LOSSES = {"batch": batch_loss, "sequence": sequence_loss}
 
 
-def z_loss(scores: Scores | LabelScores, batch: Batch) -> Float[Array, ""]:
+def z_loss(scores: AnyScores, batch: Batch) -> Float[Array, ""]:
     """Return the mean of logsumexp(router logits)^2 over tokens and layers (ST-MoE, arXiv:2202.08906, equation 5).
 
     As router_z_loss_func of transformers.
@@ -98,7 +98,7 @@ def _tokens(batch: Batch) -> Float[Array, " b"]:
     return jnp.sum(batch["segment_ids"] > 0, -1, dtype=jnp.float32)
 
 
-def _load(scores: Scores | LabelScores) -> dict[str, Float[Array, ""]]:
+def _load(scores: AnyScores) -> dict[str, Float[Array, ""]]:
     """Return the metrics of the load, over layers (see `add_balancing`)."""
     choices = scores.sums["router_choices"].sum(1)  # (layers, experts)
     shares = choices / jnp.maximum(choices.sum(-1, keepdims=True), 1.0)

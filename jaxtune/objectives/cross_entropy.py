@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxtune.models.head.score import Batch, ScoreOptions, Scores
+from jaxtune.models.head.score import Batch, ScoreOptions, Scores, TotalScores
 from jaxtune.objectives.objective import Objective, Sums
 
 
@@ -13,7 +13,7 @@ def cross_entropy(z_loss: float = 0.0, label_smoothing: float = 0.0) -> Objectiv
     It is a sum divided by the number of tokens with a loss_weight. label_smoothing: the share of a target that is
     spread over the vocabulary.
     """
-    return Objective(_sums, score=ScoreOptions(z_loss, label_smoothing))
+    return Objective(_sums, score=ScoreOptions(z_loss, label_smoothing, total=True))
 
 
 def dynamic_fine_tuning() -> Objective:
@@ -32,14 +32,14 @@ def _weighted_sums(scores: Scores, batch: Batch) -> Sums:
 
 def token_accuracy() -> Objective:
     """Return next-token cross-entropy for evaluation, with the metric token_accuracy."""
-    return Objective(_with_accuracy, score=ScoreOptions(hits=True))
+    return Objective(_with_accuracy, score=ScoreOptions(hits=True, total=True))
 
 
-def _sums(scores: Scores, batch: Batch) -> Sums:
-    return Sums(jnp.sum(scores.loss), jnp.sum(batch["loss_weight"] > 0, dtype=jnp.int32))
+def _sums(scores: TotalScores, batch: Batch) -> Sums:
+    return Sums(jnp.sum(scores.total), jnp.sum(batch["loss_weight"] > 0, dtype=jnp.int32))
 
 
-def _with_accuracy(scores: Scores, batch: Batch) -> Sums:
+def _with_accuracy(scores: TotalScores, batch: Batch) -> Sums:
     sums = _sums(scores, batch)
     assert scores.hits is not None
     # An integer count, because float32 cannot count all tokens of a large evaluation exactly.

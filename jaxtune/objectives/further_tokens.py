@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Num
 
 from jaxtune.columns import further_columns
-from jaxtune.models.head.score import Batch, Scores
+from jaxtune.models.head.score import Batch, Scores, TotalScores
 from jaxtune.objectives.objective import Objective, Sums
 
 
@@ -24,7 +24,7 @@ def add_further_tokens(objective: Objective, weight: float, modules: int, only: 
     - mtp_accuracy/K: share of targets that are the likeliest token of module K, from 1.
     """
 
-    def loss(scores: Scores, batch: Batch) -> Sums:
+    def loss(scores: Scores | TotalScores, batch: Batch) -> Sums:
         sums = objective.loss(scores, batch)
         counts = jnp.sum(batch["further_loss_weight"] > 0, (0, 1), dtype=jnp.int32)  # (b, s, modules) -> (modules)
         total = jnp.sum(jnp.stack([one.loss for one in scores.further]))

@@ -42,7 +42,7 @@ class Objective:
 
     Attributes:
         loss: (scores, micro-batch) -> sums; the scores are `LabelScores` for a classifier or if `score` has tokens,
-            else `Scores`.
+            `TotalScores` if `score` has total, else `Scores`.
         columns: columns of the batch that it reads.
         reference: whether scores must also have the log-probabilities of the base model without adapters.
         score: options of the scores.
@@ -60,3 +60,6 @@ class Objective:
     def __post_init__(self):
         if self.reference and self.score.z_loss:
             raise ValueError("z_loss cannot be used with a reference: log_prob would include the penalty")
+        needs_tokens = self.reference or self.score.divergence is not None or self.score.temperature != 1
+        if self.score.total and needs_tokens:
+            raise ValueError("total cannot be used with a reference, a divergence or a temperature: it is only a sum")

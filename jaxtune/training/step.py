@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from jaxtune.config.schema import GuardOptions
 from jaxtune.models.decoder import Decoder, Parameters, bind, cast_like
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.head.score import Batch, Hidden, LabelScores, ScoreOptions, Scores, score, score_labels
+from jaxtune.models.head.score import AnyScores, Batch, Hidden, ScoreOptions, score, score_labels, score_total
 from jaxtune.models.pipeline import noise_of
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.optim import build
@@ -269,11 +269,13 @@ def sum_micro_batch(
     reference: the decoder that the objective compares with, if it does; None: the same decoder without its adapters.
     axes: mesh axes over which scores are all-gathered first, for objectives that are not a sum over rows.
     """
+    head_gradient = ("embed.weight" if decoder.head is None else "head.weight") in trained
     if decoder.spec.labels or objective.score.tokens:
         scores = score_labels(decoder, batch, call, hidden, objective.score.tokens)
+    elif objective.score.total:
+        scores = score_total(decoder, batch, call, hidden, objective.score, head_gradient=head_gradient)
     else:
-        head = "embed.weight" if decoder.head is None else "head.weight"
-        scores = score(decoder, batch, call, hidden, objective.score, head_gradient=head in trained)
+        scores = score(decoder, batch, call, hidden, objective.score, head_gradient=head_gradient)
         if objective.reference:
             # A reference has neither dropout nor the rounding of weights as they will be served.
             call = call._replace(adapters=reference is not None, served=False, noise=None)
@@ -284,7 +286,7 @@ def sum_micro_batch(
         return objective.loss(gather_scores(scores, axes), all_gather_rows(batch, axes))
 
 
-def gather_scores(scores: Scores | LabelScores, axes: Axes) -> Scores | LabelScores:
+def gather_scores(scores: AnyScores, axes: Axes) -> AnyScores:
     """All-gather scores over `axes`, for objectives that are not a sum over rows."""
     # `sums` are per layer: their rows are the second axis.
     return all_gather_rows(scores._replace(sums={}), axes)._replace(

@@ -23,9 +23,10 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     head_gradient: bool = True,
+    summed: bool = False,
     vocabulary_axis: str | tuple[str, ...] | None = None,
     tile: int | None = None,
-) -> Float[Array, " t"]:
+) -> Float[Array, " t"] | Float[Array, ""]:
     """Return the loss of every token in nats, float32: weight * (-log softmax(hidden head^T)[target] + ...).
 
     Shapes: t tokens, d hidden size, v rows of the head. Products are computed in the inputs' dtype and accumulated in
@@ -41,6 +42,9 @@ def linear_cross_entropy(
     torch.nn.functional.cross_entropy.
     `head_gradient=False`: the head gets a zero gradient that costs nothing. The forward pass then computes the gradient
     of the hidden states, and the backward pass only scales it.
+    `summed`: return the sum of the losses, a scalar. A trained head then costs three products of its size instead of
+    four: the forward pass computes both gradients, and the backward pass only scales them. Not in float16, whose
+    gradients have to be scaled before they are rounded.
     `vocabulary_axis`: inside a shard_map, the mesh axis, or axes, over which the head's rows are sharded; targets stay
     global, and every device along that axis must have the same tokens.
     `tile`: the largest number of tokens whose logits are in memory at a time; rounded up to a multiple of 8 for the
@@ -51,7 +55,7 @@ def linear_cross_entropy(
     """
     tokens = len(hidden)
     if not tokens:
-        return jnp.zeros(0, jnp.float32)
+        return jnp.zeros(() if summed else 0, jnp.float32)
     by_token = varying_axes(hidden, targets, weight)
     vocabulary_axes = frozenset(jax.tree.leaves(vocabulary_axis))
     if vocabulary_axes & by_token:
@@ -70,10 +74,14 @@ def linear_cross_entropy(
         return taken.reshape(tiles, size, *x.shape[1:])
 
     needed = -(-filled // size)
+    if summed and head_gradient and head.dtype != jnp.float16:
+        weight = jnp.ones_like(targets, jnp.float32) if weight is None else weight.astype(jnp.float32)
+        return xla.tiled_sum(in_tiles(hidden), head, in_tiles(targets), in_tiles(weight), needed, loss)
     in_slots: Array = xla.tiled_loss(in_tiles(hidden), head, in_tiles(targets), needed, loss, head_gradient)
     losses = jnp.zeros_like(targets, jnp.float32).at[rows].set(in_slots.reshape(-1), mode="drop", unique_indices=True)
     # Losses of dropped tokens are 0 already, so a boolean mask need not be multiplied.
-    return losses if weight is None or weight.dtype == bool else losses * weight.astype(jnp.float32)
+    losses = losses if weight is None or weight.dtype == bool else losses * weight.astype(jnp.float32)
+    return jnp.sum(losses) if summed else losses
 
 
 def _rows_of_slots(weight: Array | None, tokens: int, slots: int) -> tuple[Int[Array, " slots"], int | Array]:

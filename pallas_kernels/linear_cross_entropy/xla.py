@@ -1,8 +1,9 @@
 """Token-tiled cross-entropy in plain XLA: the full vocabulary for a tile of tokens, then the next tile.
 
-With a trained head the backward pass recomputes a tile's logits, and its softmax from the saved log-sum-exp. With a
-frozen head the forward pass already computes the gradient of the hidden states (as in Liger, Hsu et al. 2024), so no
-tile is computed twice.
+The forward pass already computes the gradients (as in Liger, Hsu et al. 2024) where the backward pass only scales them:
+of the hidden states with a frozen head, and of both with a trained head if only the sum of the losses has a gradient.
+Otherwise the head's gradient depends on the gradient of every loss, so that the backward pass recomputes a tile's
+logits, and its softmax from the saved log-sum-exp.
 
 Shapes: t tokens of a tile, d hidden size, v rows of the head.
 """
@@ -85,37 +86,52 @@ def _forward(hidden, head, targets, needed, loss, head_gradient):
 
     Residuals are the inputs and the log-sum-exps, or for a frozen head the finished gradient of `hidden`.
     """
+    if not head_gradient:
+        return _losses_and_gradients(hidden, head, targets, None, needed, loss)
 
-    def trained_tile(i, results):
+    def tile(i, results):
         losses, lses = results
         tile_losses, lse = _losses(_logits(hidden[i], head), targets[i], loss)
         return losses.at[i].set(tile_losses), lses.at[i].set(lse)
 
-    def frozen_tile(i, results):
-        losses, d_hidden = results
+    zeros = jnp.zeros_like(targets, jnp.float32)
+    losses, lses = _over_tiles(needed, tile, (zeros, zeros), hidden)
+    return losses, (hidden, head, targets, needed, lses)
+
+
+def _losses_and_gradients(hidden, head, targets, weight, needed, loss):
+    """Return the losses, and the gradients of their sum: of `hidden`, and with a weight also of `head` in float32.
+
+    The sum weights the losses by `weight`; None: by 1.
+    """
+
+    def tile(i, results):
+        losses, d_hidden, *d_head = results
         logits = _logits(hidden[i], head)
         tile_losses, lse = _losses(logits, targets[i], loss)
-        d_logits = _logits_gradient(jax.lax.optimization_barrier(logits), lse, targets[i], loss).astype(head.dtype)
-        return losses.at[i].set(tile_losses), d_hidden.at[i].set(_hidden_gradient(d_logits, head, loss, hidden.dtype))
+        d_logits = _logits_gradient(jax.lax.optimization_barrier(logits), lse, targets[i], loss)
+        d_logits = (d_logits if weight is None else d_logits * weight[i, :, None]).astype(head.dtype)
+        d_hidden = d_hidden.at[i].set(_hidden_gradient(d_logits, head, loss, hidden.dtype))
+        return losses.at[i].set(tile_losses), d_hidden, *(d + _head_gradient(d_logits, hidden[i]) for d in d_head)
 
-    zeros = jnp.zeros_like(targets, jnp.float32)
-    if head_gradient:
-        losses, lses = _over_tiles(needed, trained_tile, (zeros, zeros), hidden)
-        return losses, (hidden, head, targets, needed, lses)
-    losses, d_hidden = _over_tiles(needed, frozen_tile, (zeros, jnp.zeros_like(hidden)), hidden)
-    return losses, d_hidden
+    start = [jnp.zeros_like(targets, jnp.float32), jnp.zeros_like(hidden)]
+    if weight is not None:
+        start.append(jnp.zeros_like(head, dtype=jnp.float32))
+    losses, *gradients = _over_tiles(needed, tile, tuple(start), hidden)
+    return losses, gradients
 
 
 def _backward(loss, head_gradient, residuals, d_losses):
     if not head_gradient:  # the residual is the gradient of `hidden` for losses with a gradient of 1
-        return (residuals * d_losses[..., None]).astype(residuals.dtype), None, None, None
+        (d_hidden,) = residuals
+        return (d_hidden * d_losses[..., None]).astype(d_hidden.dtype), None, None, None
     hidden, head, targets, needed, lses = residuals
 
     def tile(i, gradients):
         d_hidden, d_head = gradients
         d_logits = _logits_gradient(_logits(hidden[i], head), lses[i], targets[i], loss) * d_losses[i, :, None]
         d_logits = d_logits.astype(head.dtype)
-        d_head += jax.lax.dot_general(d_logits, hidden[i], (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        d_head += _head_gradient(d_logits, hidden[i])
         return d_hidden.at[i].set(_hidden_gradient(d_logits, head, loss, hidden.dtype)), d_head
 
     start = jnp.zeros_like(hidden), jnp.zeros_like(head, dtype=jnp.float32)
@@ -124,6 +140,33 @@ def _backward(loss, head_gradient, residuals, d_losses):
 
 
 tiled_loss.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def tiled_sum(
+    hidden: Float[Array, "tiles size d"],
+    head: Float[Array, "v d"],
+    targets: Int[Array, "tiles size"],
+    weight: Float[Array, "tiles size"],
+    needed: int | Int[Array, ""],
+    loss: LossOptions,
+) -> Float[Array, ""]:
+    """Return the sum of weight * loss over the first `needed` tiles, for a trained head."""
+    losses: Array = tiled_loss(hidden, head, targets, needed, loss, True)
+    return jnp.sum(losses * weight)
+
+
+def _sum_forward(hidden, head, targets, weight, needed, loss):
+    losses, gradients = _losses_and_gradients(hidden, head, targets, weight, needed, loss)
+    return jnp.sum(losses * weight), (*gradients, losses, head)
+
+
+def _sum_backward(loss, residuals, d_sum):
+    d_hidden, d_head, losses, head = residuals  # the head only for its dtype
+    return (d_hidden * d_sum).astype(d_hidden.dtype), (d_head * d_sum).astype(head.dtype), None, losses * d_sum, None
+
+
+tiled_sum.defvjp(_sum_forward, _sum_backward)
 
 
 def _logits(hidden, head):
@@ -204,6 +247,11 @@ def _logits_gradient(logits, lse, targets, loss):
 def _hidden_gradient(d_logits, head, loss, dtype):
     """Return the gradient of a tile's hidden states, (t, d), summed over the devices that share the vocabulary."""
     return _reduce_shards(jax.lax.psum, jnp.dot(d_logits, head, preferred_element_type=jnp.float32), loss).astype(dtype)
+
+
+def _head_gradient(d_logits, hidden):
+    """Return the gradient of the head from one tile, (v, d), float32."""
+    return jax.lax.dot_general(d_logits, hidden, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _reduce_shards(reduce, x, loss):

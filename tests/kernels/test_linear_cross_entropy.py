@@ -56,14 +56,20 @@ def assert_close(found, wanted, relative):
         assert np.abs(ours - true).max() <= relative * max(np.abs(true).max(), LEAST)
 
 
-def check(arrays, relative=1e-5, head_gradient=True, tile=None, **options):
+def check(arrays, relative=1e-5, head_gradient=True, summed=False, tile=None, **options):
     weight = arrays[3]
-    cotangent = np.random.default_rng(1).normal(size=len(weight)).astype(np.float32)
-    op = partial(linear_cross_entropy, head_gradient=head_gradient, tile=tile, **options)
+    cotangent = np.random.default_rng(1).normal(size=() if summed else len(weight)).astype(np.float32)
+    op = partial(linear_cross_entropy, head_gradient=head_gradient, summed=summed, tile=tile, **options)
     losses, d_hidden, d_head, d_weight = jax.jit(partial(losses_and_gradients, op))(*arrays, cotangent)
-    wanted = expected(*arrays, cotangent, **options)
+    wanted = expected(*arrays, np.broadcast_to(cotangent, len(weight)), **options)
     dropped = np.asarray(weight) == 0
-    assert not np.asarray(losses)[dropped].any() and not np.asarray(d_hidden)[dropped].any()
+    if summed:
+        # The error of a sum is relative to its terms, of both signs.
+        scale = max(np.abs(wanted[0]).sum(), 1)
+        losses, wanted[0] = losses / scale, wanted[0].sum() / scale
+    else:
+        assert not np.asarray(losses)[dropped].any()
+    assert not np.asarray(d_hidden)[dropped].any()
     assert not np.asarray(d_weight)[dropped].any()
     wanted[3][dropped] = 0  # the op has not computed the loss of a token without weight
     if head_gradient:
@@ -79,6 +85,7 @@ def check(arrays, relative=1e-5, head_gradient=True, tile=None, **options):
     tile=st.sampled_from([None, 1, 16]),
     dropped=st.sampled_from([0.0, 0.3, 1.0]),
     head_gradient=st.booleans(),
+    summed=st.booleans(),
     options=st.fixed_dictionaries(
         dict(
             soft_cap=st.sampled_from([None, 3.0]),
@@ -89,22 +96,52 @@ def check(arrays, relative=1e-5, head_gradient=True, tile=None, **options):
     seed=st.integers(0, 9),
 )
 @settings(max_examples=8, deadline=None)
-def test_loss_and_gradients_equal_the_reference(tokens, vocabulary, tile, dropped, head_gradient, options, seed):
+def test_loss_and_gradients_equal_the_reference(
+    tokens, vocabulary, tile, dropped, head_gradient, summed, options, seed
+):
     arrays = inputs(tokens, vocabulary, seed=seed, dropped=dropped)
-    check(arrays, head_gradient=head_gradient, tile=tile, vocabulary=vocabulary, **options)
+    check(arrays, head_gradient=head_gradient, summed=summed, tile=tile, vocabulary=vocabulary, **options)
 
 
-@pytest.mark.parametrize("head_gradient", [True, False])
+HEADS = pytest.mark.parametrize(
+    ("head_gradient", "summed"), [(True, False), (True, True), (False, False)], ids=["trained", "summed", "frozen"]
+)
+
+
+@HEADS
 @pytest.mark.parametrize("tokens", [1, 37, 513, 8519])
-def test_any_number_of_tokens(tokens, head_gradient):
-    check(inputs(tokens, 300), head_gradient=head_gradient, vocabulary=300, **OPTIONS)
+def test_any_number_of_tokens(tokens, head_gradient, summed):
+    check(inputs(tokens, 300), head_gradient=head_gradient, summed=summed, vocabulary=300, **OPTIONS)
 
 
-@pytest.mark.parametrize("head_gradient", [True, False])
-def test_bfloat16(head_gradient):
+@HEADS
+def test_bfloat16(head_gradient, summed):
     hidden, head, targets, weight = inputs(89, 300, width=64)
     arrays = (jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(head, jnp.bfloat16), targets, weight)
-    check(arrays, relative=1e-2, head_gradient=head_gradient, tile=16, vocabulary=300, **OPTIONS)
+    check(arrays, relative=1e-2, head_gradient=head_gradient, summed=summed, tile=16, vocabulary=300, **OPTIONS)
+
+
+def test_a_loss_scale_is_in_the_gradients_of_float16_before_they_are_rounded():
+    """Probabilities of 1e-8 are 0 in float16, but not times the loss scale."""
+    hidden, head, targets, weight = inputs(8, 256, dropped=0.0)
+    hidden, head = (jnp.asarray(np.abs(x), jnp.float16) for x in (hidden, head))
+    head = head.at[128:].multiply(-1)  # makes half of the vocabulary unlikely
+
+    def gradients(summed):
+        def total(hidden, head):
+            return 2.0**14 * jnp.sum(linear_cross_entropy(hidden, head, targets, weight, vocabulary=256, summed=summed))
+
+        return jax.grad(total, (0, 1))(hidden, head)
+
+    for found, wanted in zip(gradients(True), gradients(False), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_sum_without_a_gradient_computes_none(monkeypatch):
+    monkeypatch.delattr(xla, "_logits_gradient")
+    arrays = inputs(37, 300)
+    total = linear_cross_entropy(*arrays, vocabulary=300, summed=True)
+    np.testing.assert_allclose(total, jnp.sum(linear_cross_entropy(*arrays, vocabulary=300)), rtol=1e-5)
 
 
 def test_a_logit_far_above_the_others_does_not_overflow():
@@ -136,6 +173,7 @@ def test_a_target_outside_the_vocabulary_is_not_silent():
 
 def test_no_tokens():
     assert linear_cross_entropy(*inputs(0, 300), vocabulary=300).shape == (0,)
+    assert linear_cross_entropy(*inputs(0, 300), vocabulary=300, summed=True) == 0
 
 
 @pytest.mark.every_jax
@@ -163,9 +201,9 @@ def test_smoothing_and_ignored_targets_equal_those_of_torch(head_gradient):
     assert_close(found, wanted, 1e-5)
 
 
-@pytest.mark.parametrize("head_gradient", [True, False])
+@HEADS
 @pytest.mark.parametrize(("tokens", "kept", "tiles"), [(100, 100, 7), (100, 33, 3), (100, 16, 1), (100, 0, 0)])
-def test_dropped_tokens_cost_no_logits(tokens, kept, tiles, head_gradient, monkeypatch):
+def test_dropped_tokens_cost_no_logits(tokens, kept, tiles, head_gradient, summed, monkeypatch):
     """Counts the head products that run, tile by tile."""
     ran = []
     logits = xla._logits
@@ -180,21 +218,24 @@ def test_dropped_tokens_cost_no_logits(tokens, kept, tiles, head_gradient, monke
     weight[np.random.default_rng(0).permutation(tokens)[:kept]] = 1
 
     def total(hidden, head):
-        op = partial(linear_cross_entropy, vocabulary=300, tile=16, head_gradient=head_gradient)
+        op = partial(linear_cross_entropy, vocabulary=300, tile=16, head_gradient=head_gradient, summed=summed)
         return jnp.sum(op(hidden, head, targets, weight))
 
     jax.block_until_ready(jax.jit(jax.grad(total, (0, 1)))(hidden, head))
     jax.effects_barrier()
-    assert ran == [16] * tiles * (2 if head_gradient else 1)  # a trained head's backward pass recomputes the logits
+    # The backward pass of a trained head recomputes the logits, unless only the sum of the losses has a gradient.
+    assert ran == [16] * tiles * (2 if head_gradient and not summed else 1)
 
 
-@pytest.mark.parametrize("head_gradient", [True, False])
-def test_temporaries_do_not_grow_with_tokens_times_vocabulary(head_gradient):
+@HEADS
+def test_temporaries_do_not_grow_with_tokens_times_vocabulary(head_gradient, summed):
     vocabulary, width = 32_768, 32
 
     def temporaries(tokens):
         def total(hidden, head, targets, weight):
-            op = partial(linear_cross_entropy, vocabulary=vocabulary, head_gradient=head_gradient, tile=128)
+            op = partial(
+                linear_cross_entropy, vocabulary=vocabulary, head_gradient=head_gradient, summed=summed, tile=128
+            )
             return jnp.sum(op(hidden, head, targets, weight, **OPTIONS))
 
         shapes = [
@@ -229,27 +270,33 @@ def placed(mesh, arrays, specs=SPECS):
     return [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
 
 
-@pytest.mark.parametrize("head_gradient", [True, False])
+@HEADS
 @pytest.mark.parametrize(
     ("kept_by_first", "axes"), [(0, "tensor"), (5, "tensor"), (12, "tensor"), (5, ("expert", "tensor"))]
 )
-def test_a_vocabulary_over_devices_gives_the_same(kept_by_first, axes, head_gradient):
+def test_a_vocabulary_over_devices_gives_the_same(kept_by_first, axes, head_gradient, summed):
     """The two halves of the data drop different tokens, and so run different numbers of tiles."""
     hidden, head, targets, weight = inputs(48, 500, dropped=0.0)
     weight[kept_by_first:24] = 0
     hidden[weight == 0], targets[weight == 0] = np.nan, -100
     mesh = jax.make_mesh((2, 4) if axes == "tensor" else (2, 2, 2), ("data", *jax.tree.leaves(axes)))
     specs = (SPECS[0], jax.P(axes, None), *SPECS[2:])
-    op = partial(linear_cross_entropy, vocabulary=500, head_gradient=head_gradient, **OPTIONS)
-    kernel = partial(op, vocabulary_axis=axes, tile=8)
+    op = partial(linear_cross_entropy, vocabulary=500, head_gradient=head_gradient, summed=summed, **OPTIONS)
+
+    def kernel(*arrays):
+        return jnp.atleast_1d(op(*arrays, vocabulary_axis=axes, tile=8))
+
     sharded = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=jax.P("data"))
-    cotangent = np.random.default_rng(1).normal(size=48).astype(np.float32)
+    cotangent = np.random.default_rng(1).normal(size=2 if summed else 48).astype(np.float32)
     with jax.set_mesh(mesh):
         cotangent_placed = jax.device_put(cotangent, jax.NamedSharding(mesh, jax.P("data")))
         found = jax.jit(partial(losses_and_gradients, sharded))(
             *placed(mesh, (hidden, head, targets, weight), specs), cotangent_placed
         )
-    wanted = expected(hidden, head, targets, weight, cotangent, vocabulary=500, **OPTIONS)
+    each = np.repeat(cotangent, 48 // len(cotangent))  # a sum's gradient is the one of each of its losses
+    wanted = expected(hidden, head, targets, weight, each, vocabulary=500, **OPTIONS)
+    if summed:
+        wanted[0] = wanted[0].reshape(2, 24).sum(1)
     wanted[3][weight == 0] = 0
     if not head_gradient:
         wanted[2] = np.zeros_like(wanted[2])

@@ -16,7 +16,7 @@ from jaxtune.errors import UserError
 from jaxtune.exports.write import export_full
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models.parameters import randomize
-from jaxtune.objectives.cross_entropy import cross_entropy
+from jaxtune.objectives.cross_entropy import dynamic_fine_tuning
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions, ParallelOptions
 from jaxtune.precision.options import PrecisionOptions
@@ -109,7 +109,7 @@ def test_virtual_stages_that_cannot_take_turns_are_refused(stages, count):
 
 def test_an_objective_with_a_reference_is_refused():
     config = config_of(Case(""), MeshOptions(fsdp=1, stage=2), TrainOptions(), False)
-    compared = dataclasses.replace(cross_entropy(), reference=True)
+    compared = dataclasses.replace(dynamic_fine_tuning(), reference=True)
     with pytest.raises(UserError, match="mesh.stage: not available for an objective"):
         assemble(read_base(config), config, make_mesh(config.mesh, jax.devices()[:2]), compared)
 

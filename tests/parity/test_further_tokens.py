@@ -25,7 +25,7 @@ from jaxtune.host.run_folder import RunFolder
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models.decoder import bind
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.head.score import score
+from jaxtune.models.head.score import score_total
 from jaxtune.objectives.options import MtpOptions
 from jaxtune.training.assembly import objective_of
 from jaxtune.weights.base import read_base
@@ -348,7 +348,7 @@ def test_trained_modules_draft_what_the_model_says(case, one_device, tmp_path):
     def step(trained, state):
         def loss(trained):
             decoder, call = bind(model.graph, frozen | trained), ForwardOptions(np.dtype("float32"))
-            scores = score(decoder, batch, call, options=objective.score)
+            scores = score_total(decoder, batch, call, options=objective.score)
             sums = objective.loss(scores, batch)
             return sums.loss / sums.weight, (sums.metrics, [one.hits for one in scores.further])
 

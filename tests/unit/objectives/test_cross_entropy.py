@@ -3,6 +3,7 @@
 B batch (rows), S sequence, V vocabulary (with padding), D hidden.
 """
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,9 @@ from tiny import VOCABULARY
 
 from jaxtune.errors import UserError
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.head.score import ScoreOptions, Scores, score
+from jaxtune.models.head.score import ScoreOptions, Scores, score, score_total
 from jaxtune.objectives.cross_entropy import cross_entropy, dynamic_fine_tuning
-from jaxtune.objectives.objective import Sums
+from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.parallel.layout import by_token, gathered_entry
 
 Z_LOSS, POSITIONS, TRAINED, WIDTH, PADDED = 1e-2, 16, 8, 8, 512
@@ -31,11 +32,13 @@ def only_a_head(head: jax.Array, logit_cap: float | None = None) -> Any:
     return SimpleNamespace(head_weight=head, spec=spec)
 
 
-def sums(hidden: jax.Array, head: jax.Array, batch: dict) -> Sums:
-    """Return the objective's sums for hidden states [B, S, D] and a head [V, D]."""
+def sums(
+    hidden: jax.Array, head: jax.Array, batch: dict, objective: Objective = OBJECTIVE, cap: float | None = None
+) -> Sums:
+    """Return an objective's sums for hidden states [B, S, D] and a head [V, D]."""
     call = ForwardOptions(jnp.dtype("float32"))
-    scores = score(only_a_head(head), batch, call, (hidden, {}), OBJECTIVE.score, head_gradient=True)
-    return OBJECTIVE.loss(scores, batch)
+    scores = score_total(only_a_head(head, cap), batch, call, (hidden, {}), objective.score, head_gradient=True)
+    return objective.loss(scores, batch)
 
 
 def make(mesh):
@@ -53,19 +56,21 @@ def make(mesh):
     return place(hidden, by_token(None)), place(head, jax.P(gathered_entry("vocabulary"), None)), batch
 
 
-def test_loss_and_gradients_are_those_of_the_definition(one_device):
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_loss_and_gradients_are_those_of_the_definition(cap, one_device):
     hidden, head, batch = make(one_device)
 
     @jax.jit
     @jax.value_and_grad
     def ours(parts):
         with jax.default_matmul_precision("highest"):
-            return sums(*parts, batch).loss
+            return sums(*parts, batch, cap=cap).loss
 
     targets = np.asarray(batch["targets"])[0, :TRAINED]
 
     def defined(parts):
         logits = jnp.matmul(parts[0][0, :TRAINED], parts[1][:VOCABULARY].T, precision="highest")
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
         normalizer = jax.nn.logsumexp(logits, axis=-1)
         smooth = (1 - SMOOTHING) * logits[np.arange(TRAINED), targets] + SMOOTHING * logits.mean(-1)
         return jnp.sum(normalizer - smooth + Z_LOSS * normalizer**2)
@@ -76,6 +81,22 @@ def test_loss_and_gradients_are_those_of_the_definition(one_device):
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     for gradient, expected in zip(gradients, expected_gradients):
         np.testing.assert_allclose(gradient, expected, atol=1e-5 * float(jnp.abs(expected).max()))
+
+
+def test_a_trained_head_costs_three_products(one_device):
+    """Logits, and the gradients of hidden states and head; the backward pass does not compute the logits again."""
+    hidden, head, batch = make(one_device)
+    program = jax.make_jaxpr(jax.grad(lambda *parts: sums(*parts, batch).loss, (0, 1)))(hidden, head)
+    assert str(program).count("dot_general") == 3
+
+
+def test_an_objective_of_a_total_can_read_nothing_of_a_token(one_device):
+    hidden, head, batch = make(one_device)
+    careless = dataclasses.replace(OBJECTIVE, loss=lambda scores, batch: Sums(jnp.sum(scores.log_prob), jnp.array(1)))
+    with pytest.raises(AttributeError, match="log_prob"):
+        sums(hidden, head, batch, careless)
+    with pytest.raises(ValueError, match="total cannot be used with"):
+        Objective(OBJECTIVE.loss, score=ScoreOptions(total=True, temperature=0.5))
 
 
 def test_tokens_without_weight_pay_none(one_device):
