@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxtune import hf
-from jaxtune.columns import ASKED, LABEL, LABELLED, NEXT_TOKEN, NOT_AN_OPTION, OPTION_SHARES
+from jaxtune.columns import ASKED, LABEL, LABELLED, NEXT_TOKEN, NOT_AN_OPTION, OPTION_SHARES, image_columns
 from jaxtune.config.schema import Config
 from jaxtune.data import (
     Documents,
@@ -37,6 +37,7 @@ from jaxtune.data import (
     is_chat,
     open_documents,
     open_prompt_sets,
+    open_reader,
     open_validation,
     prepare_documents,
     rows_to_evaluate,
@@ -47,6 +48,7 @@ from jaxtune.data.formats.sample_formats import IGNORED_LABEL
 from jaxtune.data.images.image_files import describe_place
 from jaxtune.errors import UserError
 from jaxtune.image_layout import ImageLayout
+from jaxtune.models.families import read_spec
 from jaxtune.rollout.episodes.toolbox import load_functions
 from jaxtune.weights.class_labels import resolve_labels
 
@@ -145,13 +147,19 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
     tokenizer = hf.load_tokenizer(folder, config.chat.template, config.data.special_tokens)
     console = Console(soft_wrap=True, highlight=False)
     columns = {"classification": LABELLED, "decision": ASKED}.get(config.sample_type or "", NEXT_TOKEN)
+    images = None
+    if (patches := config.vision.patches_per_row) is not None:
+        spec = read_spec(hf.read_described_config(config.model), vision=True)
+        assert spec.vision is not None, "read_spec refuses a family without a tower"
+        images = open_reader(config.vision, folder, spec.family, spec.vision.layout)
+        columns = (*columns, *image_columns(spec.vision.layout, patches))
     labels = config.model.id2label if LABEL in columns else ()
     if values.shard is not None and config.samples:
         raise UserError(f"--shard: prompts ({config.samples}) are read when a run starts, and are not cached")
     if values.shard is not None:
         if config.data.cache_only:
             raise UserError("--shard reads the sources, which data.cache_only=True forbids")
-        for line in prepare_documents(config, tokenizer, _shard(values.shard)):
+        for line in prepare_documents(config, tokenizer, _shard(values.shard), images):
             console.print(line, markup=False)
         return
     if config.samples:
@@ -168,7 +176,7 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
         train, validation = window.documents, open_validation(config, tokenizer)
         console.print("data.streaming: only the first rows of the training data, which are not cached")
     else:
-        train, validation = open_documents(config, tokenizer)
+        train, validation = open_documents(config, tokenizer, images=images)
     training, validating = Rows(train, config.data, 1, columns), rows_to_evaluate(validation, config, columns)
     losses = (loss for rows in (training, *validating.values()) for loss in rows.losses)
     for loss in dict.fromkeys(losses):
