@@ -118,7 +118,11 @@ TRANSLATED = [
         "",
         {"model.overrides": ("rope_theta=1000000.0", 'hidden_act="gelu"')},
     ),
-    (XORL.replace("my/model}", "my/model, encoders: {image: {model_path: e}}}"), "", {"vision.patches_per_row": 128_000}),
+    (
+        XORL.replace("my/model}", "my/model, encoders: {image: {model_path: e}}}"),
+        "",
+        {"vision.patches_per_row": 128_000},
+    ),
     (
         ERNIEKIT,
         "hidden_dropout_prob: 0.1\nattention_probs_dropout_prob: 0.2\ndropout_warmup_steps: 5\n",
