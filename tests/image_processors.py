@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,7 @@ PROCESSORS = {
 }
 
 
-def image_reader(family: str, folder: Path, token: int = 0, **pixels: int) -> ImageReader:
+def image_reader(family: str, folder: Path, token: int = 0, **pixels: Any) -> ImageReader:
     """Write a family's preprocessor_config.json to a folder, and return its reader; `pixels`: limits."""
     processor, layout = PROCESSORS[family]
     folder.mkdir(exist_ok=True, parents=True)

@@ -110,4 +110,6 @@ def images_in(sample: Mapping[str, Any]) -> list[Any]:
     listed = [sample[column] for column in COLUMNS if sample.get(column)]
     if len(listed) > 1:
         raise UserError(f"both columns {' and '.join(map(repr, COLUMNS))} hold images: leave one out")
-    return [] if not listed else listed[0] if isinstance(listed[0], list | tuple) else listed
+    if not listed:
+        return []
+    return list(listed[0]) if isinstance(listed[0], list | tuple) else listed

@@ -54,19 +54,19 @@ def read(tmp_path):
     for name, (height, width) in sizes.items():
         Image.fromarray(picture(height, width, len(name))).save(tmp_path / name)
 
-    def get(*samples, family="qwen3_vl", chat=ChatOptions(), on_bad_row="error", num_proc=1, pixels=(), **options):
+    def get(*samples, family="qwen3_vl", chat=ChatOptions(), skip=False, pixels=(), **options):
         folder = tmp_path / family
         written, token, _ = TOKENS[family]
         template = TURNS.replace("IMAGE", written).replace("TRIM", " | trim" if family == "gemma3" else "")
         tokenizer = byte_tokenizer(folder, template, special_tokens(family))
-        reader = image_reader(family, folder, tokenizer.convert_tokens_to_ids(token), **dict(pixels))
+        reader = image_reader(family, folder, tokenizer.get_vocab()[token], **dict(pixels))
         path = tmp_path / "data.jsonl"
         text = "".join(json.dumps(sample) + "\n" for sample in samples)
         if not path.exists() or path.read_text() != text:  # the cache compares times too
             path.write_text(text)
         entries = (Dataset(path=str(path), **options),)
-        settings = on_bad_row, (), chat, num_proc
-        return tokenize(entries, tokenizer, tmp_path / "cache", *settings, images=reader), tokenizer
+        cache = tmp_path / "cache"
+        return tokenize(entries, tokenizer, cache, "skip" if skip else "error", chat=chat, images=reader), tokenizer
 
     return get
 
@@ -232,8 +232,8 @@ def test_a_document_of_gemma_is_that_of_its_processor(read):
     processor = Gemma3Processor(load_processor(documents.reader.folder), tokenizer, image_seq_length=4)
     text = tokenizer.apply_chat_template(LAYOUTS["trl"]["messages"], tokenize=False)
     images = [decode_image(image.place) for image in documents.images(0)]
-    outputs = processor(images=images, text=text, return_tensors="np")
-    assert documents.read(0, 0, 10**9)[0].tolist() == outputs["input_ids"][0].tolist()
+    outputs = processor(images=images, text=text)
+    assert documents.read(0, 0, 10**9)[0].tolist() == list(outputs["input_ids"][0])
 
 
 def test_an_image_in_a_trained_message_is_context(read):
@@ -281,7 +281,7 @@ def test_a_bad_sample_is_an_error_with_its_line_or_counted(message, read):
     good = LAYOUTS["trl"]
     with pytest.raises(UserError, match=rf"data\.jsonl:2: .*{message}"):
         read(good, BAD[message])
-    documents, _ = read(good, BAD[message], good, on_bad_row="skip")
+    documents, _ = read(good, BAD[message], good, skip=True)
     assert len(documents) == 2 and documents.skipped == 1 and len(documents.images(1)) == 2
 
 

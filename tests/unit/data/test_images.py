@@ -250,3 +250,18 @@ def test_an_image_in_a_stream_is_refused(tmp_path):
     samples = read_samples(path)
     with pytest.raises(UserError, match="write the images to files"):
         image_reader("qwen3_vl", tmp_path / "model").find(samples[0]["one"], "")
+
+
+def test_an_image_at_a_url_is_read_there(tmp_path):
+    import fsspec
+
+    path = save(tmp_path / "a.png", 40, 40)
+    with fsspec.open("memory://images/a.png", "wb") as file:
+        file.write((tmp_path / "a.png").read_bytes())  # pyright: ignore[reportAttributeAccessIssue]
+    reader = image_reader("qwen3_vl", tmp_path / "model")
+    for name, folder in (("memory://images/a.png", "elsewhere"), ("a.png", "memory://images")):
+        ref, _, _ = reader.find(name, folder)
+        assert ref.place == "memory://images/a.png"
+        np.testing.assert_array_equal(reader.read_patches(ref), reader.read_patches(reader.find(path, "")[0]))
+    with pytest.raises(UserError, match="memory://images/b.png"):
+        reader.find("b.png", "memory://images")
