@@ -172,17 +172,16 @@ class Tokeniser:
         try:
             if self._settled is None:
                 self._detect(sample)
+            assert self._settled is not None
+            settled, columns = self._settled
             if self._images is None:
                 sample_formats.refuse_images(sample)
-            elif (of_type := self._settled[0].type) not in IMAGE_TYPES or self._settled[0].prompt_format is not None:
-                chats = (
-                    f"only types {', '.join(IMAGE_TYPES)} with a chat template have images, and it has type {of_type}"
-                )
-                sample_formats.refuse_images(sample, chats)
+            elif settled.type not in IMAGE_TYPES or settled.prompt_format is not None:
+                types = ", ".join(IMAGE_TYPES)
+                reason = f"only types {types} with a chat template have images, and it has type {settled.type}"
+                sample_formats.refuse_images(sample, reason)
         except UserError as error:
             return UserError(f"{where}: {error}")
-        assert self._settled is not None
-        settled, columns = self._settled
         if self._convert is None:
             _, tokenizer, labels, chat, _ = self._of
             more = labels, chat, self._images
