@@ -137,7 +137,9 @@ def image_columns(layout: ImageLayout, patches: int) -> tuple[Column, ...]:
 
 
 _OF_IMAGES = image_columns(ImageLayout(1, 1, 0, window=1, rope_axes=True, bidirectional=True), 1)
-MADE = frozenset(column.name for column in (*_MADE, *_OF_IMAGES))
+OF_IMAGES = frozenset(column.name for column in _OF_IMAGES)
+OF_PATCHES = frozenset(column.name for column in _OF_IMAGES if column.per == "patch")
+MADE = OF_IMAGES | {column.name for column in _MADE}
 
 # Columns that a model computes from the documents before the first step: `Rows.with_column` adds them.
 ADDED = frozenset({REFERENCE.name, *(column.name for column in teacher_columns(1))})

@@ -1,6 +1,10 @@
 """How a model sees an image: patches, the tokens that they become, and which of them see each other."""
 
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from jaxtyping import Int
 
 
 @dataclass(frozen=True)
@@ -51,3 +55,26 @@ class ImageRef:
     def patches(self) -> int:
         """The number of patches."""
         return self.grid[0] * self.grid[1]
+
+
+@lru_cache(256)
+def order_blocks(grid: tuple[int, int], layout: ImageLayout) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " w"]]:
+    """Return the blocks of an image in the order of its patches, and the number of blocks of each window.
+
+    A block has its number row by row over the image. Without windows the image counts as one.
+    """
+    rows, columns = (side // layout.merge for side in grid)
+    if layout.window is None:
+        return np.arange(rows * columns), np.array([rows * columns])
+    windows_of_a_row = -(-columns // layout.window)
+    window = np.arange(rows)[:, None] // layout.window * windows_of_a_row + np.arange(columns) // layout.window
+    return np.argsort(window.ravel(), kind="stable"), np.bincount(window.ravel())
+
+
+@lru_cache(256)
+def patch_positions(grid: tuple[int, int], layout: ImageLayout) -> Int[np.ndarray, "n 2"]:
+    """Return row and column of each patch of an image, in the order of its patches."""
+    block_rows, block_columns = np.divmod(order_blocks(grid, layout)[0], grid[1] // layout.merge)
+    inside = np.indices((layout.merge, layout.merge)).reshape(2, -1)  # rows and columns in a block
+    corners = np.stack([block_rows, block_columns]) * layout.merge
+    return (corners[:, :, None] + inside[:, None]).reshape(2, -1).T

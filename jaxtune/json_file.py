@@ -28,14 +28,17 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_fields(path: Path, kind: type[T]) -> T:
     """Read a dataclass from a JSON file with its fields; their annotations are plain types or dict[str, plain type].
 
-    Raises UserError as `read_json`, and for a field that is absent or has another type.
+    A field with a default may be absent: files of older versions lack it. Raises UserError as `read_json`, and for a
+    field that is absent or has another type.
     """
-    values, types = read_json(path), typing.get_type_hints(kind)
-    for field in dataclasses.fields(typing.cast(Any, kind)):
+    types, fields = typing.get_type_hints(kind), dataclasses.fields(typing.cast(Any, kind))
+    defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    values = defaults | read_json(path)
+    for field in fields:
         if field.name not in values or not _is(values[field.name], types[field.name]):
             value = f"{json.dumps(values[field.name]):.60}" if field.name in values else "absent"
             raise UserError(f"{path} is damaged: {field.name} is {value}")
-    return kind(**{field.name: values[field.name] for field in dataclasses.fields(typing.cast(Any, kind))})
+    return kind(**{field.name: values[field.name] for field in fields})
 
 
 def _is(value: Any, kind: Any) -> bool:

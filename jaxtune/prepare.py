@@ -19,6 +19,7 @@ if __name__ == "__main__":  # parse flags and recipe before the slow imports bel
 
 import itertools
 import re
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -27,7 +28,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxtune import hf
-from jaxtune.columns import ASKED, LABEL, LABELLED, NEXT_TOKEN, NOT_AN_OPTION, OPTION_SHARES
+from jaxtune.columns import ASKED, LABEL, LABELLED, NEXT_TOKEN, NOT_AN_OPTION, OPTION_SHARES, image_columns
 from jaxtune.config.schema import Config
 from jaxtune.data import (
     Documents,
@@ -36,6 +37,7 @@ from jaxtune.data import (
     is_chat,
     open_documents,
     open_prompt_sets,
+    open_reader,
     open_validation,
     prepare_documents,
     rows_to_evaluate,
@@ -43,7 +45,10 @@ from jaxtune.data import (
 )
 from jaxtune.data.formats.questions import HEAD_LABELS
 from jaxtune.data.formats.sample_formats import IGNORED_LABEL
+from jaxtune.data.images.image_files import describe_place
 from jaxtune.errors import UserError
+from jaxtune.image_layout import ImageLayout
+from jaxtune.models.families import read_spec
 from jaxtune.rollout.episodes.toolbox import load_functions
 from jaxtune.weights.class_labels import resolve_labels
 
@@ -60,6 +65,9 @@ def describe(
 ) -> Text:
     """Describe the first `length` tokens of document i: trained and context parts in turn or, with `ids`, each token.
 
+    Image tokens of an image are written as one with their number, and each image has a line: where it is, its size
+    after preprocessing, and the place of its tokens in the document.
+
     If documents have labels, the name of the document's label is added, or its value if there is only one label. For a
     question it is the share of each option.
     """
@@ -72,7 +80,7 @@ def describe(
         if not ids:
             text.append(f"\n  {'trained' if trained else 'context'} | ", "dim")
             ids_of_span = [token for token, _ in span]
-            text.append(_in_a_line(tokenizer, ids_of_span, seen), style)
+            text.append(_in_a_line(tokenizer, ids_of_span, seen, documents.layout), style)
             seen += ids_of_span
             continue
         for token, weight in span:
@@ -80,6 +88,8 @@ def describe(
             seen.append(token)
             text.append(f"({token}|{token if trained else IGNORED_LABEL}|{weight:g}) ", f"{style} dim")
     text.append(f"\n  ... and {whole - length} tokens more" if whole > length else "", "dim")
+    for line in _describe_images(documents, i):
+        text.append("\n  image   | ", "dim").append(line, STYLES[False])
     if OPTION_SHARES.name in documents.parts[int(documents.part_of[i])].columns:
         shares = documents.values(OPTION_SHARES.name, i, 0, whole)
         options = [f"{HEAD_LABELS[row]} {shares[row]:g}" for row in np.flatnonzero(shares != NOT_AN_OPTION)]
@@ -99,8 +109,27 @@ def _choose(documents: Documents, count: int) -> list[int]:
     return [i for i in alternating if i is not None][:count]
 
 
-def _in_a_line(tokenizer: Tokenizer, tokens: list[int], after: list[int]) -> str:
-    return hf.decode(tokenizer, tokens, after).replace("\n", "\\n")
+def _describe_images(documents: Documents, i: int) -> Iterator[str]:
+    """Yield a line about each image of document i: its place, its size, and where its tokens are."""
+    layout = documents.layout
+    if layout is None:
+        return
+    tokens, _ = documents.read(i, 0, int(documents.lengths[i]))
+    positions, end = np.flatnonzero(tokens == layout.token), 0
+    for image in documents.images(i):
+        start, end = end, end + image.patches // layout.merge**2
+        height, width = (side * layout.patch for side in image.grid)
+        size = f"{width}x{height} pixels after preprocessing, {image.patches:,} patches"
+        where = f"{end - start:,} image tokens from {positions[start]} to {positions[end - 1]}"
+        yield f"{describe_place(image.place)}: {size}, {where}"
+
+
+def _in_a_line(tokenizer: Tokenizer, tokens: list[int], after: list[int], layout: ImageLayout | None = None) -> str:
+    text = hf.decode(tokenizer, tokens, after).replace("\n", "\\n")
+    if layout is None:
+        return text
+    token = str(tokenizer.convert_ids_to_tokens(layout.token))
+    return re.sub(f"({re.escape(token)}){{2,}}", lambda run: f"{token}x{len(run[0]) // len(token)}", text)
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -118,13 +147,19 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
     tokenizer = hf.load_tokenizer(folder, config.chat.template, config.data.special_tokens)
     console = Console(soft_wrap=True, highlight=False)
     columns = {"classification": LABELLED, "decision": ASKED}.get(config.sample_type or "", NEXT_TOKEN)
+    images = None
+    if (patches := config.vision.patches_per_row) is not None:
+        spec = read_spec(hf.read_described_config(config.model), vision=True)
+        assert spec.vision is not None, "read_spec refuses a family without a tower"
+        images = open_reader(config.vision, folder, spec.family, spec.vision.layout)
+        columns = (*columns, *image_columns(spec.vision.layout, patches))
     labels = config.model.id2label if LABEL in columns else ()
     if values.shard is not None and config.samples:
         raise UserError(f"--shard: prompts ({config.samples}) are read when a run starts, and are not cached")
     if values.shard is not None:
         if config.data.cache_only:
             raise UserError("--shard reads the sources, which data.cache_only=True forbids")
-        for line in prepare_documents(config, tokenizer, _shard(values.shard)):
+        for line in prepare_documents(config, tokenizer, _shard(values.shard), images):
             console.print(line, markup=False)
         return
     if config.samples:
@@ -141,7 +176,7 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
         train, validation = window.documents, open_validation(config, tokenizer)
         console.print("data.streaming: only the first rows of the training data, which are not cached")
     else:
-        train, validation = open_documents(config, tokenizer)
+        train, validation = open_documents(config, tokenizer, images=images)
     training, validating = Rows(train, config.data, 1, columns), rows_to_evaluate(validation, config, columns)
     losses = (loss for rows in (training, *validating.values()) for loss in rows.losses)
     for loss in dict.fromkeys(losses):

@@ -7,7 +7,7 @@ from jaxtune.config.option_rules import find_broken_rules
 from jaxtune.config.schema import Config
 from jaxtune.data_options import check_chat, check_data, check_types
 from jaxtune.lora.options import check_lora
-from jaxtune.models.options import check_attention
+from jaxtune.models.options import check_attention, check_vision
 from jaxtune.objectives.options import check_decision, check_distill, check_mtp, check_preference, check_rollout
 from jaxtune.optim.options import check_optim
 from jaxtune.option_field import Problem, problem, value_of
@@ -32,6 +32,7 @@ def check(config: Config) -> list[Problem]:
         _train,
         _ckpt,
         check_attention,
+        check_vision,
         check_optim,
         check_precision,
         check_lora,

@@ -36,6 +36,26 @@ class _Entry:
 _REGISTRY: dict[str, _Entry] = {}
 
 
+def _without_decoding(samples: Any) -> Any:
+    """Return a dataset whose images are {bytes, path}: pictures would be decoded for each sample, and have no hash."""
+    if samples.features is None:  # an IterableDataset may not know them
+        return samples
+    if hasattr(samples, "decode"):  # an IterableDataset
+        return samples.decode(False)
+    from datasets import Image
+
+    def undecoded(feature: Any) -> Any:
+        if isinstance(feature, Image):
+            return Image(decode=False)
+        inner = getattr(feature, "feature", None)  # of a list
+        return type(feature)(undecoded(inner)) if isinstance(inner, Image) else feature
+
+    for name, feature in samples.features.items():
+        if undecoded(feature) is not feature:
+            samples = samples.cast_column(name, undecoded(feature))
+    return samples
+
+
 def is_dataset(value: Any) -> bool:
     """Whether a value has a class that `add` accepts, or is a collection of such datasets."""
     return _class_of(value) is not None
@@ -61,7 +81,7 @@ def add(value: Any) -> str:
     if kind not in ("Dataset", "IterableDataset"):
         raise UserError(f"a {kind} has several splits: pass one split, such as data[{next(iter(value))!r}]")
     # Plain Python values: a torch or numpy format would change the fingerprint.
-    samples = value.with_format(None)
+    samples = _without_decoding(value.with_format(None))
     digest = hashlib.sha256()
     for sample in itertools.islice(samples, _STREAM_SAMPLES) if kind == "IterableDataset" else samples:
         digest.update(json.dumps(sample, default=str).encode())  # str: dates, for example

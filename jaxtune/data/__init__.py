@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from jaxtune.data.chat.chat_template import ChatTemplate
     from jaxtune.data.chat.template_line import say_template
     from jaxtune.data.formats.units import Documents
+    from jaxtune.data.images.image_reader import open_reader
     from jaxtune.data.rows.feed import Feed, is_chat, open_feed, rows_to_evaluate
     from jaxtune.data.rows.loader import abstract_batch, batches
     from jaxtune.data.rows.packed_rows import Counts, Rows
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "chat.chat_template": ("ChatTemplate",),
     "chat.template_line": ("say_template",),
+    "images.image_reader": ("open_reader",),
     "rows.feed": ("Feed", "is_chat", "open_feed", "rows_to_evaluate"),
     "rows.loader": ("abstract_batch", "batches"),
     "rows.prompt_feed": ("PromptFeed", "open_prompt_sets", "open_prompts"),

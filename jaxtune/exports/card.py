@@ -30,6 +30,8 @@ def card_rows(config: Config, folder: RunFolder, steps: int, tokens: int) -> dic
     if counts := folder.read_counts():
         trained = f", {counts.target_tokens:,} of them trained" if counts.target_tokens else ""
         rows["documents"] = f"{counts.documents:,}, {counts.tokens:,} tokens{trained}"
+        if counts.images:
+            rows["images"] = f"{counts.images:,}, {counts.patches:,} patches"
     rows |= {
         "steps": f"{steps:,}",
         "tokens": f"{tokens:,}, in rows of {data.seq_len:,}",

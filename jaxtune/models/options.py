@@ -82,6 +82,9 @@ class VisionOptions:
     min_pixels: int | None = option(None,
         "a smaller image is scaled up to this many pixels; unset: the model's image processor has the limit",
         "[1, inf)", when="vision.patches_per_row is not None", also="image_min_pixels MIN_PIXELS")
+    norm_bbox: Literal["norm1000", "none"] | None = option(None,
+        "how boxes of column objects are written: in thousandths of the image's sides, or in pixels after resizing "
+        "(none); unset: as the model was trained, none for qwen2_5_vl", when="vision.patches_per_row is not None")
 # fmt: on
 
 
@@ -96,3 +99,10 @@ def check_attention(config: Config) -> Iterator[Problem]:
     if config.train.attention_dropout and config.attention.backend not in ("auto", "xla"):
         reason = "no kernel supports it; set attention.backend = 'xla', or use train.hidden_dropout"
         yield problem(config, "train.attention_dropout", reason, "attention.backend")
+
+
+def check_vision(config: Config) -> Iterator[Problem]:
+    """Yield contradictions of section `vision` with others."""
+    if config.vision.patches_per_row is not None and config.data.streaming:
+        reason = "rows with images are planned by the sizes of all images, which a stream does not know"
+        yield problem(config, "vision.patches_per_row", reason, "data.streaming")

@@ -67,12 +67,12 @@ BAD_LINES = {
     "an image": (
         GOOD_CHAT,
         chat({"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image"}]}),
-        r"message 0 \(user\): content has a part of type 'image': training on images is not supported",
+        r"message 0 \(user\): content has a part of type 'image': vision.patches_per_row, .* is not set",
     ),
     "a column of images": (
         GOOD_CHAT,
         line(messages=[USER, {"role": "assistant", "content": "Yo"}], images=["cat.png"]),
-        "column 'images' holds images: training on images is not supported",
+        "column 'images' holds images: vision.patches_per_row, which trains on images, is not set",
     ),
     "an image of another layout": (GOOD_TEXT, line(image="cat.png", caption="a cat"), "column 'image' holds images"),
     "input_ids outside": (

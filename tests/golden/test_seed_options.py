@@ -93,10 +93,13 @@ MORE: dict[str, dict[str, list[Any]]] = {
         "agent_template": ["hermes"],
         "datasets.system_prompt_type": ["fixed", "field"],
         "master_dtype": ["fp32"],
+        "max_pixels": [1000],
+        "norm_bbox": ["none"],
         "sample_packing": [False],
     },
     "xorl": {
         "data.val_set_size": [100],
+        "model.encoders": [{"image": {"model_path": "e"}}],
         "train.load_checkpoint_path": ["other/run"],
         "train.optimizer": ["anyprecision_adamw", "adamw"],
     },

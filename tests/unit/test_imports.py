@@ -34,7 +34,7 @@ FLOORS = (
     *("hlo", "terminal", "option_field", "tokenizer_type"),
     *("parallel", "quant", "precision", "models", "objectives", "lora", "optim"),
     *("data_options", "config", "checkpoint", "hf", "merging", "monitor"),
-    *("data.chat", "data.reading", "data.formats", "data.cache", "data.rows", "data"),
+    *("data.images", "data.chat", "data.reading", "data.formats", "data.cache", "data.rows", "data"),
     *("host", "weights", "training", "inference", "exports", "scoring", "rollout", "evaluation", "run", "plan"),
 )
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

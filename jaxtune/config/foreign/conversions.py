@@ -35,6 +35,11 @@ def model_overrides(entries: Mapping[str, Any]) -> Settings:
     return {"model.overrides": texts} if texts else {}
 
 
+def images_of(seq_len: int) -> Settings:
+    """Images in rows that have room for the patches of as many image tokens as a row has tokens, 4 to a token."""
+    return {"vision.patches_per_row": 4 * seq_len}
+
+
 def strategy_of(value: Any) -> str:
     """Return a strategy of transformers ("steps", "epoch", "no"), checked."""
     if value not in ("steps", "epoch", "no"):

@@ -10,6 +10,7 @@ from jaxtune.config.foreign.conversions import (
     Settings,
     Unsupported,
     conversions_of,
+    images_of,
     message_key_mappings,
     names_of,
 )
@@ -266,6 +267,16 @@ def surogate_dpo(o: Options) -> Settings:
 def surogate_rows(o: Options) -> Settings:
     """The length of a row, which holds both answers of a pair."""
     return {"data.seq_len": o["sequence_len"] * (2 if _dpo(o) else 1)}
+
+
+def surogate_images(o: Options) -> Settings:
+    """Images, which Surogate trains on if the model sees them; here an option about them turns them on."""
+    if o["max_pixels"] is None and o["norm_bbox"] is None:
+        return {}
+    if o["norm_bbox"] not in (None, "norm1000", "none"):
+        raise Unsupported("norm_bbox is norm1000 or none")
+    settings = images_of(surogate_rows(o)["data.seq_len"])
+    return settings | {"vision.max_pixels": o["max_pixels"], "vision.norm_bbox": o["norm_bbox"]}
 
 
 def surogate_batch(o: Options) -> Settings:

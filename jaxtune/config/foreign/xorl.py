@@ -12,6 +12,7 @@ from jaxtune.config.foreign.conversions import (
     Settings,
     Unsupported,
     conversions_of,
+    images_of,
     model_overrides,
     names_of,
 )
@@ -46,6 +47,14 @@ def xorl_foundation(o: Options) -> Settings:
     if not isinstance(entries, Mapping):
         raise Unsupported("a value other than a mapping of config.json entries")
     return model_overrides(entries)
+
+
+def xorl_encoders(o: Options) -> Settings:
+    """The vision tower; its weights are those of the model's own files."""
+    encoders = o["model.encoders"]
+    if not isinstance(encoders, Mapping) or encoders.keys() - {"image"}:
+        raise Unsupported("encoders other than image")
+    return images_of(o["data.sample_packing_sequence_len"]) if encoders else {}
 
 
 def xorl_path(o: Options) -> Settings:

@@ -42,6 +42,7 @@ from jaxtune.data.cache.parts import (
 )
 from jaxtune.data.cache.tokenising import Tokeniser
 from jaxtune.data.formats.units import Documents, TokenisedDataset
+from jaxtune.data.images.image_reader import ImageReader
 from jaxtune.data.reading import sources
 from jaxtune.errors import UserError, counted, hide_secrets
 from jaxtune.tokenizer_type import Tokenizer
@@ -58,6 +59,7 @@ def tokenize(
     chat: ChatOptions = ChatOptions(),
     num_proc: int = 1,
     cache_only: bool = False,
+    images: ImageReader | None = None,
 ) -> Documents:
     """Tokenise data.datasets (or data.eval_datasets), or load them from the cache; each entry has its own folder.
 
@@ -70,14 +72,15 @@ def tokenize(
         chat: the section chat, which selects the messages to train.
         num_proc: processes that tokenise; 1: only this process, whose tokenizer uses threads.
         cache_only: read no source; use the latest cache folder made from such an entry with such a tokenizer.
+        images: finds images; None: samples with images are refused.
 
     Raises:
         UserError: a source does not exist; a sample cannot be read or trained on and may not be skipped; no sample is
             left; with `cache_only`, the cache has no such folder.
     """
-    shaping = hash_shaping(tokenizer, on_bad_row, labels, chat)
+    shaping = hash_shaping(tokenizer, on_bad_row, labels, chat, images)
     if cache_only:
-        return Documents.concatenate([_last_made(entry, cache_dir, shaping) for entry in entries])
+        return Documents.concatenate([_last_made(entry, cache_dir, shaping) for entry in entries], images)
     loaded = []
     for source, entry, folder, source_notes in _find_sources(entries, tokenizer, cache_dir, shaping):
         if folder.exists() and not manifest.verify(folder):  # without the lock, so that processes verify concurrently
@@ -96,11 +99,11 @@ def tokenize(
                 # unless `prepare_shard` has left parts to join.
                 shared = locked or parts_of(folder).exists()
                 parts = parts_of(folder) if shared else temporary_folder(folder, "parts")
-                tokeniser = Tokeniser(entry, tokenizer, labels, chat)
+                tokeniser = Tokeniser(entry, tokenizer, labels, chat, images)
                 request = _request(entry, shaping)
                 write_entry(folder, parts, source, tokeniser, on_bad_row, num_proc, request, source_notes)
             loaded.append(token_cache.load(folder))
-    return Documents.concatenate(loaded)
+    return Documents.concatenate(loaded, images)
 
 
 def prepare_shard(
@@ -112,13 +115,14 @@ def prepare_shard(
     labels: tuple[str, ...] = (),
     chat: ChatOptions = ChatOptions(),
     num_proc: int = 1,
+    images: ImageReader | None = None,
 ) -> list[str]:
     """Tokenise a shard of the parts that `tokenize` joins later, and return a line for the user about each entry.
 
     Arguments and errors as in `tokenize`, except that a shard may have no samples.
     """
     lines = []
-    shaping = hash_shaping(tokenizer, on_bad_row, labels, chat)
+    shaping = hash_shaping(tokenizer, on_bad_row, labels, chat, images)
     for source, entry, folder, _ in _find_sources(entries, tokenizer, cache_dir, shaping):
         # Shards run at the same time. The shared lock keeps `tokenize` from joining parts that they still write.
         with _hold_lock(cache_dir / f"{folder.name}.lock", shared=True), explain_full_disk(cache_dir):
@@ -126,7 +130,7 @@ def prepare_shard(
             if folder.exists():
                 lines.append(f"{source.name}: it is whole in the cache already")
                 continue
-            tokeniser = Tokeniser(entry, tokenizer, labels, chat)
+            tokeniser = Tokeniser(entry, tokenizer, labels, chat, images)
             count = make_parts(parts_of(folder), source, tokeniser, on_bad_row, num_proc, shard)
             shard_parts = range(shard[0], count, shard[1])
             documents = sum(read_summary(parts_of(folder) / str(part))["documents"] for part in shard_parts)
@@ -231,8 +235,14 @@ def _changed_options(entry: Dataset) -> dict[str, Any]:
     return json.loads(hide_secrets(json.dumps(changed, default=str)))  # another access token reads the same data
 
 
-def hash_shaping(tokenizer: Tokenizer, on_bad_row: str, labels: tuple[str, ...], chat: ChatOptions) -> str:
-    """Return a hash of the settings that shape the tokens and labels of every entry."""
+def hash_shaping(
+    tokenizer: Tokenizer,
+    on_bad_row: str,
+    labels: tuple[str, ...],
+    chat: ChatOptions,
+    images: ImageReader | None = None,
+) -> str:
+    """Return a hash of the settings that shape the tokens, labels and images of every entry."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())  # the content of tokenizer.json
     # State left by the last call of the tokenizer; `Encoder` does not use it.
     del backend["truncation"], backend["padding"]
@@ -243,4 +253,5 @@ def hash_shaping(tokenizer: Tokenizer, on_bad_row: str, labels: tuple[str, ...],
     parts += (
         [dataclasses.asdict(chat)] if chat != ChatOptions() else []
     )  # older folders, without the section, keep their name
+    parts += [] if images is None else [images.identity]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()

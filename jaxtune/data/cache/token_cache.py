@@ -3,10 +3,13 @@
 tokens.bin, loss_weight.bin, NAME.bin  the values of each column, all documents one after the other
 offsets.npy, units.npy, targets.npy, continuous.npy  the arrays of `TokenisedDataset`
 summary.json  the key, the columns, and the notes for the user
+images.first.npy, images.grids.npy, images.places.npy, images.place_ends.npy  the arrays of `StoredImages`, if documents
+    have images: where they are and their sizes, never their pixels
 a manifest with checksums of all files (`checkpoint.manifest`), written last
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -23,7 +26,8 @@ import numpy as np
 from jaxtune.checkpoint import manifest
 from jaxtune.columns import Column
 from jaxtune.data.chat.encoding import Encoded
-from jaxtune.data.formats.units import TokenisedDataset, Unit
+from jaxtune.data.formats.units import StoredImages, TokenisedDataset, Unit
+from jaxtune.image_layout import ImageRef
 
 FORMAT = 5
 """Version of the files' layout and of the tokens made from the same samples; folders of other versions are not read."""
@@ -56,6 +60,7 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
     # Arrays of one number for each document fit in memory; the tokens go to the files as they come.
     lengths, sizes, targets, continuous = array("q"), array("q"), array("q"), bytearray()
     places: list[str] = []
+    images = _ImageArrays()
     with ExitStack() as opened:
         stored = (_TOKENS, _LOSS_WEIGHT, *columns)
         files = {column: opened.enter_context((folder / f"{column.name}.bin").open("wb")) for column in stored}
@@ -73,6 +78,7 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
                 # Nothing predicts the first token, whatever its weight.
                 targets.append(int(np.count_nonzero(document.loss_weights[1:])))
                 continuous.append(unit.continuous)
+                images.add(document.images)
             sizes.append(len(unit.documents))
             places += [unit.where] if len(places) < _PLACES else []
             counts = {"token": sum(lengths[-sizes[-1] :]), "document": sizes[-1], "unit": 1}
@@ -87,6 +93,10 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
     # If each unit is one document, the key is the same as in checkpoints from before there were units.
     if len(sizes) < len(lengths):
         content.update(np.array(sizes, np.int64).tobytes())
+    if (stored_images := images.stored()) is not None:
+        for name, values in vars(stored_images).items():
+            np.save(folder / f"images.{name}.npy", values)
+            content.update(np.ascontiguousarray(values).data)
     np.save(folder / "offsets.npy", np.append(0, np.cumsum(lengths, dtype=np.int64)))  # (documents + 1,)
     np.save(folder / "units.npy", np.append(0, np.cumsum(sizes, dtype=np.int64)))  # (units + 1,)
     np.save(folder / "targets.npy", np.array(targets, np.int64))  # (documents,)
@@ -149,12 +159,49 @@ def load(folder: Path) -> TokenisedDataset:
         notes=tuple(notes),
         losses=tuple(losses),
         places=tuple(summary["places"]),
+        images=_load_images(folder),
     )
+
+
+class _ImageArrays:
+    """The images of documents, collected while they are written: some 30 bytes and a place each."""
+
+    def __init__(self):
+        self._counts, self._grids, self._ends, self._places = array("q"), array("i"), array("q"), bytearray()
+
+    def add(self, images: tuple[ImageRef, ...]) -> None:
+        """Add the images of the next document."""
+        self._counts.append(len(images))
+        for image in images:
+            self._grids.extend(image.grid)
+            self._places += image.place.encode()
+            self._ends.append(len(self._places))
+
+    def stored(self) -> StoredImages | None:
+        """Return the arrays; None if no document has an image."""
+        if not self._ends:
+            return None
+        return StoredImages(
+            np.append(0, np.cumsum(self._counts, dtype=np.int64)),
+            np.array(self._grids, np.int32).reshape(-1, 2),
+            np.frombuffer(self._places, np.uint8),
+            np.array(self._ends, np.int64),
+        )
+
+
+def _load_images(folder: Path) -> StoredImages | None:
+    if not (folder / "images.first.npy").exists():
+        return None
+    fields = [field.name for field in dataclasses.fields(StoredImages)]
+    return StoredImages(*(np.load(folder / f"images.{name}.npy", mmap_mode="r") for name in fields))
 
 
 def gather_units(units: Sequence[Unit], name: str, columns: tuple[Column, ...] = ()) -> TokenisedDataset:
     """Return units as a part in memory, without a folder."""
     documents = [document for unit in units for document in unit.documents]
+    images = _ImageArrays()
+    for document in documents:
+        images.add(document.images)
     values: dict[str, list[Any]] = {
         _TOKENS.name: [document.tokens for document in documents],
         _LOSS_WEIGHT.name: [document.loss_weights for document in documents],
@@ -180,6 +227,7 @@ def gather_units(units: Sequence[Unit], name: str, columns: tuple[Column, ...] =
         skipped=0,
         notes=(),
         places=tuple(unit.where for unit in units[:_PLACES]),
+        images=images.stored(),
     )
 
 
@@ -188,7 +236,11 @@ def units_of(part: TokenisedDataset) -> Iterator[Unit]:
     columns = [column for name, column in part.columns.items() if name not in (_TOKENS.name, _LOSS_WEIGHT.name)]
     for unit, (first, last) in enumerate(pairwise(part.units.tolist())):
         bounds = [slice(*span) for span in pairwise(part.offsets[first : last + 1].tolist())]
-        documents = tuple(Encoded(part.values["tokens"][at], part.values["loss_weight"][at]) for at in bounds)
+        images = [() if part.images is None else part.images[document] for document in range(first, last)]
+        documents = tuple(
+            Encoded(part.values["tokens"][at], part.values["loss_weight"][at], images=of)
+            for at, of in zip(bounds, images)
+        )
         values = {}
         for column in columns:
             stored = part.values[column.name]

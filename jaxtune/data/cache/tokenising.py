@@ -5,14 +5,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from jaxtune.columns import LABEL, Column
 from jaxtune.config.schema import ChatOptions, Dataset
 from jaxtune.data.chat.encoding import Encoded, Encoder, Rendered, RenderedUnit, UntrainableSample
 from jaxtune.data.formats import sample_formats
+from jaxtune.data.formats.image_messages import TYPES as IMAGE_TYPES
+from jaxtune.data.formats.image_messages import ImageMessages
 from jaxtune.data.formats.preferences import cut_prompt
 from jaxtune.data.formats.units import Unit
-from jaxtune.data.reading.readers import Sample
-from jaxtune.errors import UserError
+from jaxtune.data.images.image_reader import ImageReader
+from jaxtune.data.reading.readers import Sample, folder_of
+from jaxtune.errors import UserError, counted
 from jaxtune.tokenizer_type import Tokenizer
 
 Items = list[tuple[str, Sample] | UserError]
@@ -61,6 +66,7 @@ class Tokeniser:
         tokenizer: Tokenizer,
         labels: tuple[str, ...] = (),
         chat: ChatOptions = ChatOptions(),
+        images: ImageReader | None = None,
     ):
         """Set up the encoder; the chat template is compiled for the first sample.
 
@@ -69,8 +75,9 @@ class Tokeniser:
             tokenizer: the tokenizer.
             labels: names of classes, by number.
             chat: the section chat, which selects the messages to train.
+            images: finds images; None: samples with images are refused.
         """
-        self._of = (entry, tokenizer, labels, chat)
+        self._of = (entry, tokenizer, labels, chat, images)
         self._settled: tuple[Dataset, tuple[str, ...]] | None = None
         self._start()
 
@@ -81,7 +88,9 @@ class Tokeniser:
         self._characters = 0
         self._seen: set[str] = set()
         self._convert: sample_formats.Format | None = None
-        self._encode = Encoder(self._of[1], self._count)
+        _, tokenizer, _, _, reader = self._of
+        self._encode = Encoder(tokenizer, self._count)
+        self._images = None if reader is None else ImageMessages(reader, tokenizer)
 
     def __getstate__(self) -> tuple:
         return self._of, self._settled
@@ -132,6 +141,13 @@ class Tokeniser:
                     # The prompt is cut first: max_tokens applies to the documents that are trained.
                     if self.entry.max_prompt_tokens is not None:
                         cut = tuple(cut_prompt(document, self.entry.max_prompt_tokens) for document in unit.documents)
+                        shorter = any(len(new.tokens) < len(old.tokens) for new, old in zip(cut, unit.documents))
+                        if _has_images(unit) and shorter:
+                            reason = (
+                                f"its prompt has more than {self.entry.max_prompt_tokens} tokens (max_prompt_tokens)"
+                            )
+                            problems.append(UntrainableSample(f"{unit.where}: {reason}, and an image is never cut"))
+                            continue
                         unit = dataclasses.replace(unit, documents=cut)
                     kept = [unit]
                     if most is not None and sum(len(document.tokens) for document in unit.documents) > most:
@@ -144,7 +160,8 @@ class Tokeniser:
         return TokenisedBlock(units, places, longer, problems, said, self._unused, self._characters, across)
 
     def _detect(self, sample: Sample) -> None:
-        sample_formats.refuse_images(sample)
+        if self._images is None:
+            sample_formats.refuse_images(sample)
         self._settled = sample_formats.detect(self.entry, sample)
 
     def _document(self, item: tuple[str, Sample] | UserError) -> _Converted | UserError:
@@ -155,18 +172,25 @@ class Tokeniser:
         try:
             if self._settled is None:
                 self._detect(sample)
-            else:
+            assert self._settled is not None
+            settled, columns = self._settled
+            if self._images is None:
                 sample_formats.refuse_images(sample)
+            elif settled.type not in IMAGE_TYPES or settled.prompt_format is not None:
+                types = ", ".join(IMAGE_TYPES)
+                reason = f"only types {types} with a chat template have images, and it has type {settled.type}"
+                sample_formats.refuse_images(sample, reason)
         except UserError as error:
             return UserError(f"{where}: {error}")
-        assert self._settled is not None
-        settled, columns = self._settled
         if self._convert is None:
-            _, tokenizer, labels, chat = self._of
-            self._convert = sample_formats.make_format(settled, columns, tokenizer, self._say, labels, chat)
+            _, tokenizer, labels, chat, _ = self._of
+            more = labels, chat, self._images
+            self._convert = sample_formats.make_format(settled, columns, tokenizer, self._say, *more)
+        if self._images is not None:
+            self._images.folder = folder_of(where)
         if not sample.keys() <= self._seen:  # a sample may have columns that no sample before it had
             new = [column for column in sample if column not in self._seen]
-            self._unused += sample_formats.find_unused(settled, columns, new)
+            self._unused += sample_formats.find_unused(settled, columns, new, self._images is not None)
             self._seen |= sample.keys()
         try:
             document = self._convert(sample)
@@ -190,12 +214,18 @@ class Tokeniser:
             where, document = item
             if isinstance(document, RenderedUnit):
                 documents = tuple(next(texts) for _ in document.documents)
+                if error := self._image_error(where, documents):
+                    results.append(error)
+                    continue
                 self._note_across(where, zip(document.documents, documents))
                 trained = not document.answered or all(answer.loss_weights[1:].any() for answer in documents)
                 refused = UntrainableSample(f"{where}: no token of an answer is a target")
                 results.append(Unit(documents, values=document.values, where=where) if trained else refused)
                 continue
             encoded = next(texts) if isinstance(document, Rendered) else document
+            if error := self._image_error(where, (encoded,)):
+                results.append(error)
+                continue
             if isinstance(document, Rendered):
                 self._note_across(where, [(document, encoded)])
             label = document.label if isinstance(document, Rendered) else None
@@ -208,6 +238,20 @@ class Tokeniser:
             else:
                 results.append(UntrainableSample(f"{where}: no token of it is a target"))
         return results
+
+    def _image_error(self, where: str, documents: Iterable[Encoded]) -> UserError | None:
+        """Return an error if a document has an image token that stands for no image."""
+        if (reader := self._of[4]) is None:
+            return None
+        layout = reader.layout
+        for document in documents:
+            tokens = int(np.count_nonzero(document.tokens == layout.token))
+            if tokens != (wanted := sum(image.patches for image in document.images) // layout.merge**2):
+                return UserError(
+                    f"{where}: {counted(tokens, 'image token')}, and {wanted} for its images: a text may not hold "
+                    "image tokens of its own"
+                )
+        return None
 
     def _note_across(self, where: str, documents: Iterable[tuple[Rendered, Encoded]]) -> None:
         """Note a sample if a trained part of one of its documents begins inside a token."""
@@ -228,7 +272,7 @@ class Tokeniser:
 
 def _cut(unit: Unit, most: int, way: Literal["delete", "left", "right", "split"]) -> list[Unit]:
     """Return the parts of a long document that are kept and have a target; documents in a unit are never cut."""
-    if way == "delete" or len(unit.documents) != 1:
+    if way == "delete" or len(unit.documents) != 1 or _has_images(unit):  # an image is never cut
         return []
     (document,) = unit.documents
     length = len(document.tokens)
@@ -240,6 +284,10 @@ def _cut(unit: Unit, most: int, way: Literal["delete", "left", "right", "split"]
         Encoded(document.tokens[start : start + most], document.loss_weights[start : start + most]) for start in starts
     ]
     return [dataclasses.replace(unit, documents=(part,)) for part in parts if part.loss_weights[1:].any()]
+
+
+def _has_images(unit: Unit) -> bool:
+    return any(document.images for document in unit.documents)
 
 
 def say_across(count: int, first: str) -> str:

@@ -11,7 +11,7 @@ from jaxtune.data.chat import masks
 from jaxtune.data.chat.agents import as_text
 from jaxtune.data.chat.encoding import Encoder, Rendered, Span, UntrainableSample
 from jaxtune.data.chat.left_out import Kind, find_ignored_content, refuse_empty_answers, refuse_lost_answers
-from jaxtune.data.chat.messages import UNSEEN, Message, clip, with_text_arguments
+from jaxtune.data.chat.messages import UNSEEN, Message, clip, split_parts, with_text_arguments
 from jaxtune.data.chat.sandbox import Template
 from jaxtune.data.chat.turns import Conversation, missing_token, missing_token_error
 from jaxtune.errors import UserError
@@ -270,4 +270,5 @@ class ChatTemplate:
         variables = self._variables | {"add_generation_prompt": False} | more  # bos_token and others by name
         # Templates get only the keys that they would get from transformers at inference.
         shown = [{key: value for key, value in message.items() if key not in UNSEEN} for message in messages]
+        shown = [message | {"content": split_parts(message["content"])} for message in shown]
         return self._template.render(messages=shown, tools=tools, documents=None, **variables)

@@ -12,6 +12,7 @@ from jaxtyping import Float16, Int32
 from jaxtune.data.chat.cuts import find_cuts, pieces
 from jaxtune.data.chat.messages import clip
 from jaxtune.errors import UserError, is_failure
+from jaxtune.image_layout import ImageRef
 from jaxtune.tokenizer_type import Tokenizer
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Rendered:
         append_eos: whether to append the end-of-sequence token, trained, unless the text ends with it.
         label: the document's label, if documents are classified; then no token is trained.
         weights: weight of each span; None: 1 each.
+        images: the images, in the order of their tokens in the text.
     """
 
     text: str
@@ -45,6 +47,7 @@ class Rendered:
     append_eos: bool = False
     label: float | None = None
     weights: tuple[float, ...] | None = None
+    images: tuple[ImageRef, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,13 @@ class Encoded:
         loss_weights: loss_weights[i] is the weight of predicting tokens[i].
         across: (start, end, edge) in characters of the first token inside which a trained span begins, at `edge`; None:
             there is no such token.
+        images: the images, in the order of their tokens.
     """
 
     tokens: Int32[np.ndarray, "n"]
     loss_weights: Float16[np.ndarray, "n"]
     across: tuple[int, int, int] | None = None
+    images: tuple[ImageRef, ...] = ()
 
 
 class Encoder:
@@ -171,7 +176,8 @@ class Encoder:
         if document.append_eos and not tokens.endswith(self._eos):
             tokens += self._eos
             weights += np.float16(1).tobytes()
-        return Encoded(np.frombuffer(tokens, np.int32), np.frombuffer(weights, np.float16), across)
+        ids, loss_weights = np.frombuffer(tokens, np.int32), np.frombuffer(weights, np.float16)
+        return Encoded(ids, loss_weights, across, document.images)
 
 
 def _describe_failing(encode: Callable[..., object], texts: list[str]) -> str:

@@ -1,34 +1,44 @@
 """Check messages, and convert them to the form that chat templates expect."""
 
 import json
+import re
 from typing import Any
 
-from jaxtune.data.chat.sandbox import MARKS
+from jaxtune.data.chat.sandbox import IMAGE, MARKS
 from jaxtune.errors import UserError
 
 Message = dict[str, Any]
 
-NO_IMAGES = "training on images is not supported; data.on_bad_row='skip' leaves such samples out"
+NO_IMAGES = "vision.patches_per_row, which trains on images, is not set; data.on_bad_row='skip' leaves such samples out"
 
-UNSEEN = ("train", "loss_scale")
+UNSEEN = ("train", "loss_scale", "images")
 """Keys of a message about its training, which are not passed to chat templates."""
+
+_IMAGE_PARTS = ("image", "image_url", "input_image")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_HOLDS_MARK = "holds one of the Unicode noncharacters U+FDD0 to U+FDD4"
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def check_messages(raw: Any) -> list[Message]:
+def check_messages(raw: Any, images: bool = False) -> list[Message]:
     """Convert {role, content} messages to the form that templates expect; `dialects` reads other layouts.
 
     Text parts are joined. Tool arguments given as JSON strings become objects (most templates would encode them twice).
     Keys about the message's training become `train` and `loss_scale`: `train` (Axolotl) and `loss` (ms-swift) are true
     or false, `weight` (OpenAI) is 0 for false, `loss_scale` (ms-swift) is the weight.
 
+    Args:
+        raw: the messages.
+        images: whether contents may have images: then each becomes the character IMAGE in the text, and `images` of
+            the message lists what the sample says of each; None: the image is in another column.
+
     Raises:
         UserError: not a list of such objects, an unknown role, or content that is not text, such as an image.
     """
     if not isinstance(raw, list) or not raw:
         raise UserError(f"expected a list of {{role, content}} messages, found {clip(repr(raw))}")
-    return [_check_message(message, i) for i, message in enumerate(raw)]
+    return [_check_message(message, i, images) for i, message in enumerate(raw)]
 
 
 def check_tools(raw: Any) -> list[Any] | None:
@@ -41,7 +51,7 @@ def check_tools(raw: Any) -> list[Any] | None:
     return tools
 
 
-def _check_message(raw: Any, i: int) -> Message:
+def _check_message(raw: Any, i: int, images: bool) -> Message:
     if not isinstance(raw, dict):
         raise UserError(f"message {i}: expected an object {{role, content}}, found {clip(repr(raw))}")
     # Arrow gives every message all the fields that any message has, with None for a field that a message lacks.
@@ -49,17 +59,23 @@ def _check_message(raw: Any, i: int) -> Message:
     if message.get("role") not in ROLES:
         raise UserError(f"message {i}: unknown role {message.get('role')!r}; known are {', '.join(ROLES)}")
     content = message.get("content")
+    sources: list[Any] = []
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
+    elif images and isinstance(content, list) and all(map(_is_text_or_image, content)):
+        content, sources = _with_images(content, i)
     if isinstance(content, list) and (kind := next(filter(None, map(_kind_of_image, content)), None)):
-        raise UserError(f"message {i} ({message['role']}): content has a part of type {kind!r}: {NO_IMAGES}")
+        reason = "only text and images are supported" if images else NO_IMAGES
+        raise UserError(f"message {i} ({message['role']}): content has a part of type {kind!r}: {reason}")
     if content is None and message.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
         raise UserError(f"message {i} ({message['role']}): content must be text, found {clip(repr(content))}")
-    if any(mark in content for mark in MARKS):
-        raise UserError(f"message {i}: holds one of the Unicode noncharacters U+FDD0 to U+FDD3")
+    if not sources and any(mark in content for mark in MARKS):
+        raise UserError(f"message {i}: {_HOLDS_MARK}")
     message["content"] = content  # None, and a list of parts, became text
+    if images:
+        message["images"] = sources
     _check_training(message, i)
     if "tool_calls" in message:
         if not isinstance(message["tool_calls"], list):
@@ -84,10 +100,29 @@ def _check_training(message: Message, i: int) -> None:
         message["train"] = train
 
 
+def _is_text_or_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in (*_TEXT_PARTS, *_IMAGE_PARTS)
+
+
+def _with_images(parts: list[dict[str, Any]], i: int) -> tuple[str, list[Any]]:
+    """Return the text of content parts with a mark for each image, and what the parts say of the images."""
+    texts, sources = [], []
+    for part in parts:
+        if part["type"] in _IMAGE_PARTS:
+            texts.append(IMAGE)
+            named = (part.get(key) for key in ("image", "image_url", "url", "path"))
+            sources.append(next((value for value in named if value is not None), None))
+        else:
+            texts.append(str(part.get("text") or ""))
+            if any(mark in texts[-1] for mark in MARKS):
+                raise UserError(f"message {i}: {_HOLDS_MARK}")
+    return "".join(texts), sources
+
+
 def _kind_of_image(part: Any) -> str | None:
     """Return the type of a content part that is an image or a video, as templates and APIs name it; else None."""
     kind = part.get("type") if isinstance(part, dict) else None
-    return kind if kind in ("image", "image_url", "input_image", "video") else None
+    return kind if kind in (*_IMAGE_PARTS, "video") else None
 
 
 def _check_tool_call(call: Any, i: int) -> Any:
@@ -121,6 +156,14 @@ def _from_json(text: str, what: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise UserError(f"{what}: not JSON: {error}") from None
+
+
+def split_parts(content: str) -> str | list[dict[str, str]]:
+    """Return a content with images as the parts that templates take, as Hugging Face writes them; a text unchanged."""
+    if IMAGE not in content:
+        return content
+    pieces = re.split(f"({IMAGE})", content)
+    return [{"type": "image"} if piece == IMAGE else {"type": "text", "text": piece} for piece in pieces if piece]
 
 
 def clip(text: str, limit: int = 80) -> str:

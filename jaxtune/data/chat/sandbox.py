@@ -19,7 +19,8 @@ from jaxtune.errors import UserError
 
 MAX_SECONDS = 5.0  # of processor time for one text
 BEFORE_NUMBER, BEHIND_NUMBER = "\ufdd2", "\ufdd3"  # a number between them marks a message
-MARKS = OPEN + CLOSE + BEFORE_NUMBER + BEHIND_NUMBER
+IMAGE = "\ufdd4"  # marks an image in the content of a message
+MARKS = OPEN + CLOSE + BEFORE_NUMBER + BEHIND_NUMBER + IMAGE
 
 
 class Template:

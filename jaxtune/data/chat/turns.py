@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxtune.data.chat.encoding import Span, UntrainableSample
 from jaxtune.data.chat.messages import ROLES, Message, clip
-from jaxtune.data.chat.sandbox import BEFORE_NUMBER, BEHIND_NUMBER
+from jaxtune.data.chat.sandbox import BEFORE_NUMBER, BEHIND_NUMBER, IMAGE
 from jaxtune.errors import UserError
 
 Render = Callable[..., str]
@@ -20,6 +20,8 @@ Render = Callable[..., str]
 
 _MARK = re.compile(f"{BEFORE_NUMBER}(\\d+)(c?){BEHIND_NUMBER}")  # c: the mark is around the name of a call
 _TAG = re.compile(r"<[^<>]*>")
+# White space as str.strip() defines it, and the mark of an image.
+_OUTSIDE = "".join(chr(code) for code in range(0x3001) if chr(code).isspace()) + IMAGE
 # Roles to mark, tried in this order. A template may inspect the text of some roles, and write something else because of
 # a mark. Then the marked rendering without its marks differs from the plain one, and fewer roles are marked.
 _MARKED_ROLES = (ROLES, ("user", "assistant", "tool"), ("assistant",), ())
@@ -363,6 +365,9 @@ class Conversation:
         content = self._messages[i]["content"]
         start, end = _inner(content)
         first, last = self.places[i]
+        if IMAGE in content:  # the template writes text of its own for each image
+            pieces = map(re.escape, content[start:end].split(IMAGE))
+            return (first, last) if re.fullmatch("(?s:.*?)".join(pieces), self.text[first:last]) else None
         # The marks are inside thoughts and tags around the text (`_inner`): widen the span to the whole content.
         place = first - len(content[:start].lstrip()), last + len(content[end:].rstrip())
         return place if self.text[slice(*place)] == content.strip() else None
@@ -406,11 +411,14 @@ def _mark_message(message: Message, i: int) -> Message:
 
 
 def _inner(content: str) -> Span:
-    """Return the span to mark: without white space, thoughts and tags around it, which templates look for and cut."""
-    whole = len(content) - len(content.lstrip()), len(content.rstrip())
+    """Return the span to mark: without white space, thoughts and tags around it, which templates look for and cut.
+
+    Images at the ends are outside too, so that a text with marks has the same parts as one without.
+    """
+    whole = len(content) - len(content.lstrip(_OUTSIDE)), len(content.rstrip(_OUTSIDE))
     thought = content.rfind("</think>") + len("</think>")
     start = thought if thought >= len("</think>") else 0
-    start = len(content) - len(content[start:].lstrip())
+    start = len(content) - len(content[start:].lstrip(_OUTSIDE))
     if tag := _TAG.match(content, start):
         start = tag.end()
     end = whole[1]

@@ -1,5 +1,6 @@
 """Preference data: a prompt with a better and a worse answer; or a prompt with one answer, wanted or not."""
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from jaxtune.config.schema import Dataset
 from jaxtune.data.chat.chat_template import ChatTemplate
 from jaxtune.data.chat.encoding import Encoded, Rendered, RenderedUnit, UntrainableSample
 from jaxtune.data.chat.messages import Message, clip
+from jaxtune.data.formats.image_messages import ImageMessages, images_in
 from jaxtune.data.formats.prompts import prompt_fields, prompt_in, value_in, with_system_and_tools
 from jaxtune.data.formats.units import Unit
 from jaxtune.errors import UserError
@@ -39,7 +41,11 @@ def needed_fields(entry: Dataset, sample: Sample) -> list[tuple[str, str]] | Non
 
 
 def render_pair(
-    entry: Dataset, columns: tuple[str, ...], template: ChatTemplate | None, sample: Sample
+    entry: Dataset,
+    columns: tuple[str, ...],
+    template: ChatTemplate | None,
+    images: ImageMessages | None,
+    sample: Sample,
 ) -> RenderedUnit:
     """Render the chosen and the rejected answer of a sample, each after the prompt.
 
@@ -47,6 +53,7 @@ def render_pair(
         entry: the entry, as `formats.detect` returned it.
         columns: the columns, as `formats.detect` returned them.
         template: the chat template; None: the tokenizer has none, and texts are joined.
+        images: renders conversations with images; None: there are no images.
         sample: has the columns.
 
     Raises:
@@ -62,15 +69,19 @@ def render_pair(
     if answers[0] == answers[1]:
         raise UntrainableSample("both answers are the same, so neither is better")
     if prompt is None and all(isinstance(answer, str) for answer in answers):
+        if images is not None and images_in(sample):
+            raise UserError("an image needs a conversation: messages, or a prompt")
         return RenderedUnit(_continuations(*answers), values)
     if prompt is None:
         prompt, *answers = _with_shared_beginning(*answers)
-    documents = tuple(_after(prompt, answer, entry, template, sample) for answer in answers)
+    documents = tuple(_after(prompt, answer, entry, template, images, sample) for answer in answers)
     return RenderedUnit((documents[0], documents[1]), values)
 
 
-def render_labelled_answer(entry: Dataset, template: ChatTemplate | None, sample: Sample) -> RenderedUnit:
-    """Render the answer of a sample after its prompt, with the label whether it is wanted.
+def render_labelled_answer(
+    entry: Dataset, template: ChatTemplate | None, images: ImageMessages | None, sample: Sample
+) -> RenderedUnit:
+    """Render the answer of a sample after its prompt, with the label whether it is wanted; see `render_pair`.
 
     Raises:
         UserError: the label is not true or false, or the sample has no prompt and answer.
@@ -82,7 +93,7 @@ def render_labelled_answer(entry: Dataset, template: ChatTemplate | None, sample
     prompt, answer = prompt_in(entry, sample), value_in(entry, sample, entry.output_field)
     if prompt is None and isinstance(answer, list):  # a conversation, whose last message is judged
         prompt, answer = answer[:-1], answer[-1:]
-    return RenderedUnit((_after(prompt, answer, entry, template, sample),), {DESIRABLE.name: wanted})
+    return RenderedUnit((_after(prompt, answer, entry, template, images, sample),), {DESIRABLE.name: wanted})
 
 
 def add_mismatched_answers(units: Iterable[Unit], name: str) -> Iterator[Unit]:
@@ -124,6 +135,7 @@ def _with_other(unit: Unit, other: Unit) -> Unit:
     mixed = Encoded(
         np.concatenate([document.tokens[:prompt], other_document.tokens[answer:]]),  # a mismatched pair, x_i with y_j
         np.concatenate([document.loss_weights[:prompt], other_document.loss_weights[answer:]]),
+        images=document.images,  # they are in the prompt
     )
     return Unit((document, mixed), unit.continuous, unit.values, unit.where)
 
@@ -139,7 +151,7 @@ def cut_prompt(document: Encoded, most: int) -> Encoded:
     Like truncation_mode='keep_end' of TRL, except that a beginning-of-sequence token is cut with the rest.
     """
     cut = max(0, _answer_start(document) - most)
-    return Encoded(document.tokens[cut:], document.loss_weights[cut:])
+    return dataclasses.replace(document, tokens=document.tokens[cut:], loss_weights=document.loss_weights[cut:])
 
 
 def _read_ernie(sample: Sample) -> tuple[Any, Any, Any]:
@@ -201,11 +213,20 @@ def _number(column: str, value: Any) -> float:
     return number
 
 
-def _after(prompt: Any, answer: Any, entry: Dataset, template: ChatTemplate | None, sample: Sample) -> Rendered:
+def _after(
+    prompt: Any,
+    answer: Any,
+    entry: Dataset,
+    template: ChatTemplate | None,
+    images: ImageMessages | None,
+    sample: Sample,
+) -> Rendered:
     """Render an answer after its prompt, both text or messages. Prompt None: the answer begins with the prompt."""
     if not answer:
         raise UntrainableSample("an answer is empty")
     if template is None:
+        if images is not None and images_in(sample):
+            raise UserError("an image needs a chat template, and the tokenizer has none: set chat.template")
         if not isinstance(answer, str) or not isinstance(prompt, str | None):
             raise UserError("it holds messages, and the tokenizer has no chat template: set chat.template")
         return Rendered(
@@ -214,7 +235,8 @@ def _after(prompt: Any, answer: Any, entry: Dataset, template: ChatTemplate | No
     answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     prompt_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
     messages = [*({**message, "train": False} for message in prompt_messages), *answers]
-    return template.render(*with_system_and_tools(messages, entry, sample))
+    messages, tools = with_system_and_tools(messages, entry, sample, images is not None)
+    return images.render(template, messages, tools, sample) if images else template.render(messages, tools)
 
 
 def _continuations(chosen: str, rejected: str) -> tuple[Rendered, Rendered]:

@@ -244,10 +244,13 @@ def _parse_list(text: str) -> Any:
 
 
 def with_system_and_tools(
-    messages: list[dict[str, Any]], entry: Dataset, sample: Sample
+    messages: list[dict[str, Any]], entry: Dataset, sample: Sample, images: bool = False
 ) -> tuple[list[Message], list[Any] | None]:
-    """Return the messages with the system prompt of the sample or the entry, and the tools of the sample."""
-    messages = check_messages(messages)
+    """Return the messages with the system prompt of the sample or the entry, and the tools of the sample.
+
+    `images`: as in `check_messages`.
+    """
+    messages = check_messages(messages, images)
     system = sample.get(entry.system_field) if entry.system_field else None
     if not isinstance(system, str | None):
         raise UserError(f"column {entry.system_field!r} must be text, found {clip(repr(system))}")

@@ -14,6 +14,8 @@ from jaxtune.data.chat.encoding import Encoded, Rendered, RenderedUnit, Untraina
 from jaxtune.data.chat.messages import NO_IMAGES, check_messages, check_tools, clip
 from jaxtune.data.formats import preferences
 from jaxtune.data.formats.dialects import HISTORY, PROMPT_AND_COMPLETION, QUERIES_AND_ANSWERS, messages_in, read_history
+from jaxtune.data.formats.image_messages import COLUMNS as IMAGE_COLUMNS
+from jaxtune.data.formats.image_messages import ImageMessages
 from jaxtune.data.formats.labels import label_number
 from jaxtune.data.formats.questions import read_questions, render_questions
 from jaxtune.data.formats.templates import columns_in, fill, fill_to, is_template
@@ -49,6 +51,7 @@ KNOWN = {
 
 # Optional columns that `auto` reads, by the option that names another column; and columns that are always read.
 BESIDE = {"tools_field": ("tools",), "system_field": ("system", "system_prompt")}
+OF_IMAGES = (*IMAGE_COLUMNS, "objects")
 _ALWAYS_BESIDE = {("input_ids",): ("labels", "attention_mask"), QUERIES_AND_ANSWERS: ("label",)}
 
 
@@ -205,15 +208,16 @@ def _field(option: str, entry: Dataset, sample: Sample) -> str:
     return next((column for column in KNOWN.get(option, ()) if column in sample), field)
 
 
-def find_unused(entry: Dataset, found: tuple[str, ...], columns: Iterable[str]) -> Iterator[str]:
+def find_unused(entry: Dataset, found: tuple[str, ...], columns: Iterable[str], images: bool = False) -> Iterator[str]:
     """Yield columns that are not used, with the option that would use each.
 
     Args:
         entry: the entry that `detect` returned.
         found: the columns that `detect` returned.
         columns: the columns of samples.
+        images: whether images are read.
     """
-    read = {*found, *_ALWAYS_BESIDE.get(found, ())}
+    read = {*found, *_ALWAYS_BESIDE.get(found, ()), *(OF_IMAGES if images else ())}
     for option in _options(entry.type):
         if option.endswith(("_field", "_column")) and (field := getattr(entry, option)):
             read.update(columns_in(field))
@@ -229,10 +233,10 @@ def _options(type_: str) -> tuple[str, ...]:
     return needed + more
 
 
-def refuse_images(sample: Sample) -> None:
+def refuse_images(sample: Sample, reason: str = NO_IMAGES) -> None:
     """Raise UserError for a sample with images: the text refers to them, and they cannot be trained on."""
-    if column := next((column for column in ("image", "images") if sample.get(column)), None):
-        raise UserError(f"column {column!r} holds images: {NO_IMAGES}; remove the column if the text needs none")
+    if column := next((column for column in IMAGE_COLUMNS if sample.get(column)), None):
+        raise UserError(f"column {column!r} holds images: {reason}; remove the column if the text needs none")
 
 
 def make_format(
@@ -242,6 +246,7 @@ def make_format(
     say: Say = lambda line: None,
     labels: tuple[str, ...] = (),
     chat: ChatOptions = ChatOptions(),
+    images: ImageMessages | None = None,
 ) -> Format:
     """Return the function that turns a sample into a document.
 
@@ -252,6 +257,7 @@ def make_format(
         say: called with a line about each part of a conversation that the chat template leaves out.
         labels: the names of classes, by number.
         chat: the section chat, which selects the messages to train.
+        images: renders conversations with images; None: there are no images.
 
     Raises:
         UserError: here, if the tokenizer or the entry's options do not allow the type; from the returned function, if a
@@ -269,19 +275,19 @@ def make_format(
             return partial(_read_tokens, len(tokenizer))
         case "conversation":
             renamed = dict(pair.split("=", 1) for pair in entry.message_property_mappings)
-            return partial(_conversation, entry, columns, renamed, ChatTemplate(tokenizer, say, chat))
+            return partial(_conversation, entry, columns, renamed, ChatTemplate(tokenizer, say, chat), images)
         case "instruction":
             if entry.prompt_format is None:
-                return partial(_chat_instruction, entry, columns, ChatTemplate(tokenizer, say, chat))
+                return partial(_chat_instruction, entry, columns, ChatTemplate(tokenizer, say, chat), images)
             if tokenizer.eos_token is None:
                 raise UserError(
                     "the tokenizer has no end-of-sequence token: an answer after prompt_format would never stop"
                 )
             return partial(_formatted_instruction, entry, entry.prompt_format)
         case "preference":
-            return partial(preferences.render_pair, entry, columns, _template_of(tokenizer, say, chat))
+            return partial(preferences.render_pair, entry, columns, _template_of(tokenizer, say, chat), images)
         case "unpaired_preference":
-            return partial(preferences.render_labelled_answer, entry, _template_of(tokenizer, say, chat))
+            return partial(preferences.render_labelled_answer, entry, _template_of(tokenizer, say, chat), images)
         case "classification":
             return partial(_classification, entry, labels, ends_texts(tokenizer))
         case "decision":
@@ -299,19 +305,26 @@ def _template_of(tokenizer: Tokenizer, say: Say, chat: ChatOptions) -> ChatTempl
 
 
 def _conversation(
-    entry: Dataset, columns: tuple[str, ...], renamed: Mapping[str, str], template: ChatTemplate, sample: Sample
+    entry: Dataset,
+    columns: tuple[str, ...],
+    renamed: Mapping[str, str],
+    template: ChatTemplate,
+    images: ImageMessages | None,
+    sample: Sample,
 ) -> Rendered:
     for column in columns:
         _column(sample, column)
-    messages = check_messages(messages_in(sample, columns, renamed))
+    messages = check_messages(messages_in(sample, columns, renamed), images is not None)
     system = _system(sample, entry)
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     tools = check_tools(sample.get(entry.tools_field)) if entry.tools_field else None
-    return template.render(messages, tools)
+    return images.render(template, messages, tools, sample) if images else template.render(messages, tools)
 
 
-def _chat_instruction(entry: Dataset, columns: tuple[str, ...], template: ChatTemplate, sample: Sample) -> Rendered:
+def _chat_instruction(
+    entry: Dataset, columns: tuple[str, ...], template: ChatTemplate, images: ImageMessages | None, sample: Sample
+) -> Rendered:
     prompt = _text(sample, entry.instruction_field, "instruction_field")
     addition = _optional(sample, entry.input_field, "input_field")
     messages = [
@@ -320,7 +333,8 @@ def _chat_instruction(entry: Dataset, columns: tuple[str, ...], template: ChatTe
         {"role": "assistant", "content": _answer(sample, entry)},
     ]
     system = _system(sample, entry)
-    return template.render([{"role": "system", "content": system}, *messages] if system else messages)
+    messages = [{"role": "system", "content": system}, *messages] if system else messages
+    return images.render(template, messages, None, sample) if images else template.render(messages)
 
 
 def _formatted_instruction(entry: Dataset, prompt_format: str, sample: Sample) -> Rendered:

@@ -3,17 +3,19 @@
 import dataclasses
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float16, Int32, Int64
+from jaxtyping import Bool, Float16, Int32, Int64, UInt8
 
 from jaxtune.columns import Column
 from jaxtune.data.chat.encoding import Encoded
+from jaxtune.data.images.image_reader import ImageReader
+from jaxtune.image_layout import ImageLayout, ImageRef
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,39 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class StoredImages:
+    """The images of the documents of one dataset entry, one document after the other.
+
+    Attributes:
+        first: number of the first image of each document, and at the end the number of images.
+        grids: rows and columns of patches of each image.
+        places: the places of all images, in UTF-8.
+        place_ends: end of each image's place in `places`.
+    """
+
+    first: Int64[np.ndarray, "documents+1"]
+    grids: Int32[np.ndarray, "images 2"]
+    places: UInt8[np.ndarray, "bytes"]
+    place_ends: Int64[np.ndarray, "images"]
+
+    def __getitem__(self, document: int) -> tuple[ImageRef, ...]:
+        """Return the images of a document."""
+        images = []
+        for image in range(*self.first[document : document + 2]):
+            start = self.place_ends[image - 1] if image else 0
+            place = bytes(self.places[start : self.place_ends[image]]).decode()
+            rows, columns = self.grids[image].tolist()
+            images.append(ImageRef(place, (rows, columns)))
+        return tuple(images)
+
+    @property
+    def patches(self) -> Int64[np.ndarray, "documents"]:
+        """Number of patches of each document."""
+        ends = np.append(0, np.cumsum(np.prod(self.grids, axis=1, dtype=np.int64)))
+        return np.diff(ends[self.first])
+
+
+@dataclass(frozen=True)
 class TokenisedDataset:
     """The tokenised documents of one dataset entry.
 
@@ -52,6 +87,7 @@ class TokenisedDataset:
         notes: lines for the user: the data that was read, and its type.
         losses: lines that warn the user of data that is left out, each beginning with a number.
         places: file and line, or row, of the first units.
+        images: the images of the documents; None: no document has images.
     """
 
     name: str
@@ -66,6 +102,7 @@ class TokenisedDataset:
     notes: tuple[str, ...]
     losses: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
+    images: StoredImages | None = None
 
 
 @dataclass(frozen=True)
@@ -77,16 +114,18 @@ class Documents:
     Attributes:
         parts: the documents of each entry.
         chosen: numbers of the units in use, counted through all parts: all, one side of `hold_out`, or a mixture.
+        reader: reads the patches of the documents' images; None: the model sees no images.
     """
 
     parts: tuple[TokenisedDataset, ...]
     chosen: Int64[np.ndarray, "units"]
+    reader: ImageReader | None = None
 
     @classmethod
-    def concatenate(cls, parts: Iterable[TokenisedDataset]) -> "Documents":
+    def concatenate(cls, parts: Iterable[TokenisedDataset], reader: ImageReader | None = None) -> "Documents":
         """Return all documents of the parts, one part after the other."""
         parts = tuple(parts)
-        return cls(parts, np.arange(sum(len(part.units) - 1 for part in parts)))
+        return cls(parts, np.arange(sum(len(part.units) - 1 for part in parts)), reader)
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -145,6 +184,32 @@ class Documents:
     def continuous(self) -> Bool[np.ndarray, "documents"]:
         """Whether each document is running text, which may be cut anywhere."""
         return np.concatenate([part.continuous for part in self.parts])[self._numbers]
+
+    @property
+    def layout(self) -> ImageLayout | None:
+        """The layout of images; None: the model sees no images."""
+        return None if self.reader is None else self.reader.layout
+
+    def images(self, i: int) -> tuple[ImageRef, ...]:
+        """Return the images of document i, in the order of their tokens."""
+        part, document = self._locate(i)
+        return () if part.images is None else part.images[document]
+
+    @cached_property
+    def image_counts(self) -> Int64[np.ndarray, "documents"]:
+        """Number of images of each document."""
+        return self._of_images(lambda images: np.diff(images.first))
+
+    @cached_property
+    def patches(self) -> Int64[np.ndarray, "documents"]:
+        """Number of patches of the images of each document."""
+        return self._of_images(lambda images: images.patches)
+
+    def _of_images(self, count: Callable[[StoredImages], np.ndarray]) -> Int64[np.ndarray, "documents"]:
+        """Return a number for each document, 0 for those of an entry without images."""
+        none = (np.zeros(len(part.targets), np.int64) for part in self.parts)
+        counts = [zeros if part.images is None else count(part.images) for part, zeros in zip(self.parts, none)]
+        return np.concatenate(counts)[self._numbers]
 
     @cached_property
     def part_of(self) -> Int64[np.ndarray, "documents"]:

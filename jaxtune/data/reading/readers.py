@@ -10,11 +10,14 @@ import contextlib
 import csv
 import json
 import logging
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxtune.config.schema import Dataset
 from jaxtune.data.chat.messages import clip
+from jaxtune.data.images.table_cells import place_images
 from jaxtune.data.reading.files import File, is_url
 from jaxtune.errors import UserError
 
@@ -56,6 +59,11 @@ def has_samples(file: File, entry: Dataset) -> bool:
 def is_table(file: File, entry: Dataset) -> bool:
     """Whether a file is Parquet or Arrow, in which an object has a null for each key that only other objects have."""
     return _READERS.get(_format(file, entry)) is _read_table
+
+
+def folder_of(where: str) -> str:
+    """Return the folder, or URL of a folder, of the file that the place of a sample names: `train.jsonl:12`."""
+    return os.path.dirname(re.sub(r"(:| row )\d+$", "", where))
 
 
 def size_of(value: Any) -> int:
@@ -246,7 +254,8 @@ def _read_table(file: File, entry: Dataset, report: Report) -> Samples:
             if row is None or size_of(row) > entry.max_sample_bytes:
                 report(_too_large(where, "the row", entry))
             else:
-                yield where, row
+                # A compressed file cannot be read from its middle.
+                yield where, row if file.is_compressed else place_images(row, file.location, i)
     except (ValueError, KeyError, OSError, DatasetsError, pyarrow.ArrowException) as error:
         if isinstance(error, OSError) and error.filename is not None:  # from the file system, not from pyarrow
             raise
@@ -257,7 +266,8 @@ def _parquet_rows(file: File) -> Iterator[Sample]:
     import datasets
 
     options: dict[str, Any] = {"split": "train", "streaming": True, "batch_size": _TABLE_ROWS}
-    yield from datasets.load_dataset("parquet", data_files=file.location, **options)  # type: ignore[reportReturnType]
+    rows: Any = datasets.load_dataset("parquet", data_files=file.location, **options)
+    yield from rows.decode(False)  # images as {bytes, path}
 
 
 def _arrow_rows(file: File, entry: Dataset) -> Iterator[Sample | None]:

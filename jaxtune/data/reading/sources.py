@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxtune.config import in_memory
 from jaxtune.config.schema import Dataset
+from jaxtune.data.images.table_cells import place_images
 from jaxtune.data.reading.files import File, Found, find, is_url
 from jaxtune.data.reading.readers import SUFFIXES, Report, Sample, Samples, has_samples, is_binary, is_table, read_file
 from jaxtune.data.reading.sample_filter import select_samples
@@ -100,6 +101,8 @@ def _from_python(entry: Dataset, name: str, streaming: bool, say: Callable[[str]
 
     def read(report: Report) -> Samples:
         samples = ((f"{name} row {i}", row) for i, row in enumerate(in_memory.find(name)))
+        if in_memory.stream_note(name) is None:  # rows of an IterableDataset are not found again by their number
+            samples = ((where, place_images(row, name, i)) for i, (where, row) in enumerate(samples))
         yield from _without_nulls(samples, name, set(), say)
 
     if streaming and (line := in_memory.stream_note(name)):

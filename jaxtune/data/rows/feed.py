@@ -12,6 +12,7 @@ from jaxtune.columns import NEXT_TOKEN, Column
 from jaxtune.config.schema import Config, DataOptions
 from jaxtune.data.chat.template_line import say_template
 from jaxtune.data.formats.units import Documents
+from jaxtune.data.images.image_reader import ImageReader
 from jaxtune.data.rows.loader import batches
 from jaxtune.data.rows.packed_rows import Counts, Rows
 from jaxtune.data.rows.splits import open_documents, open_validation
@@ -92,9 +93,16 @@ class Feed:
 
 
 def open_feed(
-    config: Config, tokenizer, vocabulary: int, mesh: jax.sharding.Mesh, columns: tuple[Column, ...] = NEXT_TOKEN
+    config: Config,
+    tokenizer,
+    vocabulary: int,
+    mesh: jax.sharding.Mesh,
+    columns: tuple[Column, ...] = NEXT_TOKEN,
+    images: ImageReader | None = None,
 ) -> Feed:
     """Open the documents of a config, tokenised or from the cache, as rows of `columns` for a mesh; log their counts.
+
+    `images`: finds and reads images; None: samples with images are refused.
 
     Raises UserError as `open_documents` and `Rows`, and if data.drop_last leaves no step.
     """
@@ -109,7 +117,7 @@ def open_feed(
         assert train.max_steps is not None
         total_steps = train.max_steps
     else:
-        documents, eval_documents = open_documents(config, tokenizer, vocabulary)
+        documents, eval_documents = open_documents(config, tokenizer, vocabulary, images)
         rows = Rows(documents, data, None if train.max_steps else train.epochs, columns, most, rows_per_step)
         for loss in rows.losses:
             log.warning("data: %s", loss)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtune.columns import NEXT_TOKEN, PLACE, Column
+from jaxtune.columns import NEXT_TOKEN, OF_PATCHES, PLACE, Column
 from jaxtune.config.schema import DataOptions
 from jaxtune.data.rows.deal import deal_row
 from jaxtune.data.rows.packed_rows import Row, Rows
@@ -32,10 +32,13 @@ def abstract_batch(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shapes, dtypes and shardings of a batch of (accum, rows_per_micro, seq_len), as `batches` yields it."""
     columns = columns if _devices_of_a_row(sharding) == 1 else (*columns, PLACE)
+    row_sharding = _by_row(sharding)
     batch = {
-        column.name: jax.ShapeDtypeStruct(column.shape(*shape), column.dtype, sharding=sharding) for column in columns
+        column.name: jax.ShapeDtypeStruct(
+            column.shape(*shape), column.dtype, sharding=row_sharding if column.name in OF_PATCHES else sharding
+        )
+        for column in columns
     }
-    row_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2]))
     return batch | {"row": jax.ShapeDtypeStruct(shape[:2], np.int32, sharding=row_sharding)}
 
 
@@ -60,15 +63,16 @@ def batches(
 
     Yields:
         (the row after the batch, the batch). The batch has each column as an array (accum, rows_per_micro, seq_len), or
-        (accum, rows_per_micro, seq_len, width) for a column with a width; and `row`, int32 (accum, rows_per_micro), the
-        number of each row modulo 2^31. If devices share a row, each with a part of the positions (mesh.context), the
-        positions are dealt to them (`deal`).
+        (accum, rows_per_micro, seq_len, width) for a column with a width; columns of patches have the patches of a row
+        in place of seq_len, and only their rows are sharded; and `row`, int32 (accum, rows_per_micro), the number of
+        each row modulo 2^31. If devices share a row, each with a part of the positions (mesh.context), the positions
+        are dealt to them (`deal`).
     """
     import grain  # takes long to import, and most commands read no rows
 
     size = shape[0] * shape[1]
     needed = needed_rows(sharding, shape)
-    row_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2]))
+    row_sharding = _by_row(sharding)
     devices = _devices_of_a_row(sharding)
 
     def read(first: int) -> dict[tuple[int, int], Row]:
@@ -81,11 +85,18 @@ def batches(
     options = grain.ReadOptions(min(data.num_workers, data.prefetch), data.prefetch)
     for first, block in zip(first_rows, first_rows.map(read).to_iter_dataset(options)):
         names = block[needed[0]]  # every row has the same columns, `place` among them if rows are dealt
-        batch = {name: _make_column(block, name, shape, sharding) for name in names}
+        batch = {
+            name: _make_column(block, name, shape, row_sharding if name in OF_PATCHES else sharding) for name in names
+        }
         # int32, as jax has no int64 by default. Random bits only need rows of a step to have different numbers.
         numbers = ((first + np.arange(size).reshape(shape[:2])) % 2**31).astype(np.int32)
         batch["row"] = jax.make_array_from_callback(numbers.shape, row_sharding, numbers.__getitem__)
         yield first + size, batch
+
+
+def _by_row(sharding: NamedSharding) -> NamedSharding:
+    """Return the sharding of (accum, rows_per_micro, ...) that shards only rows."""
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2]))
 
 
 def _devices_of_a_row(sharding: NamedSharding) -> int:
@@ -103,5 +114,5 @@ def _make_column(
         # Called for each device: replicas stack the same rows again, but these were read once.
         return np.stack([np.stack([block[i, j][name][index[2]] for j in rows]) for i in micro_batches])
 
-    width = next(iter(block.values()))[name].shape[1:]
-    return jax.make_array_from_callback((*shape, *width), sharding, part)
+    of_a_row = next(iter(block.values()))[name].shape
+    return jax.make_array_from_callback((*shape[:2], *of_a_row), sharding, part)

@@ -60,7 +60,7 @@ def mix(documents: Documents, entries: tuple[Dataset, ...], data: DataOptions) -
         dataclasses.replace(part, notes=(*part.notes, f"{part.name}: {count:,} drawn of {size:,}"))
         for part, count, size in zip(documents.parts, counts, sizes)
     )
-    return Documents(parts, np.concatenate(drawn)[order])
+    return dataclasses.replace(documents, parts=parts, chosen=np.concatenate(drawn)[order])
 
 
 def _shuffle(units: Int64[np.ndarray, "n"], data: DataOptions, part: int) -> Int64[np.ndarray, "n"]:

@@ -5,6 +5,7 @@ first row is read (`packing.plan`), and a row is built from the memory-mapped do
 """
 
 import copy
+import dataclasses
 import math
 import threading
 from bisect import bisect_right
@@ -16,10 +17,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxtune.columns import ADDED, LABEL, MADE, NEXT_TOKEN, OPTION_SHARES, Column
+from jaxtune.columns import ADDED, LABEL, MADE, NEXT_TOKEN, OF_IMAGES, OPTION_SHARES, Column
 from jaxtune.config.schema import DataOptions
 from jaxtune.data.formats.units import Documents
-from jaxtune.data.rows.packing import Pieces, RowPlan, cut_to_rows, plan
+from jaxtune.data.rows.packing import Patches, Pieces, RowPlan, cut_to_rows, plan
+from jaxtune.data.rows.row_images import put_image_tokens, put_patches
 from jaxtune.errors import UserError, counted
 
 Row = dict[str, np.ndarray]
@@ -40,11 +42,15 @@ class Counts:
         split_documents: long documents that continue in another row.
         truncated_documents: long documents that are cut.
         truncated_tokens: tokens cut off from these documents.
-        dropped_documents: documents left out because they are too long or the cut left no target.
+        dropped_documents: documents left out because they do not fit into a row or the cut left no target.
         dropped_tokens: tokens of the dropped documents.
         skipped_samples: bad samples left out under data.on_bad_row='skip'.
         rows: rows of an epoch.
         fill: fraction of the positions that hold a token.
+        images: images in the rows.
+        patches: patches of these images.
+        patch_fill: fraction of the room for patches that holds one.
+        dropped_for_patches: those of the dropped documents whose unit has more patches than vision.patches_per_row.
     """
 
     documents: int
@@ -58,14 +64,25 @@ class Counts:
     skipped_samples: int
     rows: int
     fill: float
+    images: int = 0
+    patches: int = 0
+    patch_fill: float = 0.0
+    dropped_for_patches: int = 0
 
     def __str__(self) -> str:
         trained = f" ({self.target_tokens:,} trained)" if self.target_tokens else ""
+        seen = over = ""
+        if self.images:
+            patches = f"{self.patches:,} patches of {counted(self.images, 'image')}"
+            seen = f" of tokens and {self.patch_fill:.1%} full of {patches}"
+        if self.dropped_for_patches:
+            over = f" ({self.dropped_for_patches:,} for their patches)"
         return (
             f"{counted(self.documents, 'document')}, {self.tokens:,} tokens{trained} in {counted(self.rows, 'row')}, "
-            f"{self.fill:.1%} full; {counted(self.split_documents, 'document')} split, {self.truncated_documents:,} "
-            f"truncated by {self.truncated_tokens:,} tokens, {self.dropped_documents:,} dropped "
-            f"with {self.dropped_tokens:,} tokens, {counted(self.skipped_samples, 'bad sample')} skipped"
+            f"{self.fill:.1%} full{seen}; {counted(self.split_documents, 'document')} split, "
+            f"{self.truncated_documents:,} truncated by {self.truncated_tokens:,} tokens, "
+            f"{self.dropped_documents:,} dropped{over} with {self.dropped_tokens:,} tokens, "
+            f"{counted(self.skipped_samples, 'bad sample')} skipped"
         )
 
 
@@ -104,15 +121,13 @@ class Rows:
         labelled, truncation = LABEL in columns or OPTION_SHARES in columns, data.truncation
         if LABEL in columns and truncation == "auto":
             truncation = "right"  # a document that is cut keeps its label
-        pieces = cut_to_rows(lengths, data.seq_len, truncation, documents.continuous, documents.units)
+        self._patches_per_row = next((column.length for column in columns if column.per == "patch"), None)
+        assert documents.reader is None or self._patches_per_row is not None, "images need the columns of patches"
+        images = None if self._patches_per_row is None else Patches(documents.patches, self._patches_per_row)
+        pieces = cut_to_rows(lengths, data.seq_len, truncation, documents.continuous, documents.units, images)
         kept, dropped, targets = _drop_untrained(documents, pieces, data.seq_len, labelled)
         if not kept.any():
-            why = "the cut leaves no trained token" if pieces.cut.any() else "all are dropped"
-            longer = "the document is" if len(lengths) == 1 else f"all {len(lengths):,} documents are"
-            raise UserError(
-                f"{name}: {longer} longer than data.seq_len={data.seq_len} tokens, and with "
-                f"data.truncation={truncation!r} {why}; raise data.seq_len, or choose another data.truncation"
-            )
+            raise UserError(f"{name}: {_why_none_is_left(lengths, data.seq_len, truncation, pieces, images)}")
         self._document, self._start, self._length = pieces.document[kept], pieces.start[kept], pieces.length[kept]
         # Pieces are sorted by parcel: a parcel begins where the number changes.
         opens = np.flatnonzero(np.diff(pieces.parcel[kept], prepend=-1))
@@ -124,6 +139,7 @@ class Rows:
             shuffle=data.shuffle,
             rows_per_step=rows_per_step if data.group_by_length else None,
             groups=documents.part_of[self._document[opens]] if data.shuffle_each else None,
+            images=images and images._replace(counts=np.add.reduceat(images.counts[self._document], opens)),
         )
         self._planned = lru_cache(_PLANS_KEPT)(lambda epoch: self._check_bound(planned(epoch), max_documents_per_row))
         # The first row of each planned epoch, and of the epoch after them.
@@ -131,20 +147,7 @@ class Rows:
         self._lock = threading.Lock()
         self.stop = None if epochs is None else self.total(epochs)
         """The number of rows, or None if they never end."""
-        cut = pieces.cut & ~dropped
-        self.counts = Counts(
-            documents=int(np.count_nonzero(~dropped)),
-            tokens=int(self._length.sum()),
-            target_tokens=int(targets[~dropped].sum()),
-            split_documents=int(np.count_nonzero(np.bincount(self._document) > 1)),
-            truncated_documents=int(np.count_nonzero(cut)),
-            truncated_tokens=int((lengths[cut] - data.seq_len).sum()),
-            dropped_documents=int(np.count_nonzero(dropped)),
-            dropped_tokens=int(lengths[dropped].sum()),
-            skipped_samples=documents.skipped,
-            rows=self.total(1),
-            fill=float(self._length.sum() / (self.total(1) * data.seq_len)),
-        )
+        self.counts = self._count(pieces, dropped, int(targets[~dropped].sum()), images)
 
     @property
     def losses(self) -> list[str]:
@@ -156,14 +159,20 @@ class Rows:
         counts, seq_len, lines = self.counts, self._data.seq_len, [*self._documents.losses]
         documents = counts.documents + counts.dropped_documents
         tokens = counts.tokens + counts.truncated_tokens + counts.dropped_tokens
+        longer_rows = "raise data.seq_len"
         why = f"longer than data.seq_len={seq_len}, or the cut leaves them no trained token"
-        for lost, lost_tokens, fate in (
-            (counts.dropped_documents, counts.dropped_tokens, f"left out: they are {why}"),
-            (counts.truncated_documents, counts.truncated_tokens, f"cut to data.seq_len={seq_len}"),
+        remedy = longer_rows
+        if over := counts.dropped_for_patches:
+            most = f"vision.patches_per_row={self._patches_per_row}"
+            why = f"{why}, or have more than {most} patches ({over:,} of them)"
+            remedy = f"{longer_rows} or vision.patches_per_row, or lower vision.max_pixels"
+        for lost, lost_tokens, fate, advice in (
+            (counts.dropped_documents, counts.dropped_tokens, f"left out: they are {why}", remedy),
+            (counts.truncated_documents, counts.truncated_tokens, f"cut to data.seq_len={seq_len}", longer_rows),
         ):
             if max(lost / documents, lost_tokens / tokens) > _LITTLE:
                 share = f"{lost_tokens:,} of {tokens:,} tokens are lost ({lost_tokens / tokens:.0%})"
-                lines.append(f"{lost:,} of {documents:,} documents are {fate}; {share}; raise data.seq_len")
+                lines.append(f"{lost:,} of {documents:,} documents are {fate}; {share}; {advice}")
         return lines
 
     @property
@@ -231,6 +240,38 @@ class Rows:
         other._documents, other._columns = self._documents.with_column(column, values), (*self._columns, column)
         return other
 
+    def _count(
+        self, pieces: Pieces, dropped: Bool[np.ndarray, " documents"], target_tokens: int, images: Patches | None
+    ) -> Counts:
+        """Count what the first epoch trains, cuts and drops."""
+        documents, seq_len, rows = self._documents, self._data.seq_len, self.total(1)
+        lengths, cut = documents.lengths, pieces.cut & ~dropped
+        counts = Counts(
+            documents=int(np.count_nonzero(~dropped)),
+            tokens=int(self._length.sum()),
+            target_tokens=target_tokens,
+            split_documents=int(np.count_nonzero(np.bincount(self._document) > 1)),
+            truncated_documents=int(np.count_nonzero(cut)),
+            truncated_tokens=int((lengths[cut] - seq_len).sum()),
+            dropped_documents=int(np.count_nonzero(dropped)),
+            dropped_tokens=int(lengths[dropped].sum()),
+            skipped_samples=documents.skipped,
+            rows=rows,
+            fill=float(self._length.sum() / (rows * seq_len)),
+        )
+        if images is None:
+            return counts
+        seen = ~dropped & (images.counts > 0)
+        patches = int(images.counts[seen].sum())
+        of_unit = np.repeat(np.add.reduceat(images.counts, documents.units[:-1]), np.diff(documents.units))
+        return dataclasses.replace(
+            counts,
+            images=int(documents.image_counts[seen].sum()),
+            patches=patches,
+            patch_fill=patches / (rows * images.per_row),
+            dropped_for_patches=int(np.count_nonzero(of_unit > images.per_row)),
+        )
+
     def _first_row_of(self, epoch: int) -> int:
         while len(self._first_row) <= epoch:
             self._plan(len(self._first_row) - 1)
@@ -266,9 +307,12 @@ class Rows:
             )
             for column in self._columns
         }
+        patch = 0  # the first patch of the next document
         # From 1, because segment 0 is padding.
         for segment, (piece, begin, unit) in enumerate(self._place_pieces(parcels), start=1):
             self._put(row, piece, begin, segment, unit)
+            if self._patches_per_row is not None:
+                patch = self._put_images(row, piece, begin, patch)
         return row
 
     def _place_pieces(self, parcels: np.ndarray | list[int]) -> Iterator[tuple[int, int, int]]:
@@ -288,6 +332,8 @@ class Rows:
         whole, predicting = slice(begin, begin + length), slice(begin, begin + len(tokens) - 1)
         for column in self._columns:
             match column.name:
+                case name if name in OF_IMAGES:
+                    pass  # `_put_images` writes them
                 case "tokens":
                     row["tokens"][whole] = tokens[:length]
                 case "targets":
@@ -315,6 +361,38 @@ class Rows:
                     # Values of tokens are shifted by one: each is at the position that predicts its token.
                     at = predicting if column.per == "token" else whole
                     row[name][at] = self._documents.values(name, document, start + 1, stop)
+
+    def _put_images(self, row: Row, piece: int, begin: int, patch: int) -> int:
+        """Write what a piece's images put into a row; `patch`: the first patch. Return the patch after the last."""
+        document, start = int(self._document[piece]), int(self._start[piece])
+        tokens = self._documents.values("tokens", document, start, start + int(self._length[piece]))
+        # A document with images is never split, so all its images belong to the piece.
+        images, reader = self._documents.images(document), self._documents.reader
+        try:
+            put_image_tokens(row, begin, tokens, images, patch, self._documents.layout)
+            if reader is not None:
+                put_patches(row, images, patch, reader)
+        except UserError as error:
+            raise UserError(f"{self._documents.where(document)}: {error}") from error
+        return patch + sum(image.patches for image in images)
+
+
+def _why_none_is_left(
+    lengths: Int[np.ndarray, " documents"], seq_len: int, truncation: str, pieces: Pieces, images: Patches | None
+) -> str:
+    """Say why no document is left for the rows, and what to change."""
+    if images is not None and (images.counts > images.per_row).any():
+        return (
+            f"no document fits into a row of data.seq_len={seq_len} tokens and vision.patches_per_row="
+            f"{images.per_row} patches; the images of a document have up to {images.counts.max():,} patches; raise "
+            "vision.patches_per_row, or lower vision.max_pixels"
+        )
+    why = "the cut leaves no trained token" if pieces.cut.any() else "all are dropped"
+    longer = "the document is" if len(lengths) == 1 else f"all {len(lengths):,} documents are"
+    return (
+        f"{longer} longer than data.seq_len={seq_len} tokens, and with data.truncation={truncation!r} {why}; raise "
+        "data.seq_len, or choose another data.truncation"
+    )
 
 
 def _drop_untrained(

@@ -1,15 +1,17 @@
 """The packing plan: the parts of documents that each row holds. It depends only on (seed, epoch, lengths).
 
 A parcel is a unit, or one piece of a document that is split. The plan does not depend on processes or devices, so all
-processes agree on every row, whatever their number.
+processes agree on every row, whatever their number. Rows have room for a number of tokens and, if documents have
+images, for a number of patches (vision.patches_per_row).
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int64
 
+from jaxtune.data.rows.two_budgets import best_fit, first_fit, next_fit
 from jaxtune.errors import UserError
 
 # Rows that may be open at the same time if the order of the documents matters (data.shuffle=False): enough to fill the
@@ -22,6 +24,13 @@ _STEPS_SORTED = 50
 Method = Literal["best_fit", "first_fit_decreasing", "sequential"]
 
 
+class Patches(NamedTuple):
+    """The patches of images of each document, or of each parcel, and the most patches of a row."""
+
+    counts: Int64[np.ndarray, "n"]
+    per_row: int
+
+
 @dataclass(frozen=True)
 class Pieces:
     """Parts of documents that each fit into a row; the same in every epoch.
@@ -31,7 +40,7 @@ class Pieces:
         start: index in the document of the piece's first token.
         length: number of tokens of each piece.
         parcel: number of the piece's parcel, in ascending order; the pieces of a parcel go into the same row.
-        dropped: whether each document is left out because it is too long.
+        dropped: whether each document is left out because it is too long, or has too many patches.
         cut: whether only the beginning or the end of each document is kept.
     """
 
@@ -65,12 +74,13 @@ def cut_to_rows(
     truncation: Literal["auto", "delete", "left", "right", "split"],
     continuous: Bool[np.ndarray, "documents"],
     units: Int64[np.ndarray, "units+1"] | None = None,
+    images: Patches | None = None,
 ) -> Pieces:
     """Apply data.truncation to the units that are longer than a row.
 
     `auto` splits running text (`continuous`) and deletes other long documents. If a document is split, its last token
     is never a piece of its own: it is the target of the token before it, and has no target itself. A unit of several
-    documents is kept or deleted whole.
+    documents is kept or deleted whole. A unit with images is kept, or deleted if its tokens or patches do not fit.
 
     Args:
         lengths: tokens of each document.
@@ -78,6 +88,7 @@ def cut_to_rows(
         truncation: data.truncation.
         continuous: whether each document is running text.
         units: index of the first document of each unit, and the number of documents; None: each document is a unit.
+        images: the patches of each document; None: no document has images.
 
     Raises:
         UserError: a unit of several documents would have to be cut.
@@ -86,7 +97,13 @@ def cut_to_rows(
     sizes = np.diff(units)
     together = np.repeat(sizes > 1, sizes)
     # The documents of a unit share a row, so the unit is long or not as a whole.
-    long = np.repeat(np.add.reduceat(lengths, units[:-1]), sizes) > seq_len
+    too_long = np.repeat(np.add.reduceat(lengths, units[:-1]), sizes) > seq_len
+    if images is None:
+        long, deleted = too_long, np.zeros(len(lengths), bool)
+    else:
+        patches = np.repeat(np.add.reduceat(images.counts, units[:-1]), sizes)
+        long = too_long & (patches == 0)
+        deleted = (too_long & (patches > 0)) | (patches > images.per_row)
     if truncation in ("left", "right", "split") and (long & together).any():
         raise UserError(
             f"data.truncation={truncation!r} would cut documents that belong together and are longer than "
@@ -96,7 +113,7 @@ def cut_to_rows(
     cut = long & (truncation in ("left", "right"))
     # A split document has ceil((length - 1) / seq_len) pieces, because a last token by itself makes none. A document
     # that is kept has one piece, one that is deleted has none.
-    count = np.where(split, (lengths - 2) // seq_len + 1, np.where(long & ~cut, 0, 1))
+    count = np.where(split, (lengths - 2) // seq_len + 1, np.where((long & ~cut) | deleted, 0, 1))
     document = np.repeat(np.arange(len(lengths)), count)
     first = np.cumsum(count) - count
     start = (np.arange(len(document)) - first[document]) * seq_len
@@ -118,8 +135,9 @@ def plan(
     shuffle: bool = True,
     rows_per_step: int | None = None,
     groups: Int64[np.ndarray, "parcels"] | None = None,
+    images: Patches | None = None,
 ) -> RowPlan:
-    """Plan the rows of one epoch, for parcels of at most seq_len tokens. Each parcel goes into exactly one row.
+    """Plan the rows of one epoch, for parcels that each fit into a row. Each parcel goes into exactly one row.
 
     Args:
         lengths: tokens of each parcel.
@@ -131,26 +149,42 @@ def plan(
             first_fit_decreasing sorts them in either case.
         rows_per_step: rows of a step, which get similar lengths; used only without a method. None: no grouping.
         groups: the group of each parcel. Groups come one after the other, each shuffled by itself.
+        images: the patches of each parcel; None: no parcel has images.
     """
+    images = images if images is not None and images.counts.any() else None
     order = stable_permutation(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths))
     # A stable sort keeps the shuffled order inside each group.
     order = order if groups is None else order[np.argsort(groups[order], kind="stable")]
     if method is None:
         order = order if rows_per_step is None else _group_by_length(order, lengths, seed, epoch, rows_per_step)
         return RowPlan(order, np.arange(len(lengths) + 1))
+    if method == "first_fit_decreasing":
+        # By the larger of a parcel's shares of the two budgets; without images, by its length.
+        sizes = lengths if images is None else np.maximum(lengths * images.per_row, images.counts * seq_len)
+        order = order[np.argsort(-sizes[order], kind="stable")]
     # Lengths are read through a memoryview, because a list of 100 million takes gigabytes.
-    if method == "best_fit":
-        # A shuffled epoch has no order to preserve, so rows stay open without a bound.
-        max_open = None if shuffle and groups is None else _OPEN_ROWS_IN_ORDER
-        row = _best_fit(lengths[order].data, seq_len, max_open)
-    elif method == "first_fit_decreasing":
-        order = order[np.argsort(-lengths[order], kind="stable")]
-        row = _first_fit(lengths[order].data, seq_len)
-        row = stable_permutation(row.max() + 1, seed, epoch, 1)[
-            row
-        ]  # otherwise the longest documents would be trained first
+    ordered = lengths[order].data
+    # A shuffled epoch has no order to preserve, so rows stay open without a bound.
+    max_open = None if shuffle and groups is None else _OPEN_ROWS_IN_ORDER
+    if images is not None:
+        patches = images.counts[order].data
+        match method:
+            case "best_fit":
+                row = best_fit(ordered, patches, seq_len, images.per_row, max_open)
+            case "first_fit_decreasing":
+                row = first_fit(ordered, patches, seq_len, images.per_row)
+            case "sequential":
+                row = next_fit(ordered, patches, seq_len, images.per_row)
     else:
-        row = _next_fit(lengths[order].data, seq_len)
+        match method:
+            case "best_fit":
+                row = _best_fit(ordered, seq_len, max_open)
+            case "first_fit_decreasing":
+                row = _first_fit(ordered, seq_len)
+            case "sequential":
+                row = _next_fit(ordered, seq_len)
+    if method == "first_fit_decreasing":  # otherwise the longest documents would be trained first
+        row = stable_permutation(row.max() + 1, seed, epoch, 1)[row]
     # Parcels row after row; inside a row they keep their order.
     order = order[np.argsort(row, kind="stable")]
     return RowPlan(order, np.concatenate([[0], np.cumsum(np.bincount(row))]))  # bincount: parcels of each row

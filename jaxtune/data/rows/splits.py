@@ -11,13 +11,14 @@ from jaxtune.data.cache.documents import prepare_shard, tokenize
 from jaxtune.data.cache.parts import Shard
 from jaxtune.data.formats.preferences import one_kind_note
 from jaxtune.data.formats.units import Documents
+from jaxtune.data.images.image_reader import ImageReader
 from jaxtune.data.rows.mixing import mix
 from jaxtune.errors import UserError
 from jaxtune.tokenizer_type import Tokenizer
 
 
 def open_documents(
-    config: Config, tokenizer: Tokenizer, vocabulary: int | None = None
+    config: Config, tokenizer: Tokenizer, vocabulary: int | None = None, images: ImageReader | None = None
 ) -> tuple[Documents, dict[str, Documents]]:
     """Return training documents, and validation documents as `open_validation` does, tokenised or from the cache.
 
@@ -25,14 +26,15 @@ def open_documents(
         config: reads its sections data and chat, model.id2label, and train.output_dir for the cache.
         tokenizer: the model's tokenizer.
         vocabulary: number of tokens for which the model has embeddings; None: unknown, not checked.
+        images: finds images; None: samples with images are refused.
 
     Raises:
         UserError: as `tokenize` and `hold_out`; a token has no embedding.
     """
     data = config.data
     # Validation datasets come first: they are short, so that their errors are reported soon.
-    validation = open_validation(config, tokenizer, vocabulary) if data.eval_datasets else {}
-    train = _documents(config, data.datasets, tokenizer, vocabulary)
+    validation = open_validation(config, tokenizer, vocabulary, images) if data.eval_datasets else {}
+    train = _documents(config, data.datasets, tokenizer, vocabulary, images)
     if config.preference.loss == "kto":
         wanted = np.concatenate([part.values[DESIRABLE.name] for part in train.parts])
         train = _with_note(train, one_kind_note(wanted))
@@ -42,7 +44,9 @@ def open_documents(
     return mix(train, data.datasets, data), validation
 
 
-def open_validation(config: Config, tokenizer: Tokenizer, vocabulary: int | None = None) -> dict[str, Documents]:
+def open_validation(
+    config: Config, tokenizer: Tokenizer, vocabulary: int | None = None, images: ImageReader | None = None
+) -> dict[str, Documents]:
     """Return validation documents by the name of their datasets ("" for no name); {} if the config has no validation.
 
     Arguments and errors as in `open_documents`.
@@ -55,11 +59,11 @@ def open_validation(config: Config, tokenizer: Tokenizer, vocabulary: int | None
         whole, documents = dataclasses.replace(shares, mixing="concat"), {}
         for name in dict.fromkeys(entry.name or "" for entry in data.eval_datasets):
             entries = tuple(entry for entry in data.eval_datasets if (entry.name or "") == name)
-            together = _documents(config, entries, tokenizer, vocabulary)
+            together = _documents(config, entries, tokenizer, vocabulary, images)
             documents[name] = mix(together, entries, whole if entries[0].weight is None else shares)
         return documents
     if data.validation_split:
-        everything = _documents(config, data.datasets, tokenizer, vocabulary)
+        everything = _documents(config, data.datasets, tokenizer, vocabulary, images)
         return {"": hold_out(everything, data.validation_split, validation_seed(data))[1]}
     return {}
 
@@ -78,10 +82,16 @@ def validation_seed(data: DataOptions) -> int:
     return data.seed if data.validation_seed is None else data.validation_seed
 
 
-def _documents(config: Config, entries: tuple[Dataset, ...], tokenizer: Tokenizer, vocabulary: int | None) -> Documents:
+def _documents(
+    config: Config,
+    entries: tuple[Dataset, ...],
+    tokenizer: Tokenizer,
+    vocabulary: int | None,
+    images: ImageReader | None,
+) -> Documents:
     data = config.data
     options = data.on_bad_row, config.model.id2label, config.chat, data.num_proc, data.cache_only
-    documents = tokenize(with_task_type(config, entries), tokenizer, cache_folder(config), *options)
+    documents = tokenize(with_task_type(config, entries), tokenizer, cache_folder(config), *options, images)
     refuse_unknown_tokens(documents, tokenizer, vocabulary)
     return documents
 
@@ -98,17 +108,19 @@ def refuse_unknown_tokens(documents: Documents, tokenizer: Tokenizer, vocabulary
         )
 
 
-def prepare_documents(config: Config, tokenizer: Tokenizer, shard: Shard) -> list[str]:
+def prepare_documents(
+    config: Config, tokenizer: Tokenizer, shard: Shard, images: ImageReader | None = None
+) -> list[str]:
     """Tokenise a shard of training and validation data, which `open_documents` joins; return a line about each entry.
 
-    Raises UserError as `tokenize`, and for a stream.
+    `images`: as in `open_documents`. Raises UserError as `tokenize`, and for a stream.
     """
     data = config.data
     if data.streaming:
         raise UserError("data.streaming=True tokenises during training, so there are no shards to prepare")
     options = data.on_bad_row, config.model.id2label, config.chat, data.num_proc
     entries = with_task_type(config, data.datasets + data.eval_datasets)
-    return prepare_shard(entries, tokenizer, cache_folder(config), shard, *options)
+    return prepare_shard(entries, tokenizer, cache_folder(config), shard, *options, images)
 
 
 def with_task_type(config: Config, entries: tuple[Dataset, ...]) -> tuple[Dataset, ...]:

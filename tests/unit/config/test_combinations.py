@@ -32,6 +32,11 @@ LABELS = {
         ({"mtp.weight": "0.3", "distill.teacher": "x"}, "mtp.weight", "with distill.teacher: a teacher's scores"),
         ({"mtp.only": "yes"}, "mtp.only", "only when mtp.weight"),
         (
+            {"vision.patches_per_row": "64", "data.streaming": "yes", "train.max_steps": "3"},
+            "vision.patches_per_row",
+            "sizes of all images, which a stream does not know",
+        ),
+        (
             {"mtp.weight": "1", "mtp.only": "yes", "train.freeze": "mlp"},
             "train.freeze",
             "mtp.only trains nothing of the",

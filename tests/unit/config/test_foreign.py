@@ -98,7 +98,11 @@ TRANSLATED = [
     ),
     (SUROGATE, "rope_scaling: {factor: 2.0, type: yarn}\n", {"model.rope_scaling": '{"factor": 2.0, "type": "yarn"}'}),
     (SUROGATE, "max_model_len: 2048\n", {"model.max_positions": None}),
-    (SUROGATE, "max_pixels: 1000\nnorm_bbox: norm1000\n", {"model.path": "my/model"}),
+    (
+        SUROGATE,
+        "max_pixels: 1000\nnorm_bbox: norm1000\n",
+        {"vision.max_pixels": 1000, "vision.norm_bbox": "norm1000", "vision.patches_per_row": 2048},
+    ),
     (
         XORL.replace("my/model}", "my/model, config_path: b, tokenizer_path: c, attn_implementation: eager}"),
         "",
@@ -114,7 +118,11 @@ TRANSLATED = [
         "",
         {"model.overrides": ("rope_theta=1000000.0", 'hidden_act="gelu"')},
     ),
-    (XORL.replace("my/model}", "my/model, encoders: {image: {model_path: e}}}"), "", {"model.path": "my/model"}),
+    (
+        XORL.replace("my/model}", "my/model, encoders: {image: {model_path: e}}}"),
+        "",
+        {"vision.patches_per_row": 128_000},
+    ),
     (
         ERNIEKIT,
         "hidden_dropout_prob: 0.1\nattention_probs_dropout_prob: 0.2\ndropout_warmup_steps: 5\n",
@@ -247,6 +255,11 @@ TRANSLATED = [
     (TRL, 'chat_template: "{% for message in messages %}{% endfor %}"\n', {"preference.loss": None}),
     # Axolotl
     (AXOLOTL, "", {"optim.schedule": "cosine", "optim.warmup_ratio": 0.03, "memory.remat": "none"}),
+    (
+        AXOLOTL,
+        "processor_type: AutoProcessor\nimage_size: [300, 200]\nsequence_len: 64\n",
+        {"vision.patches_per_row": 256, "vision.max_pixels": 60_000},
+    ),
     (AXOLOTL, "adapter: lora\nlora_r: 4\n", {"lora.rank": 4, "lora.target_modules": ("q_proj", "v_proj")}),
     (AXOLOTL, "adapter: lora\nlora_dropout: 0.05\n", {"lora.dropout": 0.05}),
     (

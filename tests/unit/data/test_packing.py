@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtune.data.rows.packing import cut_to_rows, plan
+from jaxtune.data.rows.packing import Patches, cut_to_rows, plan
 
 SEQ_LEN = 16
 LENGTHS = st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=60).map(np.array)
@@ -35,15 +35,17 @@ def test_each_piece_stands_in_one_row_and_no_row_is_too_long(lengths, seed, epoc
     assert np.array_equal(packing.order, again.order) and np.array_equal(packing.bounds, again.bounds)
 
 
-def rows_by_definition(lengths, method):
+def rows_by_definition(lengths, method, images=None):
     """Return the documents of each row, by a search through all rows."""
     rows, room = [], lambda row: SEQ_LEN - lengths[row].sum()
+    counts, most = images or (np.zeros_like(lengths), 1)
     if method == "first_fit_decreasing":
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        order = sorted(range(len(lengths)), key=lambda i: -max(lengths[i] * most, counts[i] * SEQ_LEN))
     else:
         order = range(len(lengths))
     for i in order:
-        open_rows = [row for row in (rows[-1:] if method == "sequential" else rows) if room(row) >= lengths[i]]
+        with_room = [row for row in rows if room(row) >= lengths[i] and most - counts[row].sum() >= counts[i]]
+        open_rows = [row for row in with_room if method != "sequential" or row is rows[-1]]
         if not open_rows:
             rows.append([i])
         elif method == "best_fit":
@@ -97,6 +99,95 @@ def test_documents_are_cut_as_truncation_says(lengths, truncation, data):
             assert length_left == SEQ_LEN and pieces.cut[i]
         else:
             assert length_left == 0 and pieces.dropped[i]
+
+
+PATCHES = st.integers(0, 4 * SEQ_LEN).flatmap(
+    lambda most: st.lists(st.integers(0, most), min_size=60, max_size=60).map(np.array)
+)
+
+
+@given(
+    lengths=LENGTHS,
+    patches=PATCHES,
+    seed=st.integers(0, 2**31),
+    method=st.sampled_from(METHODS),
+    shuffle=st.booleans(),
+)
+@settings(deadline=None)
+def test_rows_have_room_for_the_patches_too(lengths, patches, seed, method, shuffle):
+    images = Patches(patches[: len(lengths)], per_row=4 * SEQ_LEN)
+    packing = plan(lengths, SEQ_LEN, seed, 0, method, shuffle, images=images)
+    assert sorted(packing.order) == list(range(len(lengths)))
+    for values, most in ((lengths, SEQ_LEN), images):
+        assert np.add.reduceat(values[packing.order], packing.bounds[:-1]).max() <= most
+    again = plan(lengths, SEQ_LEN, seed, 0, method, shuffle, images=images)
+    assert np.array_equal(packing.order, again.order) and np.array_equal(packing.bounds, again.bounds)
+
+
+@given(lengths=LENGTHS, seed=st.integers(0, 9), method=st.sampled_from(METHODS), shuffle=st.booleans())
+@settings(deadline=None)
+def test_images_that_leave_room_in_every_row_change_no_plan(lengths, seed, method, shuffle):
+    """The packing by two budgets is the packing by one if the other is never used up."""
+    expected = plan(lengths, SEQ_LEN, seed, 0, method, shuffle)
+    for patches in (np.zeros_like(lengths), np.ones_like(lengths), 2 * lengths):
+        packing = plan(lengths, SEQ_LEN, seed, 0, method, shuffle, images=Patches(patches, 2 * SEQ_LEN))
+        assert np.array_equal(packing.order, expected.order) and np.array_equal(packing.bounds, expected.bounds)
+
+
+@given(lengths=LENGTHS, patches=PATCHES, method=st.sampled_from(METHODS[1:]))
+@settings(deadline=None)
+def test_a_document_with_images_goes_into_the_row_that_the_method_names(lengths, patches, method):
+    images = Patches(patches[: len(lengths)], per_row=4 * SEQ_LEN)
+    packing = plan(lengths, SEQ_LEN, 0, 0, method, shuffle=False, images=images)
+    rows = [row.tolist() for row in np.split(packing.order, packing.bounds[1:-1])]
+    if method != "best_fit":
+        expected = rows_by_definition(lengths, method, images)
+        # first_fit_decreasing shuffles the rows.
+        assert sorted(rows) == sorted(expected) if method == "first_fit_decreasing" else rows == expected
+        return
+    free, opened = [(SEQ_LEN, images.per_row)] * len(rows), 0
+    row_of = {i: number for number, row in enumerate(rows) for i in row}
+    for i, (length, count) in enumerate(zip(lengths, images.counts)):
+        fitting = [space for space, room in free[:opened] if space >= length and room >= count]
+        space, room = free[row_of[i]]
+        if row_of[i] == opened:
+            assert not fitting
+            opened += 1
+        else:
+            assert space == min(fitting)
+        free[row_of[i]] = space - length, room - count
+
+
+@given(
+    documents=st.lists(st.tuples(st.integers(2, 3 * SEQ_LEN), st.integers(0, 12)), min_size=1, max_size=30),
+    truncation=st.sampled_from(["auto", "delete", "left", "right", "split"]),
+    continuous=st.booleans(),
+)
+@settings(deadline=None)
+def test_a_document_with_images_is_never_cut(documents, truncation, continuous):
+    lengths, patches = np.array(documents).T
+    running = np.full(len(lengths), continuous)
+    pieces = cut_to_rows(lengths, SEQ_LEN, truncation, running, images=Patches(patches, per_row=8))
+    for i, (length, count) in enumerate(documents):
+        of_document = pieces.document == i
+        if count:
+            fits = length <= SEQ_LEN and count <= 8
+            assert pieces.length[of_document].tolist() == [length] * fits
+            assert pieces.dropped[i] == (not fits) and not pieces.cut[i]
+        else:
+            [alone] = [cut_to_rows(lengths[i : i + 1], SEQ_LEN, truncation, running[:1])]
+            assert np.array_equal(pieces.length[of_document], alone.length)
+            assert np.array_equal(pieces.start[of_document], alone.start) and pieces.cut[i] == alone.cut[0]
+
+
+def test_a_unit_whose_images_do_not_fit_is_left_out_whole():
+    """Pairs of answers: too many patches together, too many tokens together, and one that fits."""
+    lengths, patches = np.array([4, 4, 9, 9, 4, 4]), np.array([5, 5, 2, 2, 4, 4])
+    units, whole = np.array([0, 2, 4, 6]), np.zeros(6, bool)
+    for truncation in ("auto", "right"):
+        pieces = cut_to_rows(lengths, SEQ_LEN, truncation, whole, units, Patches(patches, per_row=8))
+        assert pieces.dropped.tolist() == [True] * 4 + [False] * 2 and pieces.document.tolist() == [4, 5]
+        assert pieces.parcel.tolist() == [0, 0]
 
 
 def realistic_lengths(count):

@@ -9,6 +9,7 @@ from jaxtune.config.foreign.conversions import (
     Settings,
     Unsupported,
     conversions_of,
+    images_of,
     model_overrides,
     names_of,
     word_of,
@@ -74,6 +75,17 @@ def axolotl_frozen(o: Options) -> Settings:
 def axolotl_dropout(o: Options) -> Settings:
     """Dropout of adapters; TRL's trainers, which Axolotl uses for preferences, disable it."""
     return {"lora.dropout": 0.0 if o.get("rl") else o["lora_dropout"]}
+
+
+def axolotl_images(o: Options) -> Settings:
+    """Images, with a processor_type; image_size, the side of a square or (width, height), limits their pixels."""
+    size = o["image_size"]
+    if o["processor_type"] is None:
+        return {}
+    sides = [size, size] if isinstance(size, int) else size
+    if size is not None and not (isinstance(sides, list) and len(sides) == 2 and all(type(n) is int for n in sides)):
+        raise Unsupported("image_size is a number or [width, height]")
+    return images_of(o["sequence_len"]) | {"vision.max_pixels": None if size is None else sides[0] * sides[1]}
 
 
 def axolotl_overrides(o: Options) -> Settings:

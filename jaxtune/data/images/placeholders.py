@@ -1,0 +1,73 @@
+"""The text that stands for an image in a prompt: what a chat template writes, and what it is expanded to.
+
+The same as in `replace_image_token` of a family's Processor in transformers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxtune.errors import UserError
+from jaxtune.image_layout import ImageLayout, ImageRef
+from jaxtune.tokenizer_type import Tokenizer
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """The text of images for a family and a tokenizer.
+
+    Attributes:
+        written: the text that the chat template writes for an image.
+        token: the image token: as many of it as embeddings are in the expanded text.
+        expand: returns the expanded text from rows and columns of embeddings.
+    """
+
+    written: str
+    token: str
+    expand: Callable[[int, int], str]
+
+    def __call__(self, ref: ImageRef, layout: ImageLayout) -> str:
+        """Return the text that stands for an image."""
+        return self.expand(ref.grid[0] // layout.merge, ref.grid[1] // layout.merge)
+
+
+# Families by the text around the image tokens: names in the tokenizer of the tokens, and their usual texts.
+_GEMMA = {"boi_token": ("<start_of_image>", "<|image>"), "eoi_token": ("<end_of_image>", "<image|>")}
+_ROWS = ("pixtral", "mistral3")
+
+
+def find_placeholder(family: str, tokenizer: Tokenizer, layout: ImageLayout) -> Placeholder:
+    """Return the placeholder of a family, the model_type of config.json.
+
+    Raises:
+        UserError: the tokenizer lacks a token that it needs.
+    """
+    token = tokenizer.convert_ids_to_tokens(layout.token)
+    if not isinstance(token, str):
+        raise UserError(f"the tokenizer has no token {layout.token}, the model's image token")
+    if family in _ROWS:
+        end_of_row, end = (_known(text, tokenizer) for text in ("[IMG_BREAK]", "[IMG_END]"))
+        return Placeholder(token, token, lambda rows, columns: _in_rows(token, end_of_row, end, rows, columns))
+    if family.startswith("gemma"):
+        begin, end = (_special(name, texts, tokenizer) for name, texts in _GEMMA.items())
+        if family.startswith("gemma3"):
+            return Placeholder(begin, token, lambda rows, columns: f"\n\n{begin}{token * (rows * columns)}{end}\n\n")
+        return Placeholder(token, token, lambda rows, columns: f"{begin}{token * (rows * columns)}{end}")
+    return Placeholder(token, token, lambda rows, columns: token * (rows * columns))
+
+
+def _in_rows(token: str, end_of_row: str, end: str, rows: int, columns: int) -> str:
+    row = token * columns
+    return (row + end_of_row) * (rows - 1) + row + end
+
+
+def _special(name: str, usual: tuple[str, ...], tokenizer: Tokenizer) -> str:
+    """Return a token that the tokenizer names, else the first of its usual texts that the tokenizer knows."""
+    named = getattr(tokenizer, name, None)
+    vocabulary = tokenizer.get_vocab()
+    return named or _known(next((text for text in usual if text in vocabulary), usual[0]), tokenizer)
+
+
+def _known(text: str, tokenizer: Tokenizer) -> str:
+    if text not in tokenizer.get_vocab():
+        raise UserError(f"the tokenizer has no token {text}, which the images of this model need")
+    return text
