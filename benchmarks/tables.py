@@ -166,21 +166,33 @@ def measured() -> str:
     return table(head, ([name, *cells(*row)] for name, row in rows.items()))
 
 
+_OF_CPU = {"time ratio": "time_ratio", "peak RSS ratio": "rss_ratio"}
+
+
 def cpu() -> str:
-    """The same steps by jaxtune and by transformers + PEFT on two CPU cores."""
-    rows = sorted(read("cpu_vs_hf")["results"], key=lambda row: (row["step"], not row["remat"]))
-    head = ["step", "remat", "jaxtune", "transformers + PEFT", "time ratio", "peak RSS ratio"]
+    """The same steps by jaxtune, on each version of jax, and by transformers + PEFT on two CPU cores."""
+    models = {"dense": "cpu_vs_hf", "mixture": "cpu_vs_hf_moe"}
+    rows = [
+        (model, row)
+        for model, name in models.items()
+        for row in sorted(read(name)["results"], key=lambda row: (row["step"], not row["remat"]))
+    ]
+    versions = list(rows[0][1]["jaxtune"])
+    head = [
+        "model",
+        "step",
+        "remat",
+        "transformers + PEFT",
+        *(f"{what}, {jax}" for jax in versions for what in _OF_CPU),
+    ]
     return table(
         head,
         (
             [
-                row["step"],
-                "block" if row["remat"] else "none",
-                *(f"{row['seconds'][who]:.1f} s" for who in ("jaxtune", "hf")),
-                f"{row['time_ratio']:.2f}",
-                f"{row['rss_ratio']:.2f}",
+                *(model, row["step"], "block" if row["remat"] else "none", f"{row['hf']['seconds']:.1f} s"),
+                *(f"{row['jaxtune'][jax][field]:.2f}" for jax in versions for field in _OF_CPU.values()),
             ]
-            for row in rows
+            for model, row in rows
         ),
     )
 

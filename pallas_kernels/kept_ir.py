@@ -19,14 +19,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.gpus import current_device
+from pallas_kernels.gpus import Capability, current_device
 
 TARGET = "__gpu$xla.gpu.triton"  # XLA's custom call, whose attributes are the IR and the launch
 _NUMBERS = ("grid_x", "grid_y", "grid_z", "num_stages", "num_warps")
 
 
 class NoKernel(RuntimeError):
-    """This jax cannot lower a kernel, and the folder has no IR for the call; the message says how to make it."""
+    """This jax cannot lower a kernel, and the folder has no IR for the call; the message says how to make it.
+
+    Attributes:
+        kernel: name of the kernel.
+        arrays: dtype and shape of the arrays that it reads and writes.
+        capability: compute capability of the GPU.
+    """
+
+    def __init__(self, call: Mapping[str, Any], file: Path | None):
+        """Take a call, as `describe_call` returns it, and its missing file; None without a folder."""
+        self.kernel: str = call["name"]
+        self.arrays = tuple((array["dtype"], tuple(array["shape"])) for array in call["arrays"])
+        self.capability: Capability = call["capability"]
+        arrays = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in self.arrays)
+        lacks = "PALLAS_KERNELS_IR names no folder" if file is None else f"there is no {file}"
+        folder = "FOLDER" if file is None else file.parent
+        super().__init__(
+            f"kernel {self.kernel} of {arrays} cannot be compiled for a GPU of compute capability "
+            f"{'.'.join(map(str, self.capability))}: jax {jax.__version__} has no Pallas-Triton, and {lacks}. "
+            f"Install the same jaxtune in another environment with a jax that has it (pip install 'jaxtune[aot]' "
+            f"'jax<0.13'), start the same run there, or `jaxtune plan` with the same options and --gpu, with "
+            f"PALLAS_KERNELS_IR={folder}, which writes the kernels there, and then start again with the same variable"
+        )
 
 
 def describe_call(
@@ -68,7 +90,7 @@ def find_or_make(
     digest = hashlib.sha256(json.dumps(call, sort_keys=True).encode()).hexdigest()[:20]
     file = None if folder is None else folder / f"{call['name']}-{digest}.json"
     if file is None or not (file.exists() or by_pallas):
-        raise NoKernel(_message(call, file))
+        raise NoKernel(call, file)
     if not file.exists():
         assert by_pallas is not None
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
@@ -76,17 +98,6 @@ def find_or_make(
     kept = json.loads(file.read_text())
     numbers = {name: np.int32(kept[name]) for name in _NUMBERS}
     return {"name": kept["name"], "ir": "\n".join(kept["ir"]), "debug": False, **numbers}
-
-
-def _message(call: dict[str, Any], file: Path | None) -> str:
-    lacks = "PALLAS_KERNELS_IR names no folder" if file is None else f"there is no {file}"
-    folder = "FOLDER" if file is None else file.parent
-    return (
-        f"kernel {call['name']} cannot be compiled: jax {jax.__version__} has no Pallas-Triton, and {lacks}. "
-        f"Install the same jaxtune in another environment with a jax that has it (pip install 'jaxtune[aot]' "
-        f"'jax<0.13'), start the same run there, or `jaxtune plan` with the same options and --gpu, with "
-        f"PALLAS_KERNELS_IR={folder}, which writes the kernels there, and then start again with the same variable"
-    )
 
 
 def _write(file: Path, kept: dict[str, Any]) -> None:

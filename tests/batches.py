@@ -27,6 +27,20 @@ def make_batch(rows: np.ndarray, mesh, lengths: list[int] | None = None, modules
 
     modules: number of multi-token-prediction modules to have further targets for.
     """
+    return put_columns(columns_of(rows, lengths, modules), mesh)
+
+
+def put_columns(columns: dict[str, np.ndarray], mesh) -> dict[str, jax.Array]:
+    """Return the columns of a micro-batch on the devices of a mesh."""
+
+    def sharding(name: str) -> jax.NamedSharding:
+        return jax.NamedSharding(mesh, jax.P(by_token()[0]) if name == "row" else by_token())
+
+    return {name: jax.device_put(column, sharding(name)) for name, column in columns.items()}
+
+
+def columns_of(rows: np.ndarray, lengths: list[int] | None = None, modules: int = 0) -> dict[str, np.ndarray]:
+    """Return the columns of `make_batch`."""
     batch, sequence = rows.shape
     lengths = lengths or [sequence]
     starts = np.cumsum([0, *lengths])
@@ -49,9 +63,7 @@ def make_batch(rows: np.ndarray, mesh, lengths: list[int] | None = None, modules
             predicting, ahead = slice(start, start + length - 2 - module), module + 2
             fields["further_targets"][:, predicting, module] = rows[:, start + ahead : start + length]
             fields["further_loss_weight"][:, predicting, module] = 1.0
-    placed = {name: jax.device_put(x, jax.NamedSharding(mesh, by_token())) for name, x in fields.items()}
-    row = jax.device_put(np.arange(batch, dtype=np.int32), jax.NamedSharding(mesh, jax.P(by_token()[0])))
-    return placed | {"row": row}
+    return fields | {"row": np.arange(batch, dtype=np.int32)}
 
 
 def compute_logits(model, parameters, batch, dtype=jnp.float32) -> jax.Array:

@@ -113,9 +113,19 @@ SIGLIP = dict(
     patch_size=14,
 )
 PIXTRAL = SIGLIP | dict(model_type="pixtral")
-QWEN_VISION = dict(
-    depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64, num_position_embeddings=16
+SEEN_BY_QWEN = dict(
+    depth=3,
+    hidden_size=16,
+    intermediate_size=16,
+    num_heads=2,
+    out_hidden_size=64,
+    patch_size=4,
+    num_position_embeddings=25,
+    initializer_range=0.1,
 )
+SEEING_QWEN = dict(vision_config=SEEN_BY_QWEN, image_token_id=VOCABULARY - 1)
+THREE_AXES = dict(rope_type="default", mrope_section=[4, 2, 2])
+DEEPSTACK = dict(vision_config=SEEN_BY_QWEN | dict(deepstack_visual_indexes=[0, 1]))
 GEMMA4 = dict(
     hidden_size_per_layer_input=0,
     num_hidden_layers=2,
@@ -575,11 +585,30 @@ FAMILIES = {
     ),
     "qwen3_5, inside a model that sees": (
         "Qwen3_5Config",
-        dict(vision_config=QWEN_VISION, text_config=DELTA_NET | TWO_KINDS),
+        SEEING_QWEN | dict(text_config=DELTA_NET | TWO_KINDS),
     ),
     "qwen3_5_moe, inside a model that sees": (
         "Qwen3_5MoeConfig",
-        dict(vision_config=QWEN_VISION, text_config=DELTA_NET | SHARED_EXPERT | TWO_KINDS),
+        SEEING_QWEN | dict(text_config=DELTA_NET | SHARED_EXPERT | TWO_KINDS),
+    ),
+    "qwen3_vl, deepstack": (
+        "Qwen3VLConfig",
+        SEEING_QWEN | DEEPSTACK | dict(text_config=dict(num_hidden_layers=3, rope_parameters=THREE_AXES, head_dim=16)),
+    ),
+    "qwen3_vl_moe, a dense layer": (
+        "Qwen3VLMoeConfig",
+        SEEING_QWEN
+        | DEEPSTACK
+        | dict(
+            text_config=dict(
+                num_hidden_layers=3,
+                rope_parameters=THREE_AXES,
+                moe_intermediate_size=24,
+                num_experts=4,
+                num_experts_per_tok=2,
+                mlp_only_layers=[1],
+            )
+        ),
     ),
     "mistral3, inside a model that sees, untied": (
         "Mistral3Config",

@@ -69,6 +69,19 @@ GEMMA4_E2B = GEMMA4_TEXT | dict(
     vocab_size_per_layer_input=262_144, num_kv_shared_layers=5, use_double_wide_mlp=True,
     layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 2,
 )  # fmt: skip
+QWEN3_VL_TEXT = _form(
+    4096, 12_288, 4, 32, 8, 151_936, 262_144, head_dim=128, attention_bias=False, rope_theta=5_000_000,
+    rope_scaling=dict(mrope_interleaved=True, mrope_section=[24, 20, 20], rope_type="default"),
+)  # fmt: skip
+QWEN3_VL = dict(
+    image_token_id=151_655, video_token_id=151_656, vision_start_token_id=151_652, vision_end_token_id=151_653,
+    tie_word_embeddings=False,
+    vision_config=dict(
+        deepstack_visual_indexes=[8, 16, 24], depth=27, hidden_act="gelu_pytorch_tanh", hidden_size=1152, in_channels=3,
+        initializer_range=0.02, intermediate_size=4304, num_heads=16, num_position_embeddings=2304,
+        out_hidden_size=4096, patch_size=16, spatial_merge_size=2, temporal_patch_size=2,
+    ),
+)  # fmt: skip
 QWEN3_5 = _form(
     2048, 6144, 4, 8, 2, 248_320, 262_144, **DELTA | dict(tie_word_embeddings=True), mtp_num_hidden_layers=1,
     mamba_ssm_dtype="float32", layer_types=["linear_attention"] * 3 + ["full_attention"],
@@ -111,6 +124,13 @@ FORMS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": QWEN3_5 | EXPERTS,
     "qwen3_5": dict(text_config=QWEN3_5 | dict(model_type="qwen3_5_text"), tie_word_embeddings=True),
     "qwen3_5_moe": dict(text_config=QWEN3_5 | EXPERTS | dict(model_type="qwen3_5_moe_text"), tie_word_embeddings=False),
+    "qwen3_vl": QWEN3_VL | dict(text_config=QWEN3_VL_TEXT | dict(model_type="qwen3_vl_text")),
+    "qwen3_vl_moe": QWEN3_VL | dict(
+        text_config=QWEN3_VL_TEXT | dict(
+            model_type="qwen3_vl_moe_text", decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=768,
+            norm_topk_prob=True, num_experts=128, num_experts_per_tok=8,
+        )
+    ),
     # NVIDIA-Nemotron-3-Nano-30B-A3B.
     "nemotron_h": _form(
         2688, 1856, 52, 32, 2, 131_072, 262_144, hybrid_override_pattern="MEMEM*-", chunk_size=128,

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,26 +12,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtune import data, hf
+from jaxtune import hf
 from jaxtune.config.schema import Config
-from jaxtune.data.formats.sample_formats import ends_texts
 from jaxtune.errors import UserError
 from jaxtune.exports.card import card_datasets, card_evaluation, card_recipe, card_rows
 from jaxtune.exports.copied_tensors import copied_layers, warn_lost_layers
 from jaxtune.exports.decision_model import jev_tensors, write_jev_config
+from jaxtune.exports.peft_targets import is_of_experts, peft_patterns, peft_targets
+from jaxtune.exports.tokenizer_files import classifier_tokenizer, write_ends, write_tokenizer
 from jaxtune.exports.vllm_limits import adapter_limit, format_limit
 from jaxtune.host.lock import hold_lock
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.inference.decisions import DECISION_FILE, evaluated_temperatures, write_decision
 from jaxtune.lora.lora import LoRA
-from jaxtune.lora.options import LoraOptions
 from jaxtune.models import families
 from jaxtune.models.decoder import Parameters
-from jaxtune.models.parameters import Parameter, loaded_names
+from jaxtune.models.parameters import Parameter
 from jaxtune.models.places import Place
 from jaxtune.parallel import multihost
 from jaxtune.quant.options import served_as
-from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.weights.elements import gather_element
 from jaxtune.weights.model import Model
 from jaxtune.weights.mtp_files import copied_by_modules
@@ -40,8 +39,6 @@ from jaxtune.weights.quantizable import Quantizable, quantizable
 log = logging.getLogger("jaxtune")
 
 CARD = "README.md"
-# Families whose experts, separate in the files, peft 0.21 does not convert; with it, `families.refuses_lora`.
-_UNCONVERTED = ("qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text")
 UNFINISHED = ".jaxtune-unfinished"  # in a folder from the start of an export until it is whole
 
 
@@ -75,8 +72,8 @@ def export_full(
         hf.write_config(model.folders.config, output, *options)
         if decides:
             write_jev_config(output, model.spec.hidden)
-        _write_tokenizer(model, config, output)
-        _write_ends(model, config, output)
+        write_tokenizer(model, config, output)
+        write_ends(model, config, output)
 
 
 def export_weights(model: Model, parameters: Parameters, config: Config, output: Path) -> None:
@@ -134,22 +131,8 @@ def _classifier_config(model: Model, config: Config) -> dict[str, Any]:
         "architectures": [f"{families.classifiers()[model.spec.family]}ForSequenceClassification"],
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
-        "pad_token_id": _classifier_tokenizer(model, config)[1],
+        "pad_token_id": classifier_tokenizer(model, config)[1],
     }
-
-
-def _classifier_tokenizer(model: Model, config: Config) -> tuple[Tokenizer, int | None]:
-    """Return a classifier's tokenizer with a padding token that no document ends with, and the id of that token.
-
-    transformers' classifiers read the last token that is not padding, so a text must not end in the padding token.
-    """
-    tokenizer = hf.load_tokenizer(model.folders.tokenizer, config.chat.template, config.data.special_tokens)
-    eos = None if tokenizer.eos_token is None else tokenizer.get_vocab()[str(tokenizer.eos_token)]
-    ends = {eos} if ends_texts(tokenizer) else set()
-    if config.preference.loss is not None:  # the documents are answers, which end as turns do
-        ends = {eos, _turn_end(model, config)}
-    described, ends = model.base.described.get("pad_token_id"), {end for end in ends if end is not None}
-    return tokenizer, hf.choose_padding(tokenizer, ends, described, model.spec.vocabulary)
 
 
 def _tensors(
@@ -208,8 +191,8 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
     lora, base = config.lora, _absolute(config.model.path or "")
     rank, alpha = LoRA(lora.rank, lora.alpha, lora.use_rslora, init=lora.init).exported
     lora = dataclasses.replace(lora, rank=rank, alpha=alpha)
-    targets, wrapped = _targets(model, lora)
-    if lora.dropout and (wrapped or any(map(_is_of_experts, model.trained.values()))):
+    targets, wrapped = peft_targets(model, lora)
+    if lora.dropout and (wrapped or any(map(is_of_experts, model.trained.values()))):
         log.warning(
             "lora.dropout=%s is written as 0: peft has no dropout for adapters of experts, nor of other layers with "
             "the name of an expert's",
@@ -222,10 +205,10 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
             "model.rope_scaling): load the base with the same changes, or export a whole model with --merge"
         )
     hf.write_adapter(
-        output, tensors, lora, base, config.model.revision, targets, wrapped, *_patterns(model, lora, wrapped)
+        output, tensors, lora, base, config.model.revision, targets, wrapped, *peft_patterns(model, lora, wrapped)
     )
     if multihost.is_main():
-        _write_tokenizer(model, config, output)
+        write_tokenizer(model, config, output)
 
 
 def _with_start(parameter: Parameter) -> Parameter:
@@ -239,118 +222,9 @@ def _with_start(parameter: Parameter) -> Parameter:
     )
 
 
-def _patterns(model: Model, lora: LoraOptions, wrapped: Collection[str]) -> tuple[dict[str, int], dict[str, float]]:
-    """Return peft's rank_pattern and alpha_pattern: the modules whose rank or alpha differs from `lora`.
-
-    A module that is a target parameter (`wrapped`) has its weight's name.
-    """
-    linears = [p for p in model.frozen.values() if isinstance(p.treatment.adapter, LoRA) and not _is_of_experts(p)]
-    names = {place.name: p.treatment.adapter.exported for p in linears for place in p.places}
-    exported = {name if name in wrapped else name.removesuffix(".weight"): own for name, own in names.items()}
-    ranks = {name: rank for name, (rank, _) in exported.items() if rank != lora.rank}
-    return ranks, {name: alpha for name, (_, alpha) in exported.items() if alpha != lora.alpha}
-
-
-def _write_tokenizer(model: Model, config: Config, output: Path) -> None:
-    """Copy the tokenizer's files, with the recipe's special tokens and chat template, and a classifier's padding."""
-    home = model.folders.tokenizer
-    hf.copy_tokenizer_files(home, output)
-    if model.spec.labels:
-        tokenizer, _ = _classifier_tokenizer(model, config)
-        if tokenizer.pad_token != hf.load_tokenizer(home).pad_token or config.data.special_tokens:
-            tokenizer.save_pretrained(output)
-    elif config.data.special_tokens:
-        hf.load_tokenizer(home, None, config.data.special_tokens).save_pretrained(output)
-    if config.chat.template is not None:
-        tokenizer = hf.load_tokenizer(home, config.chat.template, config.data.special_tokens)
-        hf.write_chat_template(output, str(tokenizer.chat_template))
-
-
-def _write_ends(model: Model, config: Config, output: Path) -> list[int]:
-    """Add the token that ends an answer to generation_config.json.
-
-    Returns the tokens that end an answer if the base's own files lack one, else [].
-    """
-    if model.spec.labels:
-        return []
-    described = model.base.described.get("text_config") or model.base.described
-    before = hf.end_tokens(hf.read_generation_config(model.folders.tokenizer)) or hf.end_tokens(described)
-    end = _turn_end(model, config)
-    return [] if end is None or end in before else hf.write_turn_end(output, end, described)
-
-
-def _turn_end(model: Model, config: Config) -> int | None:
-    """Return the token that ends an answer in the chat template; None without a template or if it has no such token."""
-    try:
-        tokenizer = hf.load_tokenizer(model.folders.tokenizer, config.chat.template, config.data.special_tokens)
-        end = data.ChatTemplate(tokenizer).turn_end() if tokenizer.chat_template else None
-    except UserError as error:
-        log.warning("the token that ends an answer is not known, so the export may not stop there: %s", error)
-        return None
-    return None if end is None else tokenizer.get_vocab()[end]
-
-
 def _absolute(path: str) -> str:
     """Return the absolute path of a local folder, so that peft finds it from anywhere; a hub id stays as it is."""
     return str(Path(path).resolve()) if Path(path).is_dir() else path
-
-
-def _targets(model: Model, lora: LoraOptions) -> tuple[list[str], list[str]]:
-    """Return peft's target_modules and target_parameters, which match exactly the adapted modules and parameters.
-
-    A target parameter is one tensor with all experts of a layer. transformers 5 stacks experts that are separate in the
-    files into such a tensor, and peft then takes every target module with an expert's name for an expert, even if no
-    expert has an adapter. Other modules with such a name are therefore listed as target parameters, by their weights.
-    """
-    loaded, short = loaded_names(model.base.spec), model.spec.untouched is None
-    linears = {loaded[place.name]: p for p in model.parameters.values() if p.kind == "linear" for place in p.places}
-    modules = {name.removesuffix(".weight"): p for name, p in linears.items() if name.endswith(".weight")}
-    stacked = {name: p for name, p in linears.items() if not name.endswith(".weight")}
-    experts = {name: p for name, p in modules.items() if _is_of_experts(p)}
-    converts = lora.kind == "lora" and model.spec.family not in _UNCONVERTED
-    endings = {_ending(name) for name in experts if converts and not families.refuses_lora(model.spec, name)}
-    if converts and model.spec.stacked_experts:  # peft goes by the family, not by the files
-        endings = {"gate_proj", "up_proj", "down_proj"}
-    alike = {name for name in modules.keys() - experts.keys() if _ending(name) in endings}
-    adapted, adapted_alike = _adapted_names(experts), _adapted_names({name: modules[name] for name in alike})
-    if adapted and model.spec.family in _UNCONVERTED:
-        log.warning(
-            "peft cannot load this adapter: it does not convert experts of %s, such as %s; export with --merge",
-            *(model.spec.family, min(adapted)),
-        )
-    if bare := set(map(_module, experts.keys() - adapted)) & set(map(_module, adapted)):
-        log.warning("peft cannot load this adapter: gate, up and down of an expert (%s) must all have one", min(bare))
-    if adapted_alike and lora.use_dora:
-        log.warning("peft cannot load this adapter: %s has DoRA and the name of an expert's layer", min(adapted_alike))
-    named = {name: p for name, p in modules.items() if name not in alike}
-    return _names(named, short, 1), [*_names(stacked, short, 2), *sorted(f"{name}.weight" for name in adapted_alike)]
-
-
-def _adapted_names(linears: Mapping[str, Parameter]) -> set[str]:
-    return {name for name, parameter in linears.items() if parameter.treatment.adapter}
-
-
-def _names(linears: Mapping[str, Parameter], short: bool, parts: int) -> list[str]:
-    """Return the last `parts` of the adapted names (q_proj) if all linears that end so are adapted, else whole names.
-
-    Without `short`, always return whole names: inside a larger model, other parts may have a q_proj of their own.
-    """
-    adapted = _adapted_names(linears)
-    endings = {_ending(name, parts) for name in adapted}
-    whole_kinds = {name for name in linears if _ending(name, parts) in endings} == adapted
-    return sorted(endings if whole_kinds and short else adapted)
-
-
-def _ending(name: str, parts: int = 1) -> str:
-    return ".".join(name.split(".")[-parts:])
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _is_of_experts(parameter: Parameter) -> bool:
-    return len(parameter.lead) > 1
 
 
 def export(
@@ -444,7 +318,7 @@ def _write_card(
         inputs = " with inputs in fp8" if config.serve.activations else ""
         trained_so = f", as they were trained{inputs} (serve.format)"
     written = {} if quantize is None else {"weights": f"linear layers in {quantize}{trained_so}"}
-    ends = _write_ends(model, config, output) if kind == "peft" else []
+    ends = write_ends(model, config, output) if kind == "peft" else []
     if ends:
         log.warning(
             "answers end with token %d, at which the base does not stop: with this adapter give generate() "
@@ -473,7 +347,7 @@ def _base_options(model: Model, config: Config) -> dict[str, Any]:
     """Return the options with which transformers must load the base before peft loads an adapter on it."""
     if not model.spec.labels:
         return {}
-    return {"num_labels": model.spec.labels, "pad_token_id": _classifier_tokenizer(model, config)[1]}
+    return {"num_labels": model.spec.labels, "pad_token_id": classifier_tokenizer(model, config)[1]}
 
 
 def _auto_class(model: Model, config: Config, adapter: bool) -> str:

@@ -53,7 +53,10 @@ def _adapters(spec: ModelSpec, lora: LoraOptions, file_names: Mapping[str, str])
     """
     known, targets = linears(spec), lora.target_modules
     _refuse_head(spec, targets)
-    targeted = frozenset(file_names) if targets == "all-linear" else select(targets, file_names, "lora.target_modules")
+    if targets == "all-linear":  # of the decoder
+        targeted = frozenset(name for name, of in file_names.items() if not known[of][0].of_vision(spec))
+    else:
+        targeted = select(targets, file_names, "lora.target_modules")
     targeted = _in_layers(
         spec, targeted, {name: known[of][0].layer for name, of in file_names.items()}, lora.layers_to_transform
     )

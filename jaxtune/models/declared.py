@@ -12,14 +12,25 @@ Init = Callable[[Array, tuple[int, ...], Any], Array]
 # linear: the matrix (out, in) of a linear layer, which can be quantized, adapted and orthogonalised.
 # gate: a matrix whose few outputs multiply activations; never quantized, adapted or orthogonalised.
 # router: the matrix that scores experts; treated like a gate.
-# convolution: a kernel for each channel.
+# convolution: a kernel for each channel, or of a patch embedding.
 # constant: a number in the files that multiplies activations, and that nothing trains.
 # correction: added to a router's scores to balance the load; it gets no gradient, but the load may update it.
+# position: the learned embeddings of positions in an image.
 # table: the embedding, or the head of a language model. score: the head of a classifier.
 # vector: a bias, or the weight of a norm.
 # adapter: a parameter of an adapter on a linear layer.
 Kind = Literal[
-    "linear", "gate", "convolution", "router", "constant", "correction", "table", "score", "vector", "adapter"
+    "linear",
+    "gate",
+    "convolution",
+    "router",
+    "constant",
+    "correction",
+    "position",
+    "table",
+    "score",
+    "vector",
+    "adapter",
 ]
 
 

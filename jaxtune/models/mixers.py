@@ -11,15 +11,19 @@ class Rope:
 
     Attributes:
         theta: base of the wavelengths.
-        kind: the scaling, transformers' `rope_type`; the fields from `factor` to `truncate` are its parameters.
+        kind: the scaling, transformers' `rope_type`; the fields from `factor` to `truncate` are its parameters. "axial"
+            (vision towers): each of the `axes` has all wavelengths.
         interleaved: whether the pairs of features are (2i, 2i + 1) instead of (i, i + d/2).
         fraction: the share of a head's features, from the first, that are rotated; with kind "proportional" (Gemma 4)
             the share of the pairs (i, i + d/2) of the whole head.
         query_growth: queries at position p are multiplied by 1 + growth * log(1 + p // original_positions) (Llama 4).
+        axes: number of pairs that turn with the position along each axis, if positions have several: time, height and
+            width in a decoder (M-RoPE, Qwen2-VL, arXiv:2409.12191), row and column in a vision tower. (): one position.
+        axes_interleaved: whether the pairs of the axes alternate (Qwen3-VL) instead of following one another.
     """
 
     theta: float
-    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "proportional"] = "default"
+    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "proportional", "axial"] = "default"
     factor: float = 1.0
     original_positions: int = 0
     low_frequency_factor: float = 1.0
@@ -33,6 +37,8 @@ class Rope:
     interleaved: bool = False
     fraction: float = 1.0
     query_growth: float = 0.0
+    axes: tuple[int, ...] = ()
+    axes_interleaved: bool = False
 
     def magnitude(self, mscale: float) -> float:
         """Return yarn's scale of cosine and sine (transformers' `yarn_get_mscale`): 1 if nothing is stretched."""
@@ -65,7 +71,8 @@ class Heads:
         kv_heads: number of key and value heads.
         head_dim: features of a head.
         rope: the position embedding; None: no position embedding.
-        window: number of keys that a query sees, its own included; None: all keys up to its own.
+        window: number of keys that a query sees, its own included; None: all keys up to its own. In a vision tower the
+            side of a window of the image, in blocks; None: the whole image.
         qk_norm: norms of queries and keys, over each "head" or over all heads together ("whole"); "rotated": over each
             head after its rotation (HunYuan).
         v_norm: whether each value head is divided by its root mean square (Gemma 4).

@@ -14,11 +14,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxtune.models.declared import Init, Kind
-from jaxtune.models.decoder import Decoder, Parameters, block_of
+from jaxtune.models.decoder import Decoder, Parameters
 from jaxtune.models.families import names_of
 from jaxtune.models.mixers import DeltaNet, Heads, Mamba2, OneMixer, ShortConv
 from jaxtune.models.places import Place, Tensor
-from jaxtune.models.spec import Experts, Layer, ModelSpec, Treatment
+from jaxtune.models.spec import Experts, Layer, ModelSpec, Treatment, with_every_layer
+from jaxtune.models.stack import make_block
 from jaxtune.parallel.layout import RULES, Axes, axes_in, axes_of, by_head, sharding
 from jaxtune.parallel.layout import spec as partition_spec
 from jaxtune.parallel.mesh import misfit
@@ -132,7 +133,16 @@ class Site(NamedTuple):
 
     def of_module(self, spec: ModelSpec) -> bool:
         """Whether it is a parameter of a multi-token-prediction module."""
-        return self.layer is not None and self.layer >= len(spec.layers)
+        return self.layer is not None and len(spec.layers) <= self.layer < spec.tower_start
+
+    @property
+    def of_projector(self) -> bool:
+        """Whether it is a parameter of a vision tower's projectors."""
+        return self.local.startswith(("vision.projector.", "vision.deepstack."))
+
+    def of_vision(self, spec: ModelSpec) -> bool:
+        """Whether it is a parameter of the vision tower or its projectors."""
+        return self.local.startswith("vision.") if self.layer is None else self.layer >= spec.tower_start
 
 
 class _Declaration(NamedTuple):
@@ -169,9 +179,14 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
     inside += [
         (f"mtp.{module}.blocks.0.", (len(spec.layers) + module,), layer, False) for module, layer in enumerate(spec.mtp)
     ]
+    inside += [
+        (f"vision.stacks.{number}.blocks.{position}.", tuple(stack.layer_numbers(position)), layer, False)
+        for number, stack in enumerate(spec.tower_stacks)
+        for position, layer in enumerate(stack.period)
+    ]
     records = {}
     for prefix, layers, layer, staged in [("", (), None, False), *inside]:
-        apart = ("stacks.", "mtp.") if layer is None else ()  # an empty prefix would match all names
+        apart = ("stacks.", "mtp.", "vision.stacks.") if layer is None else ()  # an empty prefix would match all names
         in_prefix = {
             n.removeprefix(prefix): one
             for n, one in declared.items()
@@ -193,7 +208,7 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
                 local=local,
                 layers=layers,
                 lead=lead,
-                places=_places(names, local, in_prefix, layers, lead, treatment),
+                places=_places(names, local, in_prefix, tuple(map(spec.number_in_files, layers)), lead, treatment),
                 treatment=treatment,
                 storage=None if one.kind == "adapter" else _storage(treatment, adapted),
             )
@@ -215,7 +230,7 @@ def _places(
     names: Mapping[str, str | Tensor],
     local: str,
     siblings: Mapping[str, _Declaration],
-    layers: tuple[int, ...],
+    layers: tuple[int | None, ...],
     lead: tuple[int, ...],
     treatment: Treatment,
 ) -> tuple[Place, ...]:
@@ -292,9 +307,10 @@ def sites(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
     """Return the parameters in each Hugging Face tensor (several if it is fused), without adapters."""
     by_tensor: dict[str, tuple[Site, ...]] = {}
     # A decoder without layers declares only the parameters outside the layers.
-    outside = _declarations(Decoder(dataclasses.replace(spec, layers=(), mtp=(), stages=1, chunks=1)))
+    without = dataclasses.replace(with_every_layer(spec, ()), stages=1, chunks=1)
+    outside = _declarations(Decoder(without))
     # Equal layers declare the same parameters, so one block is built for each kind of layer.
-    inside = {layer: _declarations(block_of(layer)(spec, layer)) for layer in set(spec.every_layer)}
+    inside = {layer: _declarations(make_block(spec, layer)) for layer in set(spec.every_layer)}
     every = [(None, None, outside), *((number, layer, inside[layer]) for number, layer in enumerate(spec.every_layer))]
     for number, layer, declared in every:
         for local, tensor in names_of(spec, layer).items():
@@ -303,7 +319,7 @@ def sites(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
             tensor = _tensor(tensor)
             experts = 1 if layer is None or tensor.stacked else math.prod(_experts(layer, local))
             for expert in range(experts):
-                name = tensor.name.format(layer=number, expert=expert)
+                name = tensor.name.format(layer=spec.number_in_files(number), expert=expert)
                 by_tensor[name] = (*by_tensor.get(name, ()), Site(number, local, declared[local].kind))
     return by_tensor
 
@@ -315,7 +331,9 @@ def loaded_names(spec: ModelSpec) -> dict[str, str]:
         name: _tensor(names_of(spec, layers[site.layer])[site.local]) for name, (site, *_) in sites(spec).items()
     }
     return {
-        name: name if tensor.loaded is None else tensor.loaded.format(layer=sites(spec)[name][0].layer)
+        name: name
+        if tensor.loaded is None
+        else tensor.loaded.format(layer=spec.number_in_files(sites(spec)[name][0].layer))
         for name, tensor in tensors.items()
     }
 
@@ -362,7 +380,7 @@ def find_undivided(spec: ModelSpec, parameters: Mapping[str, Parameter], mesh: j
     """Return complaints about dimensions that the mesh does not divide, each with sizes that would fit."""
     rules, divided = RULES.value, set()
     mixers = {mixer for layer in spec.every_layer for mixer in layer.mixers}
-    for stack in spec.stacks:
+    for stack in (*spec.stacks, *spec.tower_stacks):
         # Layers in a pipeline see a mesh without the axis of stages, and that decides how heads are divided.
         with RULES(rules.apart("stage") if stack.stages > 1 else rules):
             divided |= {("heads", *_mixed_heads(mixer)) for layer in stack.period for mixer in layer.mixers}

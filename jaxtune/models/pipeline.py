@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxtune.models.decoder import Decoder, Stack, Sums, inputs_of, join_sums
+from jaxtune.models.decoder import Decoder, inputs_of
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.attend import attend_packed
 from jaxtune.models.layers.attention import Inputs
 from jaxtune.models.spec import ModelSpec
+from jaxtune.models.stack import Stack, Sums, join_sums
 from jaxtune.parallel.layout import RULES, P, by_head, by_residual, by_token
 from jaxtune.parallel.pipeline_schedule import by_stage, from_one, shift_stages
 from jaxtune.parallel.random import Noise, StepNoise
@@ -31,8 +32,9 @@ STAGES = P("stage")
 def make_inputs(spec: ModelSpec, batch: Batch, call: ForwardOptions) -> Inputs:
     """Make the inputs that all layers share from the columns of a micro-batch."""
     place = whole_rows(batch, "place")
-    attend = attend_packed(batch["key_start"], call, place)
-    return inputs_of(spec, batch["positions"], attend, batch["segment_ids"] > 0, place)
+    attend = attend_packed(batch["key_start"], call, place, batch.get("key_end"))
+    valid, rope_positions = batch["segment_ids"] > 0, batch.get("rope_positions")
+    return inputs_of(spec, batch["positions"], attend, valid, place, rope_positions)
 
 
 def noise_of(batch: Batch, source: StepNoise) -> Noise:

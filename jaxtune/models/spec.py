@@ -3,10 +3,12 @@
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from jaxtune.image_layout import ImageLayout
 from jaxtune.models.mixers import Heads, Hybrid, Mixer, OneMixer
 
 
@@ -166,6 +168,7 @@ class Layer:
         scaled: whether the layer's output is multiplied by a number in the files (Gemma 4).
         predictor: whether it is the layer of a multi-token-prediction module (`decoder.Predictor`).
         output_norm: whether a module has a norm of its own before the head; otherwise it is the body's last one.
+        in_tower: whether it is a layer of the vision tower.
     """
 
     mixer: Mixer | None
@@ -176,6 +179,7 @@ class Layer:
     scaled: bool = False
     predictor: bool = False
     output_norm: bool = True
+    in_tower: bool = False
 
     def __post_init__(self):
         slots = {self.mixer, self.feed_forward} - {None}
@@ -195,8 +199,43 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Vision:
+    """A vision tower: a transformer over the patches of images, and a projector to embeddings of the decoder.
+
+    Attributes:
+        layout: how images are cut to patches, and which tokens of the decoder they become.
+        hidden: features of the residual stream of a patch.
+        layers: the layers, first to last.
+        norm: the norms of the tower and of the projector.
+        frames: size of the patch kernel in time, in which an image is constant; None: the kernel has no such axis.
+        patch_bias: whether the patch embedding has a bias.
+        positions: side of the square grid of learned position embeddings, which is interpolated to the grid of each
+            image; 0: there are none.
+        projected: hidden features of the projector.
+        out: features of its outputs, those of the decoder's embeddings.
+        projector_bias: whether the projector's linear layers have biases.
+        deepstack: numbers of layers, in ascending order, whose outputs have projectors of their own; they are added to
+            the image tokens after the decoder's first layers (DeepStack, arXiv:2406.04334).
+        initializer_range: standard deviation of random weights.
+    """
+
+    layout: ImageLayout
+    hidden: int
+    layers: tuple[Layer, ...]
+    norm: Norm
+    frames: int | None
+    patch_bias: bool
+    positions: int
+    projected: int
+    out: int
+    projector_bias: bool = True
+    deepstack: tuple[int, ...] = ()
+    initializer_range: float = 0.02
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only transformer.
+    """A decoder-only transformer, with a vision tower if it sees images.
 
     Attributes:
         family: name of the family, `model_type` of its config.json.
@@ -218,10 +257,14 @@ class ModelSpec:
             no larger model.
         stacked_experts: whether the files hold all experts of a layer in one tensor, although the family's table of
             names has a tensor for each expert.
+        swapped_experts: whether the files hold the matrices of stacked experts transposed, compared with the family's
+            table of names.
         stages: number of pipeline stages.
         chunks: number of chunks of each stage (`stacks`).
         mtp: the layers of multi-token-prediction modules, which come after `layers` and are numbered on; (): none are
             computed, although the files may have some.
+        vision: the vision tower, whose layers are numbered after those of the modules; None: images are not seen,
+            although the files may have a tower.
     """
 
     family: str
@@ -241,14 +284,33 @@ class ModelSpec:
     labels: int = 0
     untouched: str | None = None
     stacked_experts: bool = False
+    swapped_experts: bool = False
     stages: int = 1
     chunks: int = 1
     mtp: tuple[Layer, ...] = ()
+    vision: Vision | None = None
 
     @property
     def every_layer(self) -> tuple[Layer, ...]:
-        """The layers, followed by the layers of multi-token-prediction modules; a layer's number is its index here."""
-        return self.layers + self.mtp
+        """The layers, those of multi-token-prediction modules, and the tower's; a layer's number is its index here."""
+        return self.layers + self.mtp + (() if self.vision is None else self.vision.layers)
+
+    @property
+    def tower_start(self) -> int:
+        """The number of the vision tower's first layer."""
+        return len(self.layers) + len(self.mtp)
+
+    def number_in_files(self, layer: int | None) -> int | None:
+        """Return the number of a layer in its Hugging Face names, where the layers of a tower count from 0."""
+        return layer if layer is None or layer < self.tower_start else layer - self.tower_start
+
+    def around(self, layer: Layer) -> "ModelSpec":
+        """Return the model as the layer sees it: around a layer of the tower it has the tower's width and norms."""
+        if self.vision is None or not layer.in_tower:
+            return self
+        one = self.vision
+        of_tower = {"hidden": one.hidden, "norm": one.norm, "initializer_range": one.initializer_range}
+        return dataclasses.replace(self, layer_embedding=0, **of_tower)
 
     @property
     def padded_vocabulary(self) -> int:
@@ -274,8 +336,16 @@ class ModelSpec:
 
     @property
     def stacks(self) -> "tuple[StackSpec, ...]":
-        """The layers in stacks."""
-        return stacks(self.layers, self.stages, self.chunks)
+        """The layers in stacks; a layer after which outputs of the tower are added is a stack of its own."""
+        added = () if self.vision is None else range(1, len(self.vision.deepstack) + 1)
+        return _cut_stacks(self.layers, added) if added else stacks(self.layers, self.stages, self.chunks)
+
+    @property
+    def tower_stacks(self) -> "tuple[StackSpec, ...]":
+        """The tower's layers in stacks, which end at each layer whose output has a projector of its own."""
+        if self.vision is None:
+            return ()
+        return _cut_stacks(self.vision.layers, [number + 1 for number in self.vision.deepstack], self.tower_start)
 
     @property
     def has_adapters(self) -> bool:
@@ -296,8 +366,9 @@ class ModelSpec:
 
 def with_every_layer(spec: ModelSpec, layers: Iterable[Layer]) -> ModelSpec:
     """Return the spec with other layers in place of `every_layer`, in the same order."""
-    every = tuple(layers)
-    return dataclasses.replace(spec, layers=every[: len(spec.layers)], mtp=every[len(spec.layers) :])
+    every, end = tuple(layers), spec.tower_start
+    vision = None if spec.vision is None else dataclasses.replace(spec.vision, layers=every[end:])
+    return dataclasses.replace(spec, layers=every[: len(spec.layers)], mtp=every[len(spec.layers) : end], vision=vision)
 
 
 def classifier(spec: ModelSpec, labels: int) -> ModelSpec:
@@ -321,6 +392,11 @@ class StackSpec:
     repeats: int
     stages: int = 1
     chunks: int = 1
+
+    @property
+    def end(self) -> int:
+        """The number after the last layer's."""
+        return self.first + len(self.period) * self.repeats
 
     @property
     def mixtures(self) -> list[int]:
@@ -358,6 +434,14 @@ def stacks(layers: tuple[Layer, ...], stages: int = 1, chunks: int = 1) -> tuple
         result.append(StackSpec(first, layers[first : first + length], repeats))
         first += length * repeats
     return tuple(result) if stages == 1 else _with_pipeline(result, stages, chunks)
+
+
+def _cut_stacks(layers: tuple[Layer, ...], cuts: Iterable[int], first: int = 0) -> tuple[StackSpec, ...]:
+    """Group layers into stacks that end before each layer in `cuts`; first: the number of the first layer."""
+    parts = ((start, stacks(layers[start:end])) for start, end in pairwise([0, *cuts, len(layers)]))
+    return tuple(
+        dataclasses.replace(stack, first=first + start + stack.first) for start, part in parts for stack in part
+    )
 
 
 def _with_pipeline(plain: list[StackSpec], stages: int, chunks: int) -> tuple[StackSpec, ...]:

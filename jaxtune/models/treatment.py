@@ -110,6 +110,13 @@ def freeze_body(spec: ModelSpec) -> ModelSpec:
     return treat_sites(spec, (site for site in every if not site.of_module(spec)), trained=False)
 
 
+def freeze_vision(spec: ModelSpec, train: str) -> ModelSpec:
+    """Return the spec with the vision tower frozen, but for what vision.train names."""
+    every = {site for of_tensor in sites(spec).values() for site in of_tensor}
+    trained = {"none": set[Site](), "projector": {site for site in every if site.of_projector}, "tower": every}[train]
+    return treat_sites(spec, {site for site in every - trained if site.of_vision(spec)}, trained=False)
+
+
 def freeze(spec: ModelSpec, pattern: str) -> ModelSpec:
     """Return the spec with the parameters frozen whose names the regex matches. Raises UserError if all match."""
     known = sites(spec)

@@ -13,7 +13,7 @@ from jaxtune.config.schema import Config
 from jaxtune.exports.write import export_adapter, export_weights
 from jaxtune.models.decoder import Parameters
 from jaxtune.parallel import multihost
-from jaxtune.rollout import completion_server
+from jaxtune.rollout import server_weights
 from jaxtune.rollout.server_pool import ServerPool
 from jaxtune.weights.model import Model
 
@@ -59,7 +59,7 @@ class SentWeights:
     def send(self, written: WrittenWeights) -> str | None:
         """Send weights to the servers, unless they have them; return the model's name to request completions with.
 
-        The turns of a step's episodes are sampled by one version. Raises UserError as `completion_server`'s functions,
+        The turns of a step's episodes are sampled by one version. Raises UserError as `server_weights`'s functions,
         and CancelledError after `close`.
         """
         with self._sending:
@@ -83,6 +83,6 @@ class SentWeights:
 
     def _send(self, url: str, folder: Path) -> str | None:
         if self._config.lora.enabled:
-            return completion_server.send_adapter(url, self._name, folder)
-        completion_server.send_weights(url, folder, timeout=self._config.rollout.server_seconds)
+            return server_weights.send_adapter(url, self._name, folder)
+        server_weights.send_weights(url, folder, timeout=self._config.rollout.server_seconds)
         return None

@@ -11,8 +11,8 @@ from jaxtune.columns import Column, teacher_columns
 from jaxtune.config.schema import Config
 from jaxtune.models.head.divergence import NEVER
 from jaxtune.parallel import multihost
-from jaxtune.rollout.completion_server import score_prompts
 from jaxtune.rollout.server_pool import ServerPool
+from jaxtune.rollout.server_scores import score_prompts
 
 
 class TeacherServer:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtune import data
-from jaxtune.columns import routed_experts
+from jaxtune.columns import image_columns, routed_experts
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.host import plugins
@@ -178,6 +178,7 @@ def objective_of(config: Config, model: Model) -> Objective:
         if of_plugin is not None:
             raise UserError("mtp.weight: the loss of modules is added to next-token loss, not to a plugin's objective")
         objective = add_further_tokens(objective, config.mtp.weight, len(model.spec.mtp), config.mtp.only)
+    objective = _with_images(objective, model, config)
     if not model.spec.has_experts:
         return objective
     experts = config.experts
@@ -196,6 +197,19 @@ def objective_of(config: Config, model: Model) -> Objective:
 
 def task_of(model: Model, config: Config) -> Objective:
     """Return the objective to evaluate a model by: decisions, preferences, labels, or (also distilled) next tokens."""
+    return _with_images(_task_of(model, config), model, config)
+
+
+def _with_images(objective: Objective, model: Model, config: Config) -> Objective:
+    """Return the objective with the columns that the model's vision tower reads."""
+    vision, patches = model.spec.vision, config.vision.patches_per_row
+    if vision is None or patches is None:
+        return objective
+    added = image_columns(vision.layout, patches)
+    return dataclasses.replace(objective, columns=tuple(dict.fromkeys((*objective.columns, *added))))
+
+
+def _task_of(model: Model, config: Config) -> Objective:
     if config.decision.loss is not None:
         return evaluated_decision(_resolved(config, model))
     if config.preference.loss is not None:

@@ -23,7 +23,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxtune.errors import UserError
 from jaxtune.models.decoder import Decoder, Parameters, bind
-from jaxtune.models.decoder import Sums as Emitted
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.head.score import Batch
 from jaxtune.models.pipeline import (
@@ -39,6 +38,7 @@ from jaxtune.models.pipeline import (
     zeros_like,
 )
 from jaxtune.models.spec import ModelSpec, StackSpec
+from jaxtune.models.stack import Sums as Emitted
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.parallel.layout import P, reshard_to
 from jaxtune.parallel.pipeline_schedule import Schedule, by_stage, from_one, schedule, shift_stages

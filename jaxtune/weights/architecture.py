@@ -17,19 +17,24 @@ from jaxtune.models.spec import ModelSpec
 
 
 def spec_of(
-    described: Mapping[str, Any], saved: Mapping[str, Any], model: ModelOptions, mtp: bool = False
+    described: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    model: ModelOptions,
+    mtp: bool = False,
+    vision: bool = False,
 ) -> ModelSpec:
     """Read the spec from `described`, the config.json after model.overrides; `saved` is the one before.
 
     mtp: whether with its multi-token-prediction modules. Some publishers' config.json have no entry for one; a model
-    that is trained from scratch must have it, because servers read it in the export.
+    that is trained from scratch must have it, because servers read it in the export. vision: whether with its vision
+    tower.
 
     Raises UserError for an override that is not in `saved` and that the family does not read, and as `read_spec`.
     """
     known = {*_names(saved), *ROPE_ENTRIES}
     default = None if model.from_scratch else 1  # modules, if config.json has no entry for their number
     # This adds to `known` each entry that the family reads.
-    spec = families.read_spec(Entries(described, known), mtp, default)
+    spec = families.read_spec(Entries(described, known), mtp, default, vision)
     for names, value in hf.parse_overrides(model):
         for name in (*names, *_names(value)):
             if name not in known:

@@ -11,6 +11,7 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.host import plugins
 from jaxtune.models import families
+from jaxtune.models.places import Tensor
 from jaxtune.models.spec import ModelSpec, classifier
 from jaxtune.weights.architecture import spec_of
 from jaxtune.weights.mtp_files import check_modules
@@ -44,8 +45,14 @@ def read_base(config: Config) -> Base:
     folders = hf.find_folders(config.model)
     folder, saved = folders.weights, hf.read_config(folders.config)
     described = hf.apply_options(saved, config.model)
-    spec, new_head = _with_head(spec_of(described, saved, config.model, config.mtp.weight > 0), described, config)
-    if config.model.from_scratch and spec.untouched is not None:
+    mtp, vision = config.mtp.weight > 0, config.vision.patches_per_row is not None
+    if mtp and vision:
+        raise UserError(
+            "mtp.weight with vision.patches_per_row: modules would predict from embeddings of image tokens that the "
+            "vision tower has not replaced; leave one of the two out"
+        )
+    spec, new_head = _with_head(spec_of(described, saved, config.model, mtp, vision), described, config)
+    if config.model.from_scratch and spec.untouched is not None and spec.vision is None:
         raise UserError(
             f"model.from_scratch: only the text decoder of {spec.family} is trained, so its other parts would stay "
             "random; give a folder whose config.json is the text_config of this one"
@@ -54,6 +61,8 @@ def read_base(config: Config) -> Base:
         spec = dataclasses.replace(spec, tied=False)
     if spec.has_experts and not config.model.from_scratch and _has_stacked_experts(spec, folder):
         spec = dataclasses.replace(spec, stacked_experts=True)
+    if spec.has_experts and not config.model.from_scratch and _has_swapped_experts(spec, folder):
+        spec = dataclasses.replace(spec, swapped_experts=True)
     saved_vocabulary = spec.vocabulary  # before data.special_tokens adds rows
     if config.data.special_tokens:
         spec = _with_special_tokens(spec, folders.tokenizer, config)
@@ -119,6 +128,18 @@ def _has_stacked_experts(spec: ModelSpec, folder: Path) -> bool:
     names = {name.format(layer=number) for number in spec.mixtures for name in stacked}
     sources = hf.open_weights(folder)
     return not names.isdisjoint(sources)
+
+
+def _has_swapped_experts(spec: ModelSpec, folder: Path) -> bool:
+    """Whether the files hold the matrices of stacked experts in the layout that the family's table does not have."""
+    if not families.may_swap_experts(spec) or not any(folder.glob("*.safetensors")):
+        return False
+    number, experts = next(iter(spec.mixtures.items()))
+    tensor = families.names_of(spec)["mlp.experts.down.weight"]
+    assert isinstance(tensor, Tensor), "experts that have two layouts are stacked"
+    source, matrix = hf.open_weights(folder).get(tensor.name.format(layer=number)), (spec.hidden, experts.size)
+    swapped = matrix if tensor.transposed else matrix[::-1]
+    return source is not None and matrix[0] != matrix[1] and source.shape[1:] == swapped
 
 
 def _with_special_tokens(spec: ModelSpec, folder: Path, config: Config) -> ModelSpec:

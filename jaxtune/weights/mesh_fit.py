@@ -12,7 +12,7 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models.mixers import DeltaNet, Heads, Hybrid, Mamba2, OneMixer
 from jaxtune.models.parameters import Parameter, find_undivided, undivided_blocks
-from jaxtune.models.spec import Layer, ModelSpec, with_every_layer
+from jaxtune.models.spec import Layer, ModelSpec, Vision, with_every_layer
 from jaxtune.parallel.layout import RULES, axes_of, shards
 from jaxtune.parallel.mesh import misfit
 from jaxtune.precision.linears import Linears
@@ -61,6 +61,12 @@ def fit_to_mesh(spec: ModelSpec, mesh: jax.sharding.Mesh, config: Config) -> Mod
             f"mesh.stage={stages}: layers of this {spec.family} take embeddings of their own, or keys and values of "
             "earlier layers, which pipeline stages do not pass on; use mesh.fsdp"
         )
+    if spec.vision is not None and (stages > 1 or mesh.shape["context"] > 1):
+        raise UserError(
+            f"vision.patches_per_row with mesh.stage={stages}, mesh.context={mesh.shape['context']}: neither a "
+            "pipeline nor a row divided into documents' parts passes on the images of a row; use mesh.fsdp, "
+            "mesh.tensor or mesh.sequence"
+        )
     spec = with_every_layer(
         dataclasses.replace(spec, stages=stages, chunks=chunks), map(replicate_kv, spec.every_layer)
     )
@@ -101,6 +107,8 @@ def check_mesh(
         )
     if complaint := misfit(mesh, RULES.value.residual, config.data.seq_len, f"data.seq_len={config.data.seq_len}"):
         complaints.append(complaint)
+    if spec.vision is not None and (patches := config.vision.patches_per_row) is not None:
+        complaints += _undivided_patches(spec.vision, patches, mesh)
     complaints += undivided_blocks(parameters, formats, mesh, "choose a smaller quant.block_size")
     if isinstance(linears, ServedLinears):
         served = dict.fromkeys(linears.parameters, linears.format)
@@ -114,6 +122,16 @@ def check_mesh(
     if complaints:
         raise UserError("\n  ".join(["the mesh does not divide the model or its rows:", *complaints]))
     _refuse_unsharded(parameters, mesh)
+
+
+def _undivided_patches(vision: Vision, patches: int, mesh: jax.sharding.Mesh) -> list[str]:
+    """Return complaints about a number of patches in a row that blocks of patches or the mesh do not divide."""
+    block, what = vision.layout.merge**2, f"vision.patches_per_row={patches}"
+    if patches % block:
+        return [f"{what}: {block} patches become one image token, so it must be a multiple of {block}"]
+    complaint = misfit(mesh, RULES.value.residual, patches, what)
+    complaint = complaint or misfit(mesh, RULES.value.positions, patches // block, f"the image tokens of {what}")
+    return [] if complaint is None else [complaint]
 
 
 def _refuse_misfits(

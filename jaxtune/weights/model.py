@@ -18,7 +18,15 @@ from jaxtune.lora.lora import FROM_WEIGHT, LoRA
 from jaxtune.models.mixers import DeltaNet, Heads, Mamba2, OneMixer
 from jaxtune.models.parameters import Parameter, adapter_parts, declare
 from jaxtune.models.spec import Experts, ModelSpec
-from jaxtune.models.treatment import freeze, freeze_body, freeze_corrections, multiply, select_linears, treat_sites
+from jaxtune.models.treatment import (
+    freeze,
+    freeze_body,
+    freeze_corrections,
+    freeze_vision,
+    multiply,
+    select_linears,
+    treat_sites,
+)
 from jaxtune.models.treatment import linears as linears_by_name
 from jaxtune.monitor.throughput import Work
 from jaxtune.precision.linears import Frozen, Linears
@@ -114,10 +122,12 @@ class Model:
         """Return the work of a token: the active experts and the head's product count, embedding lookups do not."""
         matrices = {name: p for name, p in self.parameters.items() if len(p.matrix) == 2}
         matrices.pop("layer_embeddings.weight", None)  # only looked up
+        matrices = {name: p for name, p in matrices.items() if not name.startswith("vision.")}  # not of tokens
         if not self.spec.tied:
             # An untied embedding is only looked up; a tied one is also the head's matrix.
             matrices.pop("embed.weight")
-        mixers = [one for layer in self.spec.every_layer for one in layer.mixers if isinstance(one, Heads)]
+        layers = self.spec.layers + self.spec.mtp
+        mixers = [one for layer in layers for one in layer.mixers if isinstance(one, Heads)]
         recurrence = sum(_state_accesses(mixer) for layer in self.spec.layers for mixer in layer.mixers)
         windows = {mixer.window for mixer in mixers}
         # Each multi-token-prediction module multiplies by the head once more.
@@ -243,7 +253,14 @@ def _apply_treatments(base: Base, config: Config, train: bool) -> ModelSpec:
         spec = treat_sites(spec, sites, stored=format)
     spec = multiply(spec, config.precision)
     if config.lora.enabled:
+        if spec.vision is not None and config.vision.train != "none":
+            raise UserError(
+                f"vision.train={config.vision.train!r} with lora.enabled: only adapters are trained; choose layers of "
+                "the tower or the projector by lora.target_modules, or train modules whole by lora.modules_to_save"
+            )
         return inject(spec, config.lora, config.mtp.only)
+    if spec.vision is not None:
+        spec = freeze_vision(spec, config.vision.train)
     if not config.experts.bias_update_rate:
         spec = freeze_corrections(spec)
     if config.mtp.only:

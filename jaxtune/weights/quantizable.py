@@ -61,7 +61,7 @@ def quantizable(
     """
     kind = options.format
     assert kind is not None
-    if spec.untouched is not None:
+    if spec.untouched is not None or spec.vision is not None:
         raise UserError(
             f"{asked}: {spec.family} has other parts next to the decoder, whose linear layers are not known here "
             "and cannot be listed in config.json; leave it out"

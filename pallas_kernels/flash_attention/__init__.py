@@ -86,6 +86,7 @@ def flash_attention(
         variant=variant,
         sinks=sinks is not None,
         return_lse=return_lse,
+        key_end=mask.key_end is not None,
     )
     chosen = registry.choose("flash_attention", BACKENDS, current_device(), request, backend, fallback)
     if chosen.name == "cudnn":
@@ -117,8 +118,9 @@ def _variant(q, k, v, mask: MaskSpec, scale, soft_cap, sinks) -> Variant:
     )
     # In the kernels, offsets within an array are signed 32-bit integers.
     check(max(q.size, k.size) <= 2**31, f"{max(q.size, k.size)} elements; at most 2^31 are supported")
-    if mask.key_start is not None:
-        check(mask.key_start.shape == (batch, queries), f"key_start {mask.key_start.shape} is not {(batch, queries)}")
+    for name, bound in (("key_start", mask.key_start), ("key_end", mask.key_end)):
+        if bound is not None:
+            check(bound.shape == (batch, queries), f"{name} {bound.shape} is not {(batch, queries)}")
     offsets = jnp.shape(mask.query_offset)
     check(offsets in ((), (batch, queries)), f"query_offset {offsets} is neither a scalar nor {(batch, queries)}")
     if sinks is not None:

@@ -46,6 +46,7 @@ def refuses(device: Device, request: AttentionRequest) -> str | None:
         (dtype not in (jnp.bfloat16, jnp.float16), f"it takes bfloat16 and float16, not {dtype}"),
         (dim % 8 or dim > largest, f"the head dim must be a multiple of 8 and at most {largest} there, not {dim}"),
         (request.packed, "it does not support packing"),
+        (request.key_end, "it does not support an end of keys for each query (MaskSpec.key_end)"),
         (variant.soft_cap is not None, "it does not support a soft-cap"),
         (request.sinks, "it does not support sinks"),
         (request.return_lse, "it does not return a float32 log-sum-exp"),

@@ -1,6 +1,7 @@
 """Launches the three Pallas-Triton kernels of attention (triton.py, triton_wide.py).
 
-It pads their arrays to whole blocks and gives each program the arrays that it reads and writes.
+It pads their arrays to whole blocks, and heads to a multiple of 16, and gives each program the arrays that it reads and
+writes.
 
 Shapes: b batch, s queries, t keys, h query heads, n key heads, d head dimension.
 """
@@ -131,7 +132,8 @@ def forward(
 ) -> tuple[Float[Array, "b s h d"], Float[Array, "b h s"]]:
     """Return the output, and the log-sum-exp in float32."""
     tile = (tiles or kernels.tiles(q)).forward
-    queries = q.shape[1]
+    _, queries, _, head_dim = q.shape
+    q, k, v = (_pad_heads(x) for x in (q, k, v))
     q, first, end = (whole_blocks(x, tile.block_q) for x in (q, first, end))
     k, v = (whole_blocks(x, tile.block_k) for x in (k, v))
     shapes = kernels.shapes(q, k, tile)
@@ -160,7 +162,7 @@ def forward(
     )
     with cost.flops(most_flops(variant, q, k, tile.block_q, tile.block_k, products=shapes.splits + 1)):
         out, lse = kernel(q, k, v, first, end, seen, ranges, sinks)
-    return out[:, :queries], lse[:, :, :queries]
+    return out[:, :queries, :, :head_dim], lse[:, :, :queries]
 
 
 def backward(
@@ -180,10 +182,17 @@ def backward(
 ) -> tuple[Float[Array, "b s h d"], Float[Array, "b t n d"], Float[Array, "b t n d"]]:
     """Return gradients of q, k and v."""
     tiles = tiles or kernels.tiles(q)
+    (_, queries, _, head_dim), keys = q.shape, k.shape[1]
+    q, k, v, d_out = (_pad_heads(x) for x in (q, k, v, d_out))
     arrays = (q, k, v, d_out, lse, delta, first, end)
     dq = _dq(kernels, *all_whole_blocks(*arrays, tiles.dq), variant, tiles.dq, interpret)
     dk, dv = _dkdv(kernels, *all_whole_blocks(*arrays, tiles.dkdv), variant, tiles.dkdv, interpret)
-    return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]
+    return dq[:, :queries, :, :head_dim], dk[:, :keys, :, :head_dim], dv[:, :keys, :, :head_dim]
+
+
+def _pad_heads(x: Float[Array, "b s h d"]) -> Array:
+    """Pad heads with zeros to a multiple of 16, which Triton's products need; zeros change no logit."""
+    return whole_blocks(x, 16, axis=3)
 
 
 def _dq(kernels, q, k, v, d_out, lse, delta, first, end, variant, tile, interpret):

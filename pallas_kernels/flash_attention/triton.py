@@ -34,8 +34,8 @@ def refuses(device: Device, request: AttentionRequest) -> str | None:
     """Return why these kernels cannot run a request on a device, or None."""
     if device.capability is None or device.capability < AMPERE:
         return "it needs an NVIDIA GPU of compute capability 8.0 or later"
-    if request.head_dim % 16 or request.head_dim > WIDEST:
-        return f"head_dim must be a multiple of 16 and at most {WIDEST}, not {request.head_dim}"
+    if request.head_dim % 8 or request.head_dim > WIDEST:
+        return f"head_dim must be a multiple of 8 and at most {WIDEST}, not {request.head_dim}"
     if request.dtype == jnp.float32 and request.head_dim > 128:
         return f"head_dim must be at most 128 in float32, not {request.head_dim}"
     return None

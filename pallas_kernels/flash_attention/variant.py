@@ -14,7 +14,7 @@ class Variant:
     Attributes:
         scale: factor of q k^T.
         soft_cap: bound of the logits; None: not bounded.
-        causal: queries do not see later keys.
+        causal: queries do not see later keys; False with `MaskSpec.key_end`.
         window: number of keys that a query sees, its own included; None: not bounded.
         query_offset: position of the first query among the keys; None: known only at run time.
         documents: the largest number of documents in a packed row; None: not bounded, or rows are not packed.
@@ -41,6 +41,7 @@ class AttentionRequest:
         variant: scale, soft-cap and shape of the mask.
         sinks: sinks are given.
         return_lse: the log-sum-exp is returned.
+        key_end: each query has an end of its keys, `MaskSpec.key_end`.
     """
 
     dtype: jnp.dtype
@@ -51,3 +52,4 @@ class AttentionRequest:
     variant: Variant
     sinks: bool
     return_lse: bool
+    key_end: bool = False

@@ -103,8 +103,8 @@ def _over_heads(head: Callable, by_head: tuple[Array | None, ...], by_row: tuple
 
 def _strips(queries: int, keys: int, block: int, variant: Variant) -> Iterator[tuple[slice, int, slice]]:
     """Yield strips of queries, the size of their blocks (a divisor), and the keys that any query of a strip can see."""
-    offset = variant.query_offset if variant.causal else None
-    # Without causality or a static offset every strip would have the same keys, so there is only one.
+    offset = variant.query_offset if variant.causal or variant.window is not None else None
+    # Without causality, a window or a static offset every strip would have the same keys, so there is only one.
     full_blocks = queries // block
     blocks_per_strip = full_blocks if offset is None else -(-full_blocks // MOST_STRIPS)
     starts = [*range(0, full_blocks, max(blocks_per_strip, 1)), full_blocks]
@@ -114,7 +114,8 @@ def _strips(queries: int, keys: int, block: int, variant: Variant) -> Iterator[t
     for start, stop, size in strips:
         begin, limit = 0, keys
         if offset is not None:
-            limit = min(max(stop + offset, 0), keys)
+            if variant.causal:
+                limit = min(max(stop + offset, 0), keys)
             if variant.window is not None:
                 begin = min(max(start + offset - variant.window + 1, 0), limit)
         yield slice(start, stop), size, slice(begin, limit)

@@ -23,7 +23,7 @@ COVERS = ("pallas_kernels", ":!pallas_kernels/*/__init__.py", "tests/aot/spills.
 
 SPILLS = json.loads(Path(__file__).with_name("spills.json").read_text())
 ARCHITECTURES = ("a100", "rtx4090", "h100", "b200", "rtx5090")  # a GPU of each
-NARROW = ("d=64", "d=80", "d=96", "d=128")
+NARROW = ("d=64", "d=72", "d=80", "d=96", "d=128")
 # The instruction of the matrix unit, by the major compute capability.
 MATRIX_UNIT = {8: "mma_sync", 9: "wgmma", 10: "tcgen05", 12: "mma_sync"}
 # How often an element's exponential is computed, for cases in which no tile without a spill does it once, for the

@@ -20,7 +20,8 @@ TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 class Case:
     """Shapes and features. `documents` are the lengths in each row; None: no packing.
 
-    Positions outside documents are padding; a negative length is padding of that length between documents.
+    Positions outside documents are padding; a negative length is padding of that length between documents. `spans` are
+    (start, stop) in each row: a position in one sees the keys before its stop, others those up to their own.
     """
 
     queries: int = 72
@@ -33,13 +34,14 @@ class Case:
     offset: int | tuple[int, ...] = 0  # a tuple: one for each query
     traced_offset: bool = False
     documents: tuple[tuple[int, ...], ...] | None = None
+    spans: tuple[tuple[tuple[int, int], ...], ...] | None = None
     soft_cap: float | None = None
     sinks: bool = False
 
     @property
     def variant(self) -> Variant:
         offset = None if self.traced_offset or isinstance(self.offset, tuple) else self.offset
-        return Variant(self.head_dim**-0.5, self.soft_cap, self.causal, self.window, offset)
+        return Variant(self.head_dim**-0.5, self.soft_cap, self.causal and self.spans is None, self.window, offset)
 
     @property
     def mask(self) -> MaskSpec:
@@ -48,7 +50,10 @@ class Case:
         offset = self.offset
         if isinstance(offset, tuple):
             offset = jnp.broadcast_to(jnp.asarray(offset, jnp.int32), (2, self.queries))
-        return MaskSpec(self.causal, self.window, start, offset, most)
+        if self.spans is None:
+            return MaskSpec(self.causal, self.window, start, offset, most)
+        positions = np.broadcast_to(np.arange(self.queries) + self.offset, (2, self.queries))
+        return MaskSpec(False, self.window, start, offset, most, jnp.asarray(key_end(self.spans, positions)))
 
 
 class Arguments(NamedTuple):
@@ -71,6 +76,15 @@ def key_start(documents: tuple[tuple[int, ...], ...], length: int) -> np.ndarray
             row[start : start + max(document, 0)] = start
             start += abs(document)
     return rows
+
+
+def key_end(spans: tuple[tuple[tuple[int, int], ...], ...], positions: np.ndarray) -> np.ndarray:
+    """One past the last key that the token at each position sees."""
+    ends = positions + 1
+    for row, own, at in zip(spans, ends, positions):
+        for start, stop in row:
+            own[(start <= at) & (at < stop)] = stop
+    return ends.astype(np.int32)
 
 
 def arguments(case: Case, seed: int = 0) -> Arguments:

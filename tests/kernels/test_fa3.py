@@ -231,6 +231,7 @@ def test_refuses_what_it_would_ignore(package):
     refused("query offset", query_offset=8)
     refused("query offset", query_offset=None)
     refused("as many keys", request=replace(packed, keys=65))
+    refused("key_end", request=replace(packed, key_end=True), causal=False)
     refused("computes only causal attention", causal=False, window=None)
     refused("MaskSpec.documents", documents=None)
     refused("a window of 1", window=1)

@@ -182,6 +182,7 @@ def test_refuses_what_it_would_ignore(package):
     refused("cotangent of the log-sum-exp", request=replace(packed, return_lse=True))
     refused("query offset", query_offset=None)
     refused("as many keys", request=replace(packed, keys=65))
+    refused("key_end", request=replace(packed, key_end=True), causal=False)
     refused("only causal attention", causal=False, window=None)
     refused("MaskSpec.documents", documents=None)
     refused("a window of 1", window=1)

@@ -50,6 +50,9 @@ def run(backend: str, case: Case, problem: Arguments):
 
 # Two rows: documents of length 1 and longer than a block, padding between and after; and a row that is all padding.
 PACKED = ((17, 1, 1, -3, 30, 1, 9), ())
+HEAD_DIMS = (64, 72, 80, 96, 128, 192, 256)
+# The documents of the first row are also images or sequences of an encoder: their tokens see each other.
+WHOLE = (((0, 17), (17, 18), (18, 19), (22, 52), (52, 53), (53, 62)), ())
 GRID = {
     "causal": Case(),
     "not causal": Case(causal=False),
@@ -78,12 +81,23 @@ GRID = {
     "chunks of a row": Case(40, 96, offset=(*[8] * 16, *[40] * 24), window=30, sinks=True),
     "ring, traced": Case(offset=-41, traced_offset=True),
     "more queries than keys": Case(queries=72, keys=40),
-    **{f"head dim {dim}": Case(40, head_dim=dim, documents=((25, 6), (40,))) for dim in (64, 80, 96, 128, 192, 256)},
+    "bidirectional documents": Case(documents=PACKED, spans=WHOLE, heads=(2, 2)),
+    "prefixes": Case(spans=(((0, 30),), ((0, 72),)), sinks=True),
+    "images in text": Case(documents=((50, 20), (72,)), spans=(((3, 24), (24, 45)), ((40, 72),)), sinks=True),
+    "images in text, window": Case(
+        documents=PACKED, spans=(((3, 10), (25, 45)), ()), window=20, soft_cap=1.5, sinks=True, heads=(6, 2)
+    ),
+    "images in text, window, bfloat16": Case(spans=(((3, 40),), ((41, 72),)), window=20, dtype="bfloat16"),
+    "images in a chunk of a prompt": Case(40, 72, offset=20, spans=(((10, 33),), ((35, 64),)), window=30),
+    "images in a chunk, traced": Case(40, 72, offset=20, spans=(((10, 33),), ((35, 64),)), traced_offset=True),
+    **{f"head dim {dim}": Case(40, head_dim=dim, documents=((25, 6), (40,))) for dim in HEAD_DIMS},
+    "head dim 72, image": Case(40, head_dim=72, spans=(((0, 25),), ((0, 40),)), heads=(2, 2), dtype="bfloat16"),
 }
 # Cases whose parts are in other cases.
 COVERED = (
     *("window", "packed, full rows", "packed, not causal", "packed, window", "soft-cap", "everything", "decoding"),
     *("chunk of a prompt", "ring: all see all", "head dim 64", "head dim 80", "head dim 128", "head dim 192"),
+    *("images in text", "images in text, window, bfloat16", "images in a chunk, traced", "head dim 72"),
 )
 
 
@@ -133,7 +147,9 @@ def test_packed_documents_equal_the_documents_alone(backend):
         start += length
 
 
-@pytest.mark.parametrize("name", ["everything", "ring: the last see", "chunk of a prompt, traced", "decoding"])
+@pytest.mark.parametrize(
+    "name", ["everything", "ring: the last see", "chunk of a prompt, traced", "decoding", "bidirectional documents"]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_not_seen_never_leaks(backend, name):
     """Queries that see nothing and keys that no query sees hold NaN, also in cotangents; others must not change."""
@@ -201,9 +217,10 @@ def test_the_reference_has_the_gradients_of_its_outputs():
 
 
 @pytest.mark.parametrize("offset", [20, jnp.int32(20)], ids=["static offset", "traced offset"])
-def test_the_public_op(offset):
+@pytest.mark.parametrize("spans", [None, (((10, 33),), ((35, 64),))], ids=["causal", "images"])
+def test_the_public_op(offset, spans):
     """The op's mask, default scale and choice of backend on a CPU."""
-    case = replace(GRID["chunk of a prompt, traced"], soft_cap=1.5)
+    case = replace(GRID["chunk of a prompt, traced"], soft_cap=1.5, spans=spans)
     problem = arguments(case)
     mask = replace(case.mask, query_offset=offset)
     call = partial(flash_attention, soft_cap=case.soft_cap, return_lse=True)
@@ -219,6 +236,8 @@ def test_arguments_that_do_not_fit_are_refused():
     q, k, v, *_ = arguments(Case(8))
     with pytest.raises(ValueError, match="key_start"):
         flash_attention(q, k, v, MaskSpec(key_start=jnp.zeros((1, 8), jnp.int32)))
+    with pytest.raises(ValueError, match=re.escape("key_end (8,) is not (2, 8)")):
+        flash_attention(q, k, v, MaskSpec(causal=False, key_end=jnp.ones(8, jnp.int32)))
     with pytest.raises(ValueError, match="query_offset"):
         flash_attention(q, k, v, MaskSpec(query_offset=jnp.zeros((1, 8), jnp.int32)))
     with pytest.raises(ValueError, match="sinks"):
@@ -253,6 +272,7 @@ def test_xla_holds_a_block_of_queries_by_the_keys_it_sees():
     rows = 2 * xla.BLOCK  # the two query heads that share a key head
     assert largest(Case(2048)) == largest(Case(2048, traced_offset=True)) == rows * 2048
     assert largest(Case(2048, window=300)) == rows * (xla.BLOCK + 299)
+    assert largest(Case(2048, window=300, spans=(((0, 2048),), ((500, 900),)))) == rows * 2048
 
 
 @pytest.mark.parametrize(
@@ -283,6 +303,7 @@ def test_cudnn_refuses_what_it_would_ignore():
         (h100, replace(dense, dtype=jnp.float32), "float32"),
         (h100, replace(dense, keys=128), "128 keys and 64 queries"),
         (h100, replace(dense, packed=True), "packing"),
+        (h100, replace(dense, key_end=True), "key_end"),
         (h100, replace(dense, sinks=True), "sinks"),
         (h100, replace(dense, return_lse=True), "log-sum-exp"),
         (h100, replace(dense, variant=replace(variant, soft_cap=30.0)), "soft-cap"),

@@ -79,9 +79,13 @@ def test_another_call_has_another_file(tmp_path, monkeypatch):
 
 
 def test_what_is_missing_is_said_with_the_command_that_makes_it(tmp_path):
-    missing = "flash_attention_forward cannot be compiled: .* has no Pallas-Triton, and "
-    with kernels_from(None, pallas=False), pytest.raises(NoKernel, match=f"{missing}PALLAS_KERNELS_IR names no folder"):
+    missing = "flash_attention_forward of .* cannot be compiled for .* has no Pallas-Triton, and "
+    nowhere = pytest.raises(NoKernel, match=f"{missing}PALLAS_KERNELS_IR names no folder")
+    with kernels_from(None, pallas=False), nowhere as raised:
         lowered(*attention(256))
+    error = raised.value
+    assert (error.kernel, error.capability) == ("flash_attention_forward", (9, 0))
+    assert error.arrays[0] == error.arrays[-2] == ("bfloat16", (1, 256, 2, 64))
     there = rf"{missing}there is no {tmp_path}/flash_attention_forward-\w+.json.*jaxtune plan.*PALLAS_KERNELS_IR="
     with kernels_from(tmp_path, pallas=False), pytest.raises(NoKernel, match=there):
         lowered(*attention(256))

@@ -1,5 +1,7 @@
 """The intervals of visible keys, and the block ranges derived from them, against a brute-force definition."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,18 @@ documents = st.lists(st.just(1) | st.integers(1, 12), max_size=8).map(
 )
 packings = st.none() | st.tuples(documents, documents).map(lambda rows: key_start(rows, QUERIES))
 offsets = st.just(0) | st.integers(-30, 40)
+# Causality, a window, and the end of each query's keys.
+limits = (
+    st.tuples(st.just(True), st.none() | st.integers(1, 30), st.none())
+    | st.just((False, None, None))
+    | st.tuples(
+        st.just(False),
+        st.none() | st.integers(1, 30),
+        st.lists(st.integers(-3, KEYS + 3), min_size=2 * QUERIES, max_size=2 * QUERIES).map(
+            lambda ends: np.array(ends, np.int32).reshape(2, QUERIES)
+        ),
+    )
+)
 
 
 def by_definition(mask: MaskSpec, keys: int) -> np.ndarray:
@@ -31,20 +45,19 @@ def by_definition(mask: MaskSpec, keys: int) -> np.ndarray:
         seen &= key > place - mask.window
     if mask.key_start is not None:
         seen &= key >= np.asarray(mask.key_start)[:, :, None]
+    if mask.key_end is not None:
+        seen &= key < np.asarray(mask.key_end)[:, :, None]
     return seen
 
 
-@given(
-    causal_and_window=st.tuples(st.just(True), st.none() | st.integers(1, 30)) | st.just((False, None)),
-    start=packings,
-    offset=offsets,
-    traced=st.booleans(),
-)
+@given(limits=limits, start=packings, offset=offsets, traced=st.booleans())
 @settings(deadline=None)
-def test_intervals_are_the_definition(causal_and_window, start, offset, traced):
-    mask = MaskSpec(*causal_and_window, start, offset)
-    given_offset = jnp.int32(offset) if traced else offset
-    first, end = intervals(MaskSpec(*causal_and_window, start, given_offset), 2, QUERIES, KEYS)
+def test_intervals_are_the_definition(limits, start, offset, traced):
+    causal, window, key_end = limits
+    mask = MaskSpec(causal, window, start, offset, key_end=key_end)
+    given = replace(mask, query_offset=jnp.int32(offset) if traced else offset)
+    given = replace(given, key_end=None if key_end is None else jnp.asarray(key_end))
+    first, end = intervals(given, 2, QUERIES, KEYS)
     expected = by_definition(mask, KEYS)
     assert first.dtype == end.dtype == jnp.int32
     np.testing.assert_array_equal(visible(first, end, KEYS), expected)
@@ -66,8 +79,10 @@ def test_queries_in_any_order_see_what_they_see_in_order(window, start, places):
 def test_masks_that_mean_nothing_are_refused():
     with pytest.raises(ValueError, match="at least 1"):
         MaskSpec(window=0)
-    with pytest.raises(ValueError, match="causal=True"):
+    with pytest.raises(ValueError, match="causal=True or key_end"):
         MaskSpec(causal=False, window=3)
+    with pytest.raises(ValueError, match="key_end needs causal=False"):
+        MaskSpec(key_end=jnp.ones((1, 8), jnp.int32))
 
 
 key_blocks = jax.jit(blocks.key_blocks, static_argnums=(2, 3, 4))
@@ -118,6 +133,26 @@ def test_ranges_of_blocks(causal_and_window, start, offset, sizes):
     tight = start is None or offset == 0
     check(np.asarray(key_blocks(first, end, KEYS, *sizes)), tiles, tight)
     check(np.asarray(query_blocks(first, end, KEYS, *sizes)), tiles.swapaxes(1, 2), tight)
+
+
+@given(
+    documents=documents,
+    spans=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    window=st.none() | st.integers(1, 30),
+    sizes=st.sampled_from([(4, 4), (8, 4), (4, 8), (16, 16)]),
+)
+@settings(deadline=None, max_examples=100)
+def test_ranges_of_blocks_of_packed_images(documents, spans, window, sizes):
+    """Queries that see to the end of their span leave nothing to cut either, because first keys and ends ascend."""
+    stops = np.minimum(np.cumsum(spans), QUERIES)
+    key_end = np.arange(1, QUERIES + 1, dtype=np.int32)
+    for start, stop in zip((0, *stops[:-1]), stops):
+        key_end[start:stop] = stop
+    mask = MaskSpec(False, window, key_start((documents,), QUERIES), key_end=jnp.asarray(key_end[None]))
+    first, end = intervals(mask, 1, QUERIES, QUERIES)
+    tiles = tiled(np.asarray(visible(first, end, QUERIES)), *sizes)
+    check(np.asarray(key_blocks(first, end, QUERIES, *sizes)), tiles, tight=True)
+    check(np.asarray(query_blocks(first, end, QUERIES, *sizes)), tiles.swapaxes(1, 2), tight=True)
 
 
 @given(st.lists(st.tuples(st.integers(0, KEYS), st.integers(0, KEYS)), min_size=QUERIES, max_size=QUERIES))

@@ -45,6 +45,8 @@ GRID = {
     "everything": SMALL(documents=PACKED, window=60, soft_cap=1.5, sinks=True, heads=(6, 2)),
     "not causal, few queries": SMALL(queries=70, keys=300, causal=False),
     "the first see nothing": SMALL(offset=-141, sinks=True),
+    "bidirectional documents": SMALL(documents=PACKED, spans=(((0, 140), (140, 141), (161, 261)), ((0, 300),))),
+    "images in text, window": SMALL(spans=(((30, 150), (160, 280)), ((0, 290),)), window=200, sinks=True),
     "all padding": SMALL(queries=130, documents=((), ())),
 }
 

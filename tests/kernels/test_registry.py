@@ -29,12 +29,16 @@ def request_for(**fields) -> AttentionRequest:
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize(
     "features",
-    [{}, {"packed": True}, {"window": 64}, {"soft_cap": 30.0}, {"sinks": True}, {"head_dim": 256}],
+    [
+        *({}, {"packed": True}, {"window": 64}, {"soft_cap": 30.0}, {"sinks": True}, {"head_dim": 256}),
+        *({"packed": True, "key_end": True, "head_dim": size} for size in (64, 72, 80)),  # towers of images
+    ],
     ids=str,
 )
 def test_cards_take_the_checked_kernel_by_themselves(card, features):
     """Mosaic on Hopper GPUs, where it was measured, if it can run the request; Triton on other GPUs."""
-    mosaic = CARDS[card].capability == (9, 0) and not features.keys() & {"soft_cap", "head_dim"}
+    mosaic = CARDS[card].capability == (9, 0) and not features.keys() & {"soft_cap"}
+    mosaic &= features.get("head_dim", 128) in (64, 128)
     expected = "mosaic" if mosaic else "triton"
     assert choose("flash_attention", BACKENDS, CARDS[card], request_for(**features)).name == expected
 
@@ -54,7 +58,7 @@ def test_wide_heads_have_a_kernel_that_must_be_asked_for():
 
 def test_what_kernels_cannot_do_goes_to_xla():
     wide = request_for(dtype=jnp.dtype("float32"), head_dim=256)
-    odd = (request_for(head_dim=size) for size in (72, 336, 512, 576))
+    odd = (request_for(head_dim=size) for size in (60, 336, 512, 576))
     for device, request in [(CPU, request_for()), *((CARDS["h100"], request) for request in (wide, *odd))]:
         assert choose("flash_attention", BACKENDS, device, request).name == "xla"
     assert choose("flash_attention", BACKENDS, Device("gpu", "Tesla T4", (7, 5)), request_for()).name == "xla"

@@ -63,6 +63,14 @@ def test_any_layout_equals_float64(documents, window, offset, seed):
     assert_close(run(case, problem), in_float64(case, problem), case.dtype)
 
 
+def test_tokens_of_an_image_see_each_other():
+    case = Case(
+        **{**vars(CAPPED), "documents": ((33,), (37,)), "spans": (((2, 19), (20, 33)), ((5, 37),)), "window": 20}
+    )
+    problem = arguments(case)
+    assert_close(run(case, problem), in_float64(case, problem), case.dtype)
+
+
 def test_what_is_not_seen_never_leaks():
     """Queries that see nothing and keys that no query sees hold NaN, also in cotangents; others must not change."""
     case = Case(**{**vars(CAPPED), "documents": PACKED, "window": 20})

@@ -16,6 +16,8 @@ COVERS = (
     "jaxtune/inference/decisions.py",
     "jaxtune/exports/decision_model.py",
     "jaxtune/exports/write.py",
+    "jaxtune/exports/peft_targets.py",
+    "jaxtune/exports/tokenizer_files.py",
     "jaxtune/weights/class_labels.py",
     "jaxtune/models/head/score.py",
     "jaxtune/training/step.py",

@@ -32,6 +32,8 @@ COVERS = (
     "jaxtune/hf/tensor_sources.py",
     "jaxtune/hf/weights.py",
     "jaxtune/exports/write.py",
+    "jaxtune/exports/peft_targets.py",
+    "jaxtune/exports/tokenizer_files.py",
     "jaxtune/scoring/memmap_cache.py",
 )
 SEED, DAMAGES = int(os.environ.get("CAMPAIGN_SEED", "0")), 200

@@ -45,6 +45,7 @@ COVERS = (
     "jaxtune/monitor",
     "jaxtune/report.py",
     "jaxtune/rollout/completion_server.py",
+    "jaxtune/rollout/server_request.py",
     "jaxtune/rollout/server_pool.py",
     "jaxtune/host/run_folder.py",
     "tests/hostile.py",

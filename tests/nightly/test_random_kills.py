@@ -23,6 +23,8 @@ COVERS = (
     "jaxtune/data/rows/loader.py",
     "jaxtune/hf/weights.py",
     "jaxtune/exports/write.py",
+    "jaxtune/exports/peft_targets.py",
+    "jaxtune/exports/tokenizer_files.py",
     "jaxtune/host/lock.py",
     "jaxtune/run/loop.py",
     "jaxtune/run/resume.py",

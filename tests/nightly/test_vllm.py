@@ -17,8 +17,8 @@ from vllm_program import SIZES, find_vllm, serve
 
 from jaxtune.data.chat.sandbox import Template
 from jaxtune.hf.chat_templates import find_template
-from jaxtune.rollout.completion_server import send_weights
 from jaxtune.rollout.episodes.tools import load_tools
+from jaxtune.rollout.server_weights import send_weights
 
 TAKES_LONG = True
 COVERS = (

@@ -12,7 +12,9 @@ It may have
 - `NO_LORA`, a regex for the linear layers whose LoRA peft cannot load;
 - `MORE_TOKENS`, a regex for the tensors of a layer that predicts more tokens, which transformers leaves out. A group in
   it matches the layer's number, which is one after the last layer;
-- `MTP`, the `MtpTensors` of the modules that mtp.weight trains.
+- `EITHER_LAYOUT`, if the matrices of experts are (in, out) in some files and (out, in) in others;
+- `MTP`, the `MtpTensors` of the modules that mtp.weight trains;
+- `VISION`, the `VisionTensors` of the tower that vision.patches_per_row reads.
 """
 
 import dataclasses
@@ -27,6 +29,7 @@ from typing import Any
 from jaxtune.errors import UserError
 from jaxtune.models.families.entries import Entries
 from jaxtune.models.families.mtp_tensors import MtpTensors, add_modules
+from jaxtune.models.families.vision_tensors import VisionTensors
 from jaxtune.models.mixers import Heads
 from jaxtune.models.places import Tensor
 from jaxtune.models.spec import Experts, Layer, ModelSpec
@@ -45,10 +48,13 @@ def classifiers() -> dict[str, str]:
     return {name: family.CLASSIFIER for name, family in FAMILIES.items() if hasattr(family, "CLASSIFIER")}
 
 
-def read_spec(config: dict[str, Any], mtp: bool = False, mtp_default: int | None = None) -> ModelSpec:
+def read_spec(
+    config: dict[str, Any], mtp: bool = False, mtp_default: int | None = None, vision: bool = False
+) -> ModelSpec:
     """Return the ModelSpec of a config.json. Raises UserError for a family or a field that is not supported.
 
     mtp: whether with its multi-token-prediction modules; mtp_default: their number if config.json does not say it.
+    vision: whether with its vision tower.
     """
     config = config if isinstance(config, Entries) else Entries(config)
     kind = config.get("model_type")
@@ -61,6 +67,8 @@ def read_spec(config: dict[str, Any], mtp: bool = False, mtp_default: int | None
     experts = sum(layer.feed_forward.count for layer in spec.layers if isinstance(layer.feed_forward, Experts))
     if experts > MOST_EXPERTS:  # a name is made for each of their tensors, which would take too long
         raise UserError(f"config.json: {experts:,} experts in {len(spec.layers):,} layers; at most {MOST_EXPERTS:,}")
+    if vision:
+        spec = _with_tower(spec, config)
     if not mtp:
         return spec
     trained = [name for name, family in FAMILIES.items() if hasattr(family, "MTP")]
@@ -70,6 +78,23 @@ def read_spec(config: dict[str, Any], mtp: bool = False, mtp_default: int | None
             f"{', '.join(trained)} are"
         )
     return add_modules(spec, modules_of(spec), config, mtp_default)
+
+
+def _with_tower(spec: ModelSpec, config: Entries) -> ModelSpec:
+    """Return the spec with its vision tower. Raises UserError if the family has none here, or if it does not fit."""
+    with_towers = [name for name, family in FAMILIES.items() if hasattr(family, "VISION")]
+    if spec.family not in with_towers:
+        raise UserError(
+            f"vision.patches_per_row: model_type={spec.family!r} is not trained on images here; "
+            f"{', '.join(with_towers)} are"
+        )
+    vision = tower_of(spec).read(config)
+    if vision.out != spec.hidden or len(vision.deepstack) > len(spec.layers):
+        raise UserError(
+            f"config.json: vision_config: the tower has outputs of {vision.out} features, {len(vision.deepstack)} of "
+            f"them for the decoder's first layers; the decoder has {spec.hidden} features and {len(spec.layers)} layers"
+        )
+    return dataclasses.replace(spec, vision=vision)
 
 
 def refuses_lora(spec: ModelSpec, name: str) -> bool:
@@ -82,16 +107,36 @@ def modules_of(spec: ModelSpec) -> MtpTensors:
     return FAMILIES[spec.family].MTP
 
 
+def tower_of(spec: ModelSpec) -> VisionTensors:
+    """Return the tensors of a family's vision tower."""
+    return FAMILIES[spec.family].VISION
+
+
 def names_of(spec: ModelSpec, layer: Layer | None = None) -> Mapping[str, str | Tensor]:
     """Return the family's table of names, with the name of a classifier's head if the model has one.
 
-    layer: one that may be a multi-token-prediction module's, whose tensors have other names.
+    layer: one that may be a multi-token-prediction module's or the vision tower's, whose tensors have other names.
     """
+    if layer is not None and layer.in_tower:
+        return tower_of(spec).layer
     if layer is not None and layer.predictor:
         names = modules_of(spec).names
     else:
         names = FAMILIES[spec.family].NAMES | ({"head.weight": "score.weight"} if spec.labels else {})
-    return _stack_experts(names) if spec.stacked_experts else names
+        names = names if spec.vision is None else names | tower_of(spec).names(spec.vision)
+    names = _stack_experts(names) if spec.stacked_experts else names
+    return _swap_experts(names) if spec.swapped_experts else names
+
+
+def _swap_experts(names: Mapping[str, str | Tensor]) -> Mapping[str, str | Tensor]:
+    """Return the table with the matrices of stacked experts in the other of their two layouts."""
+
+    def swap(name: str, tensor: str | Tensor) -> str | Tensor:
+        if not isinstance(tensor, Tensor) or not (tensor.stacked and name.startswith("mlp.experts.")):
+            return tensor
+        return dataclasses.replace(tensor, transposed=not tensor.transposed)
+
+    return {name: swap(name, tensor) for name, tensor in names.items()}
 
 
 def _stack_experts(names: Mapping[str, str | Tensor]) -> Mapping[str, str | Tensor]:
@@ -105,6 +150,11 @@ def _stack_experts(names: Mapping[str, str | Tensor]) -> Mapping[str, str | Tens
         return Tensor(f"{match[1]}.{'gate_up' if gated and match[2] != 'down' else match[2]}_proj", stacked=True)
 
     return {name: stack(tensor) for name, tensor in names.items()}
+
+
+def may_swap_experts(spec: ModelSpec) -> bool:
+    """Return whether the matrices of experts have two layouts in files of the family."""
+    return hasattr(FAMILIES[spec.family], "EITHER_LAYOUT")
 
 
 def stacked_experts_of(spec: ModelSpec) -> frozenset[str]:
@@ -132,7 +182,7 @@ def _unread(spec: ModelSpec) -> frozenset[str]:
 
 def is_untouched(spec: ModelSpec, name: str) -> bool:
     """Return whether a checkpoint's key is outside the decoder; such tensors are exported unchanged."""
-    if _is_of_a_module(spec, name):
+    if _is_of_a_module(spec, name) or (spec.vision is not None and re.search(tower_of(spec).tensors, name)):
         return False
     in_larger_model = spec.untouched is not None and bool(re.search(spec.untouched, name))
     return in_larger_model or predicts_more_tokens(spec, name)

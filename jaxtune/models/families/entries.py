@@ -49,8 +49,9 @@ _PATTERN = Kind(
 )
 
 _NAMES = {
-    _LAYERS: "num_hidden_layers",
-    _SIZE: "vocab_size_per_layer_input mamba_d_ssm "
+    _LAYERS: "num_hidden_layers depth",
+    _SIZE: "num_heads in_channels patch_size spatial_merge_size temporal_patch_size out_hidden_size "
+    "num_position_embeddings vocab_size_per_layer_input mamba_d_ssm "
     "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads num_key_value_heads "
     "head_dim global_head_dim num_global_key_value_heads sliding_window kv_lora_rank q_lora_rank qk_nope_head_dim "
     "v_head_dim top_k_experts "
@@ -60,7 +61,7 @@ _NAMES = {
     "full_attention_interval no_rope_layer_interval moe_layer_interval linear_conv_kernel_dim linear_key_head_dim "
     "linear_value_head_dim linear_num_key_heads linear_num_value_heads rotary_dim global_attn_every_n_layers "
     "prefix_dense_intermediate_size prefix_dense_sliding_window_pattern block_ff_dim block_multiple_of conv_L_cache",
-    _FROM_0: "num_local_experts "
+    _FROM_0: "image_token_id num_local_experts "
     "num_experts n_shared_experts num_shared_experts moe_num_shared_experts shared_expert_intermediate_size "
     "first_k_dense_replace moe_layer_start_index max_window_layers qk_rope_head_dim hidden_size_per_layer_input "
     "num_kv_shared_layers shared_intermediate_size num_dense_layers num_nextn_predict_layers mtp_num_hidden_layers",
@@ -85,9 +86,10 @@ _NAMES = {
     "model_type hidden_act hidden_activation rope_type type expert_selection_fn "
     "shared_expert_combination_strategy",
     _FLAG_OR_WORD: "use_bidirectional_attention",
-    _OBJECT: "rope_scaling rope_parameters per_layer_config text_config full_attention sliding_attention",
+    _OBJECT: "vision_config rope_scaling rope_parameters per_layer_config text_config full_attention sliding_attention",
     _list_of("texts", str): "layer_types mlp_layer_types layers_block_type",
-    _list_of("whole numbers", int): "mlp_only_layers attn_type_list full_attn_idxs",
+    _list_of("whole numbers", int): "mlp_only_layers attn_type_list full_attn_idxs "
+    "mrope_section deepstack_visual_indexes",
     _list_of("numbers that are 0 or 1", int, bool): "no_rope_layers",
     _list_of("numbers", int, float): "mlp_multipliers ssm_multipliers",
     _PATTERN: "sliding_window_pattern",
@@ -100,6 +102,7 @@ _NULLABLE = (
     "num_key_value_heads head_dim sliding_window q_lora_rank layer_types rope_scaling rope_parameters mlp_only_layers "
     "mlp_layer_types no_rope_layers attn_logit_softcapping final_logit_softcapping clip_qkv router_jitter_noise "
     "num_experts attention_factor mscale mscale_all_dim beta_fast beta_slow original_max_position_embeddings "
+    "vision_config mrope_section "
     "sliding_window_pattern full_attention sliding_attention text_config num_global_key_value_heads per_layer_config "
     "use_bidirectional_attention linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim "
     "prefix_dense_intermediate_size full_attn_idxs mamba_d_ssm mlp_multipliers ssm_multipliers"

@@ -12,6 +12,8 @@ UNTOUCHED = r"^(model\.)?(vision_tower|multi_modal_projector)\."
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of the decoder of a `Gemma3ForConditionalGeneration` config.json."""
-    spec = vision_wrapper.read_spec("gemma3", config, {"gemma3_text": gemma3_text}, untouched=UNTOUCHED, tied=True)
+    spec = vision_wrapper.read_spec(
+        "gemma3", config, {"gemma3_text": gemma3_text.read_spec}, untouched=UNTOUCHED, tied=True
+    )
     # transformers caps the logits only in the text model, not in this class.
     return dataclasses.replace(spec, logit_cap=None)

@@ -11,4 +11,6 @@ UNTOUCHED = r"^model\.(vision_tower|audio_tower|embed_vision|embed_audio)\."
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of the decoder of a `Gemma4ForConditionalGeneration` config.json."""
-    return vision_wrapper.read_spec("gemma4", config, {"gemma4_text": gemma4_text}, untouched=UNTOUCHED, tied=True)
+    return vision_wrapper.read_spec(
+        "gemma4", config, {"gemma4_text": gemma4_text.read_spec}, untouched=UNTOUCHED, tied=True
+    )

@@ -7,7 +7,7 @@ from jaxtune.models.spec import ModelSpec
 
 NAMES, IGNORABLE = vision_wrapper.names(gemma4_unified_text.NAMES), gemma4_unified_text.IGNORABLE
 UNTOUCHED = r"^model\.(vision_embedder|embed_vision|embed_audio)\."
-DECODERS = {"gemma4_unified_text": gemma4_unified_text}
+DECODERS = {"gemma4_unified_text": gemma4_unified_text.read_spec}
 
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:

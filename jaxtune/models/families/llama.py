@@ -125,7 +125,7 @@ def read_rope(config: dict[str, Any], theta: float = 10_000.0, **fields: Any) ->
 
     theta: default of rope_theta. fields: further fields of `Rope`.
     """
-    values = Entries({**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})})
+    values = rope_entries(config)
     kind = values.get("rope_type", values.get("type", "default"))
     known = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
     if kind not in known:
@@ -163,6 +163,11 @@ ROPE_ENTRIES = frozenset(
         *("mscale_all_dim", "truncate"),
     )
 )
+
+
+def rope_entries(config: dict[str, Any]) -> Entries:
+    """Return the entries of `rope_parameters` and `rope_scaling`."""
+    return Entries({**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})})
 
 
 def partial_rotary(config: dict[str, Any]) -> float:

@@ -11,5 +11,5 @@ UNTOUCHED = r"^(model\.)?(vision_tower|multi_modal_projector)\."
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of the decoder of a `Mistral3ForConditionalGeneration` config.json."""
-    decoders = {"mistral": mistral, "ministral3": ministral3, "mistral4": mistral4}
+    decoders = {"mistral": mistral.read_spec, "ministral3": ministral3.read_spec, "mistral4": mistral4.read_spec}
     return vision_wrapper.read_spec("mistral3", config, decoders, untouched=UNTOUCHED, tied=True)

@@ -18,6 +18,7 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
         "qwen3_5_moe_text",
         config,
         fused=False,
+        axes=qwen3_5_text.axes(config),
         feed_forward=qwen3_next.with_shared(config),
         model=qwen3_moe.router_loss(config, 0.001),
     )

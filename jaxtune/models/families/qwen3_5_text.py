@@ -19,4 +19,9 @@ DEFAULTS = qwen3_next.MIXERS | {"num_key_value_heads": 4}
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of a `Qwen3_5ForCausalLM` config.json."""
-    return qwen3_next.common_spec("qwen3_5_text", DEFAULTS | config, fused=False)
+    return qwen3_next.common_spec("qwen3_5_text", DEFAULTS | config, fused=False, axes=axes(config))
+
+
+def axes(config: dict[str, Any]) -> list[int]:
+    """Return the pairs of features that turn with the position in time, in height and in width."""
+    return llama.rope_entries(config).get("mrope_section") or [11, 11, 10]

@@ -1,6 +1,7 @@
 """Qwen3-Next: gated delta nets, gated attention on every fourth layer, experts, and a shared expert with a gate."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from jaxtune.models.families import llama, mtp_tensors, qwen3, qwen3_moe
@@ -60,12 +61,17 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-def common_spec(family: str, config: dict[str, Any], fused: bool, **fields: Any) -> ModelSpec:
-    """Return a ModelSpec with the fields that families of Qwen3-Next share; `fields` as in llama.common_spec."""
+def common_spec(family: str, config: dict[str, Any], fused: bool, axes: Sequence[int] = (), **fields: Any) -> ModelSpec:
+    """Return a ModelSpec with the fields that families of Qwen3-Next share.
+
+    axes: pairs of features that turn with each axis of rotary positions. fields: as in llama.common_spec.
+    """
     spec = llama.common_spec(
         family,
         config,
-        rope=llama.read_rope(config, fraction=llama.partial_rotary(config)),
+        rope=llama.read_rope(
+            config, fraction=llama.partial_rotary(config), axes=tuple(axes), axes_interleaved=bool(axes)
+        ),
         norm=Norm(config["rms_norm_eps"], offset=True, rounded=False),  # x * (1 + weight)
         qk_norm="head",
         gated="fused",

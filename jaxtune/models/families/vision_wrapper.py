@@ -1,13 +1,14 @@
 """A text decoder inside a vision-language model: functions that such families share."""
 
 import dataclasses
-from collections.abc import Mapping
-from types import ModuleType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtune.errors import UserError
 from jaxtune.models.places import Tensor
 from jaxtune.models.spec import ModelSpec
+
+ReadSpec = Callable[[dict[str, Any]], ModelSpec]
 
 
 def names(decoder: Mapping[str, str | Tensor]) -> dict[str, str | Tensor]:
@@ -22,11 +23,11 @@ def names(decoder: Mapping[str, str | Tensor]) -> dict[str, str | Tensor]:
 
 
 def read_spec(
-    family: str, config: dict[str, Any], decoders: Mapping[str, ModuleType], *, untouched: str, tied: bool
+    family: str, config: dict[str, Any], decoders: Mapping[str, ReadSpec], *, untouched: str, tied: bool
 ) -> ModelSpec:
     """Return the ModelSpec of the decoder in `text_config`.
 
-    decoders: possible families of the decoder by `model_type`; without a `model_type` it is the first. untouched: as in
+    decoders: `read_spec` of possible decoders by `model_type`; without a `model_type` it is the first. untouched: as in
     ModelSpec. tied: the default of tie_word_embeddings in config.json; the entry in `text_config` is ignored.
     """
     text = config.get("text_config")
@@ -38,5 +39,5 @@ def read_spec(
             f"config.json: text_config: model_type={kind!r} is not supported inside {family}; "
             f"supported: {', '.join(decoders)}"
         )
-    spec = decoders[kind].read_spec(text | {"tie_word_embeddings": config.get("tie_word_embeddings", tied)})
+    spec = decoders[kind](text | {"tie_word_embeddings": config.get("tie_word_embeddings", tied)})
     return dataclasses.replace(spec, family=family, untouched=untouched)

@@ -13,11 +13,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxtune.errors import UserError
 from jaxtune.models import pipeline
-from jaxtune.models.decoder import Decoder, join_sums, routed_by_stack
+from jaxtune.models.decoder import Decoder, routed_by_stack
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.head.divergence import Divergence, likeliest, score_with_divergence
 from jaxtune.models.layers.lookup import lookup
 from jaxtune.models.pipeline import Batch
+from jaxtune.models.stack import join_sums
 from jaxtune.parallel.layout import P, by_token, gather, gathered_entry
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -257,6 +258,8 @@ def hidden_states(decoder: Decoder, batch: Batch, call: ForwardOptions, replay_r
         inputs = pipeline.make_inputs(decoder.spec, batch, call)
         if replay_routing:
             inputs = inputs._replace(routed_experts=routed_by_stack(decoder.spec, batch["routed_experts"]))
+        if decoder.vision is not None and "patches" in batch:
+            inputs = inputs._replace(images=decoder.vision(batch, call))
         hidden, _, sums = decoder(batch["tokens"], inputs, call)
         return hidden, sums
     x, before = pipeline.enter(decoder, batch, call)

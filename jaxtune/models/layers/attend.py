@@ -24,10 +24,16 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 @jax.named_scope("attention")
-def attend_packed(key_start: Int[Array, "b s"], call: ForwardOptions, place: Int[Array, "b s"] | None = None) -> Attend:
-    """Make causal attention within the documents of packed rows, with the backend that the call names.
+def attend_packed(
+    key_start: Int[Array, "b s"],
+    call: ForwardOptions,
+    place: Int[Array, "b s"] | None = None,
+    key_end: Int[Array, "b s"] | None = None,
+) -> Attend:
+    """Make attention within the documents of packed rows, with the backend that the call names.
 
-    Dropout of probabilities uses plain XLA, because no kernel has it.
+    It is causal without `key_end`; with it, a query sees the keys from its `key_start` up to its `key_end`. Dropout of
+    probabilities uses plain XLA, because no kernel has it.
 
     place: for each position as devices hold it, its position in the row, if positions are dealt to devices that keep
     them; else None.
@@ -36,10 +42,8 @@ def attend_packed(key_start: Int[Array, "b s"], call: ForwardOptions, place: Int
     # its own part of `place`.
     along = () if place is None else RULES.value.context
     by_position = P(*by_head(along)[:2])
-    key_start, local_place = (
-        jax.reshard(key_start, by_position),
-        None if place is None else jax.reshard(place, by_position),
-    )
+    key_start = jax.reshard(key_start, by_position)
+    key_end, local_place = (None if column is None else jax.reshard(column, by_position) for column in (key_end, place))
 
     def attend(
         q: Array,
@@ -54,12 +58,19 @@ def attend_packed(key_start: Int[Array, "b s"], call: ForwardOptions, place: Int
         keys_and_values: tuple[Array, Array] = cache if k is None or v is None else (k, v)
         kept = None if mixer.keeps is None else keys_and_values
 
-        def kernel(q, k, v, key_start, sinks, local_place, place, bits):
+        def kernel(q, k, v, key_start, key_end, sinks, local_place, place, bits):
             offset = 0
             if place is not None:
                 k, v = gather_positions(k, place, along), gather_positions(v, place, along)
                 offset = local_place - jnp.arange(local_place.shape[1])  # query i is at position i + offset
-            mask = MaskSpec(window=mixer.window, key_start=key_start, query_offset=offset, documents=call.documents)
+            mask = MaskSpec(
+                causal=key_end is None,
+                window=mixer.window,
+                key_start=key_start,
+                key_end=key_end,
+                query_offset=offset,
+                documents=call.documents,
+            )
             if bits is not None:
                 index = (
                     jnp.arange(key_start.shape[1]) + jnp.zeros_like(key_start) if local_place is None else local_place
@@ -76,7 +87,7 @@ def attend_packed(key_start: Int[Array, "b s"], call: ForwardOptions, place: Int
         bits = None
         if of_layer.noise is not None and of_layer.attention_dropout:
             bits = bits_of(of_layer.noise, of_layer.attention_dropout, q)
-        arguments = (q, k, v, key_start, sinks, local_place, place, bits)
+        arguments = (q, k, v, key_start, key_end, sinks, local_place, place, bits)
         specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
         return from_heads(jax.shard_map(kernel, in_specs=specs, out_specs=by_head(along))(*arguments)), kept
 

@@ -19,6 +19,7 @@ from jaxtune.models.layers.norm import NormLayer, divide_by_rms
 from jaxtune.models.layers.rope import Rotation, rotate
 from jaxtune.models.mixers import Heads, Rope
 from jaxtune.models.spec import Layer, ModelSpec
+from jaxtune.models.vision.image_tokens import ImageTokens
 from jaxtune.parallel.layout import by_token
 
 # (queries, keys, values, the layer's heads, sinks, this layer's cache, its call) -> (attended values, updated cache).
@@ -44,6 +45,7 @@ class Inputs(NamedTuple):
             for a stack without mixtures; inside a layer only its own, (b, s, k). The router chooses if it is -1 or
             None.
         kept: the caches that earlier layers keep for later ones (`Heads.keeps`).
+        images: the outputs of the vision tower at image tokens; None: there are no images.
     """
 
     rotations: Mapping[tuple[Rope, int], Rotation]
@@ -54,6 +56,7 @@ class Inputs(NamedTuple):
     layer_embeddings: Float[Array, "..."] | None = None
     routed_experts: Any = None
     kept: Mapping[str, Any] = {}
+    images: ImageTokens | None = None
 
 
 class Attention(nnx.Module):

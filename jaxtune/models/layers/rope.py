@@ -23,12 +23,18 @@ class Rotation(NamedTuple):
 
 
 @jax.named_scope("rope")
-def rotation(rope: Rope, head_dim: int, positions: Int[Array, "b s"]) -> Rotation:
-    """Compute the rotation of each token, once per batch. Matches transformers' modeling_rope_utils."""
+def rotation(rope: Rope, head_dim: int, positions: Int[Array, "b s"] | Int[Array, "b s axes"]) -> Rotation:
+    """Compute the rotation of each token, once per batch. Matches transformers' modeling_rope_utils.
+
+    positions: of each token; or along each of the rope's axes.
+    """
     rotated = head_dim if rope.kind == "proportional" else int(head_dim * rope.fraction)
     frequencies, magnitude = _frequencies(rope, rotated, positions)
     # bfloat16 has no odd integers above 256, so neighbours would get the same angle.
-    positions = positions[..., None].astype(jnp.float32)
+    if positions.ndim == 2:
+        positions = positions[..., None].astype(jnp.float32)
+    else:
+        positions = _position_of_pairs(rope, len(frequencies), positions.astype(jnp.float32))
     angles = positions * frequencies
     # Pairs are neighbours (0, 1), (2, 3), ... if interleaved, else feature n and n + r / 2, as in GPT-NeoX.
     angles = jnp.repeat(angles, 2, axis=-1) if rope.interleaved else jnp.concatenate([angles, angles], axis=-1)
@@ -57,6 +63,21 @@ def rotate(x: Float[Array, "b s h d"], rope: Rope, rotation: Rotation) -> Float[
     return jnp.concatenate([x, rest], axis=-1) if rest.size else x
 
 
+def _position_of_pairs(rope: Rope, pairs: int, positions: Float[Array, "b s axes"]) -> Float[Array, "b s pairs"]:
+    """Return the position that each pair turns with, along the pair's axis."""
+    if rope.axes_interleaved:
+        # Pair n has axis n % axes while that axis has pairs left, and then the first axis, time.
+        count, pair = len(rope.axes), np.arange(pairs)
+        sizes = np.array(rope.axes)[pair % count]
+        axis_of = np.where(pair < count * sizes, pair % count, 0)
+    else:
+        axis_of = np.repeat(np.arange(len(rope.axes)), rope.axes)
+    turning = positions[..., :1]
+    for axis in range(1, len(rope.axes)):
+        turning = jnp.where(axis_of == axis, positions[..., axis : axis + 1], turning)
+    return turning
+
+
 def _frequencies(rope: Rope, head_dim: int, positions: Array) -> tuple[Array, float]:
     """Return inverse wavelengths (d/2,) and the factor on cosine and sine."""
     # In NumPy, as constants of the program; only dynamic scaling depends on traced values.
@@ -64,6 +85,9 @@ def _frequencies(rope: Rope, head_dim: int, positions: Array) -> tuple[Array, fl
     base = 1.0 / np.float32(rope.theta) ** exponents
     if rope.kind == "default":
         return jnp.asarray(base), 1.0
+    if rope.kind == "axial":
+        own = np.arange(0, 2 * rope.axes[0], 2, dtype=np.float32) / (2 * rope.axes[0])
+        return jnp.asarray(np.tile(1.0 / np.float32(rope.theta) ** own, len(rope.axes))), 1.0
     if rope.kind == "linear":
         # Position interpolation (Chen et al. 2023): the same angles as with positions divided by the factor.
         return jnp.asarray(base / rope.factor), 1.0

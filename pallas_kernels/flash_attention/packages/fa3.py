@@ -59,6 +59,7 @@ def refuses(device: Device, request: AttentionRequest) -> str | None:
             request.queries != request.keys,
             f"it needs as many keys as queries, not {request.keys} keys and {request.queries} queries",
         ),
+        (request.key_end, "it takes the ends of documents, not an end of keys for each query (MaskSpec.key_end)"),
         (request.packed and not variant.causal, "for packed rows it computes only causal attention"),
         (request.packed and variant.documents is None, "packed rows need MaskSpec.documents"),
         (request.packed and variant.window == 1, "a window of 1 hides where documents begin"),

@@ -12,16 +12,12 @@ import pytest
 from completion_server import CompletionServer
 
 from jaxtune.errors import UserError
-from jaxtune.rollout import completion_server
-from jaxtune.rollout.completion_server import (
-    PAUSES,
-    Completion,
-    complete,
-    score_prompts,
-    send_adapter,
-    send_weights,
-)
+from jaxtune.rollout import server_request
+from jaxtune.rollout.completion_server import Completion, complete
 from jaxtune.rollout.server_pool import ServerPool
+from jaxtune.rollout.server_request import PAUSES
+from jaxtune.rollout.server_scores import score_prompts
+from jaxtune.rollout.server_weights import send_adapter, send_weights
 
 STOP = 2
 
@@ -243,7 +239,7 @@ def test_a_server_that_takes_too_long_is_not_asked_again():
 )
 def test_an_answer_has_limits_of_bytes_and_of_time_as_a_whole(status, begin, then, message, monkeypatch):
     """Each byte arrives well within the time limit of the whole answer."""
-    monkeypatch.setattr(completion_server, "MAX_BYTES", 5000)
+    monkeypatch.setattr(server_request, "MAX_BYTES", 5000)
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def trickle():

@@ -21,7 +21,7 @@ def test_a_kernel_that_the_folder_lacks_is_named_with_its_shapes_and_the_gpu(tmp
     def attend(q, k, v):
         return flash_attention(q, k, v, MaskSpec(), backend="triton")
 
-    named = r"(?s)flash_attention_forward of bfloat16\[1, 256, 2, 64\], .* on a GPU of compute capability 9.0: kernel"
+    named = r"(?s)flash_attention_forward of bfloat16\[1, 256, 2, 64\], .* for a GPU of compute capability 9.0: jax"
     remedy = f"there is no {tmp_path}.*with PALLAS_KERNELS_IR={tmp_path}, which writes the kernels there"
     refused = pytest.raises(UserError, match=f"{named}.*{remedy}")
     with kernels_from(tmp_path, pallas=False), refused, explain_missing_kernels():

@@ -30,7 +30,7 @@ from jaxtune.optim.options import OptimOptions
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.precision.options import PrecisionOptions
-from jaxtune.rollout import completers, rollouts, sent_weights
+from jaxtune.rollout import completers, rollouts, sent_weights, server_request
 from jaxtune.rollout.episodes.episode_player import Episode
 from jaxtune.rollout.groups import Rollout
 from jaxtune.training.assembly import assemble
@@ -175,7 +175,7 @@ def ask(monkeypatch, tmp_path, one_device):
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr(completers, "stops_of", lambda *_: frozenset({3}))
     monkeypatch.setattr(sent_weights, "export_weights", lambda *_: None)
-    monkeypatch.setattr(completers.completion_server, "MAX_BYTES", 200)  # the experts may exceed it
+    monkeypatch.setattr(server_request, "MAX_BYTES", 200)  # the experts may exceed it
     model = declare_model(Base(SPEC), config_of(), one_device)
 
     def ask(field: Any, replay: bool = True) -> list[Completion]:

@@ -34,7 +34,7 @@ def folders(tmp_path):
 
 
 def test_a_version_is_removed_when_nothing_refers_to_it(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(sent_weights.completion_server, "send_weights", lambda url, folder, timeout: None)
+    monkeypatch.setattr(sent_weights.server_weights, "send_weights", lambda url, folder, timeout: None)
     sent = make()
     for step in range(3):
         sent.send(sent.write({}, {}))
@@ -52,7 +52,7 @@ def test_the_end_of_a_run_leaves_files_that_a_server_reads(make, tmp_path, monke
         reads.set()
         assert may_end.wait(20)
 
-    monkeypatch.setattr(sent_weights.completion_server, "send_weights", send)
+    monkeypatch.setattr(sent_weights.server_weights, "send_weights", send)
     sent = make()
     written = sent.write({}, {})
     thread = threading.Thread(target=sent.send, args=[written])

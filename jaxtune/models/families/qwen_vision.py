@@ -1,0 +1,97 @@
+"""The vision tower of Qwen3-VL and Qwen3.5: learned and rotary positions, merged blocks, DeepStack."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from jaxtune.image_layout import ImageLayout
+from jaxtune.models.families import llama
+from jaxtune.models.families.entries import choose
+from jaxtune.models.families.vision_tensors import VisionTensors
+from jaxtune.models.mixers import Heads, Rope
+from jaxtune.models.spec import FeedForward, Layer, Norm, Vision
+
+BLOCK = "model.visual.blocks.{layer}"
+PARTS = ("weight", "bias")
+# Queries, keys and values are parts of one tensor.
+LAYER = (
+    {f"attention_norm.{part}": f"{BLOCK}.norm1.{part}" for part in PARTS}
+    | {f"mlp_norm.{part}": f"{BLOCK}.norm2.{part}" for part in PARTS}
+    | {f"attention.{name}.{part}": f"{BLOCK}.attn.qkv.{part}" for part in PARTS for name in "qkv"}
+    | {f"attention.o.{part}": f"{BLOCK}.attn.proj.{part}" for part in PARTS}
+    | {f"mlp.up.{part}": f"{BLOCK}.mlp.linear_fc1.{part}" for part in PARTS}
+    | {f"mlp.down.{part}": f"{BLOCK}.mlp.linear_fc2.{part}" for part in PARTS}
+)
+MERGER = {"norm": "norm", "up": "linear_fc1", "down": "linear_fc2"}
+OUTSIDE = (
+    {"patches.kernel": "model.visual.patch_embed.proj.weight", "patches.bias": "model.visual.patch_embed.proj.bias"}
+    | {"positions.weight": "model.visual.pos_embed.weight"}
+    | {f"projector.{x}.{part}": f"model.visual.merger.{hf}.{part}" for x, hf in MERGER.items() for part in PARTS}
+)
+DEEPSTACK = {
+    f"{x}.{part}": f"model.visual.deepstack_merger_list.{{number}}.{hf}.{part}"
+    for x, hf in MERGER.items()
+    for part in PARTS
+}
+DEFAULTS = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+    "initializer_range": 0.02,
+}
+TENSORS = r"^model\.visual\."
+
+
+def read_vision(config: Mapping[str, Any], image_token: int, **defaults: Any) -> Vision:
+    """Return the tower of a config.json; defaults: other ones than DEFAULTS."""
+    own = DEFAULTS | defaults | (config.get("vision_config") or {})
+    rope = own.get("rope_parameters") or {}
+    choose({"rope_type": "axial"} | rope, "rope_type", "axial")
+    hidden, heads, merge = own["hidden_size"], own["num_heads"], own["spatial_merge_size"]
+    pairs = hidden // heads // 4
+    layer = Layer(
+        Heads(
+            heads=heads,
+            kv_heads=heads,
+            head_dim=hidden // heads,
+            rope=Rope(rope.get("rope_theta", 10_000.0), "axial", axes=(pairs, pairs)),
+            bias=frozenset("qkvo"),
+        ),
+        FeedForward(own["intermediate_size"], bias=True, activation=llama.activation(own), gated=False),
+        in_tower=True,
+    )
+    layout = ImageLayout(
+        patch=own["patch_size"],
+        merge=merge,
+        token=config.get("image_token_id", image_token),
+        rope_axes=True,
+        channels=own["in_channels"],
+    )
+    return Vision(
+        layout=layout,
+        hidden=hidden,
+        layers=(layer,) * own["depth"],
+        norm=Norm(1e-6, centred=True, bias=True),
+        frames=own["temporal_patch_size"],
+        patch_bias=True,
+        positions=int(own["num_position_embeddings"] ** 0.5),
+        projected=hidden * merge**2,
+        out=own["out_hidden_size"],
+        deepstack=tuple(sorted(own["deepstack_visual_indexes"])),
+        initializer_range=own["initializer_range"],
+    )
+
+
+def tensors(image_token: int, **defaults: Any) -> VisionTensors:
+    """Return the tower of a family with another image token, or other defaults than DEFAULTS."""
+    read = partial(read_vision, image_token=image_token, **defaults)
+    return VisionTensors(LAYER, OUTSIDE, TENSORS, read, DEEPSTACK)

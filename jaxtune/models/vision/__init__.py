@@ -1,0 +1,1 @@
+"""The vision tower: patches of packed images become embeddings of image tokens."""

@@ -1,0 +1,113 @@
+"""Packed rows of documents with images, made by hand, and the same documents for transformers.
+
+Patches are random: a tower does not know what they show.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from batches import columns_of
+from tiny import VOCABULARY
+
+from jaxtune.columns import image_columns
+from jaxtune.image_layout import ImageLayout
+
+
+class Seen(NamedTuple):
+    """An image: rows and columns of patches, and the patches (rows * columns, values) in the order of the layout."""
+
+    grid: tuple[int, int]
+    patches: np.ndarray
+
+
+class Sample(NamedTuple):
+    """A document: its tokens, with as many image tokens as its images have blocks of patches."""
+
+    tokens: np.ndarray
+    images: tuple[Seen, ...]
+
+
+def draw_sample(layout: ImageLayout, length: int, grids: list[tuple[int, int]], seed: int) -> Sample:
+    """Return a document of `length` random tokens, with an image of each grid after every fifth of them."""
+    rng = np.random.default_rng(seed)
+    texts = rng.choice(np.delete(np.arange(VOCABULARY), layout.token), length)
+    images = tuple(Seen(grid, rng.normal(size=(grid[0] * grid[1], layout.patch_values))) for grid in grids)
+    parts = []
+    for number, image in enumerate(images):
+        parts += [texts[5 * number : 5 * number + 5], np.full(len(image.patches) // layout.merge**2, layout.token)]
+    return Sample(np.concatenate([*parts, texts[5 * len(images) :]]), images)
+
+
+def blocks_of(grid: tuple[int, int], layout: ImageLayout) -> np.ndarray:
+    """Return (row, column) of each block of an image, in the order of the layout."""
+    rows, columns = (size // layout.merge for size in grid)
+    every = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), -1).reshape(-1, 2)
+    if layout.window is None:
+        return every
+    window = every // layout.window
+    return every[np.lexsort((every[:, 1], every[:, 0], window[:, 1], window[:, 0]))]
+
+
+def image_batch(samples: list[Sample], layout: ImageLayout, patches: int, length: int) -> dict[str, np.ndarray]:
+    """Return the columns of one row (1, ...) with these documents."""
+    tokens = np.concatenate([sample.tokens for sample in samples])
+    lengths = [len(sample.tokens) for sample in samples]
+    batch = columns_of(np.pad(tokens, (0, length - len(tokens)))[None], lengths)
+    columns = {}
+    for column in image_columns(layout, patches):
+        columns[column.name] = np.full(column.shape(1, length), column.padding, column.dtype)
+    if layout.rope_axes:
+        columns["rope_positions"][:] = batch["positions"][..., None]
+    first, start, merge = 0, 0, layout.merge
+    inside = np.stack(np.meshgrid(np.arange(merge), np.arange(merge), indexing="ij"), -1).reshape(-1, 2)
+    for sample in samples:
+        placed = np.flatnonzero(sample.tokens == layout.token)
+        moved, done = np.arange(len(sample.tokens))[:, None].repeat(3, 1), 0
+        for image in sample.images:
+            rows, count = slice(first, first + len(image.patches)), len(image.patches) // merge**2
+            blocks = blocks_of(image.grid, layout)
+            columns["patches"][0, rows] = image.patches
+            columns["patch_positions"][0, rows] = (blocks[:, None] * merge + inside).reshape(-1, 2)
+            columns["patch_grid"][0, rows] = image.grid
+            columns["patch_start"][0, rows], columns["patch_end"][0, rows] = rows.start, rows.stop
+            if layout.window is not None:
+                window = (blocks // layout.window) @ [10_000, 1]
+                edges = np.flatnonzero(np.diff(window, prepend=-1, append=-1))
+                for a, b in pairwise(edges):
+                    part = slice(first + a * merge**2, first + b * merge**2)
+                    columns["window_start"][0, part], columns["window_end"][0, part] = part.start, part.stop
+            at = placed[done : done + count]
+            raster = np.lexsort((blocks[:, 1], blocks[:, 0]))
+            columns["image_place"][0, start + at] = first // merge**2 + raster
+            # As transformers' get_rope_index: text goes on after the largest position of the image.
+            base = moved[at[0], 0]
+            moved[at] = base
+            moved[at, 1:] += blocks[raster]
+            moved[at[-1] + 1 :] -= count - max(image.grid) // merge
+            first, done = rows.stop, done + count
+        if layout.rope_axes:
+            columns["rope_positions"][0, start : start + len(sample.tokens)] = moved
+        start += len(sample.tokens)
+    return batch | columns
+
+
+def torch_inputs(sample: Sample, layout: ImageLayout, dtype, frames: int = 2) -> dict:
+    """Return the document as arguments of a Qwen model of transformers, with pixels in a dtype of torch."""
+    import torch
+
+    tokens = torch.tensor(sample.tokens)[None]
+    inputs = {"input_ids": tokens, "mm_token_type_ids": (tokens == layout.token).int()}
+    if sample.images:
+        patches = np.concatenate([in_blocks(image, layout) for image in sample.images])
+        patches = patches.reshape(len(patches), layout.channels, 1, layout.patch**2).repeat(frames, 2)
+        inputs["pixel_values"] = torch.tensor(patches.reshape(len(patches), -1), dtype=dtype)
+        inputs["image_grid_thw"] = torch.tensor([(1, *image.grid) for image in sample.images])
+    return inputs
+
+
+def in_blocks(image: Seen, layout: ImageLayout) -> np.ndarray:
+    """Return the patches with blocks in raster order, as image processors of Qwen return them."""
+    blocks = blocks_of(image.grid, layout)
+    raster = np.lexsort((blocks[:, 1], blocks[:, 0]))
+    return image.patches.reshape(len(blocks), -1, image.patches.shape[1])[raster].reshape(image.patches.shape)
