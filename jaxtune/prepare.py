@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxtune import hf
-from jaxtune.columns import ASKED, LABEL, LABELLED, NEXT_TOKEN, NOT_AN_OPTION, OPTION_SHARES
+from jaxtune.columns import ASKED, LABEL, LABELLED, NEXT_TOKEN, NOT_AN_OPTION, OPTION_SHARES, image_columns
 from jaxtune.config.schema import Config
 from jaxtune.data import (
     Documents,
@@ -45,9 +45,11 @@ from jaxtune.data import (
 from jaxtune.data.formats.questions import HEAD_LABELS
 from jaxtune.data.formats.sample_formats import IGNORED_LABEL
 from jaxtune.data.images.image_files import describe_place
+from jaxtune.data.images.image_reader import ImageReader, open_reader
 from jaxtune.errors import UserError
 from jaxtune.image_layout import ImageLayout
 from jaxtune.rollout.episodes.toolbox import load_functions
+from jaxtune.weights.architecture import spec_of
 from jaxtune.weights.class_labels import resolve_labels
 
 STYLES = {True: "green", False: "bright_black"}  # trained or not
@@ -137,21 +139,33 @@ def _shard(text: str) -> tuple[int, int]:
     return int(numbers[1]), int(numbers[2])
 
 
+def _open_images(config: Config, folders: hf.Folders) -> ImageReader | None:
+    """Return the reader of images of the config's model; None without vision.patches_per_row."""
+    if config.vision.patches_per_row is None:
+        return None
+    saved = hf.read_config(folders.config)
+    spec = spec_of(hf.apply_options(saved, config.model), saved, config.model, vision=True)
+    layout = None if spec.vision is None else spec.vision.layout
+    return open_reader(config.vision, folders.tokenizer, spec.family, layout)
+
+
 def run_command(values: flags.FlagValues, config: Config) -> None:
     """Print counts and samples of the data."""
     config = resolve_labels(config)
     assert config.model.path is not None
-    folder = hf.find_folders(config.model, weights=False).tokenizer
-    tokenizer = hf.load_tokenizer(folder, config.chat.template, config.data.special_tokens)
+    folders = hf.find_folders(config.model, weights=False)
+    tokenizer = hf.load_tokenizer(folders.tokenizer, config.chat.template, config.data.special_tokens)
     console = Console(soft_wrap=True, highlight=False)
     columns = {"classification": LABELLED, "decision": ASKED}.get(config.sample_type or "", NEXT_TOKEN)
     labels = config.model.id2label if LABEL in columns else ()
+    if (images := _open_images(config, folders)) is not None and config.vision.patches_per_row is not None:
+        columns += image_columns(images.layout, config.vision.patches_per_row)
     if values.shard is not None and config.samples:
         raise UserError(f"--shard: prompts ({config.samples}) are read when a run starts, and are not cached")
     if values.shard is not None:
         if config.data.cache_only:
             raise UserError("--shard reads the sources, which data.cache_only=True forbids")
-        for line in prepare_documents(config, tokenizer, _shard(values.shard)):
+        for line in prepare_documents(config, tokenizer, _shard(values.shard), images):
             console.print(line, markup=False)
         return
     if config.samples:
@@ -168,7 +182,7 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
         train, validation = window.documents, open_validation(config, tokenizer)
         console.print("data.streaming: only the first rows of the training data, which are not cached")
     else:
-        train, validation = open_documents(config, tokenizer)
+        train, validation = open_documents(config, tokenizer, images=images)
     training, validating = Rows(train, config.data, 1, columns), rows_to_evaluate(validation, config, columns)
     losses = (loss for rows in (training, *validating.values()) for loss in rows.losses)
     for loss in dict.fromkeys(losses):
