@@ -46,10 +46,12 @@ from jaxtune.data import (
 from jaxtune.data.formats.questions import HEAD_LABELS
 from jaxtune.data.formats.sample_formats import IGNORED_LABEL
 from jaxtune.data.images.image_files import describe_place
+from jaxtune.data.images.image_reader import ImageReader, open_reader
 from jaxtune.errors import UserError
 from jaxtune.image_layout import ImageLayout
 from jaxtune.models.families import read_spec
 from jaxtune.rollout.episodes.toolbox import load_functions
+from jaxtune.weights.architecture import spec_of
 from jaxtune.weights.class_labels import resolve_labels
 
 STYLES = {True: "green", False: "bright_black"}  # trained or not
@@ -139,12 +141,22 @@ def _shard(text: str) -> tuple[int, int]:
     return int(numbers[1]), int(numbers[2])
 
 
+def _open_images(config: Config, folders: hf.Folders) -> ImageReader | None:
+    """Return the reader of images of the config's model; None without vision.patches_per_row."""
+    if config.vision.patches_per_row is None:
+        return None
+    saved = hf.read_config(folders.config)
+    spec = spec_of(hf.apply_options(saved, config.model), saved, config.model, vision=True)
+    layout = None if spec.vision is None else spec.vision.layout
+    return open_reader(config.vision, folders.tokenizer, spec.family, layout)
+
+
 def run_command(values: flags.FlagValues, config: Config) -> None:
     """Print counts and samples of the data."""
     config = resolve_labels(config)
     assert config.model.path is not None
-    folder = hf.find_folders(config.model, weights=False).tokenizer
-    tokenizer = hf.load_tokenizer(folder, config.chat.template, config.data.special_tokens)
+    folders = hf.find_folders(config.model, weights=False)
+    tokenizer = hf.load_tokenizer(folders.tokenizer, config.chat.template, config.data.special_tokens)
     console = Console(soft_wrap=True, highlight=False)
     columns = {"classification": LABELLED, "decision": ASKED}.get(config.sample_type or "", NEXT_TOKEN)
     images = None
@@ -154,6 +166,8 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
         images = open_reader(config.vision, folder, spec.family, spec.vision.layout)
         columns = (*columns, *image_columns(spec.vision.layout, patches))
     labels = config.model.id2label if LABEL in columns else ()
+    if (images := _open_images(config, folders)) is not None and config.vision.patches_per_row is not None:
+        columns += image_columns(images.layout, config.vision.patches_per_row)
     if values.shard is not None and config.samples:
         raise UserError(f"--shard: prompts ({config.samples}) are read when a run starts, and are not cached")
     if values.shard is not None:

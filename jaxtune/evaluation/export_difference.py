@@ -18,7 +18,7 @@ from jaxtune.models.head.score import hidden_states, logits
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.served import ServedWeight
-from jaxtune.training.assembly import task_of
+from jaxtune.training.assembly import open_images, task_of
 from jaxtune.weights.base import read_base
 from jaxtune.weights.model import Model, declare_model
 from jaxtune.weights.served_linears import serve_weights
@@ -78,9 +78,10 @@ def _rows(model: Model, config: Config) -> tuple[str, dict[str, data.Rows]]:
         return "", {}
     tokenizer = hf.load_tokenizer(model.folders.tokenizer, config.chat.template, config.data.special_tokens)
     try:
-        where, documents = "validation", data.open_validation(config, tokenizer, model.spec.vocabulary)
+        opened = config, tokenizer, model.spec.vocabulary, open_images(model, config)
+        where, documents = "validation", data.open_validation(*opened)
         if not documents and not config.data.streaming:
-            where, documents = "training", {"": data.open_documents(config, tokenizer, model.spec.vocabulary)[0]}
+            where, documents = "training", {"": data.open_documents(*opened)[0]}
         return where, data.rows_to_evaluate(documents, config, task_of(model, config).columns)
     except UserError as error:
         log.warning("the run's data cannot be read again, so logits are compared instead of losses: %s", error)

@@ -24,7 +24,7 @@ from jaxtune.rollout.episodes.toolbox import load_functions, try_functions
 from jaxtune.scoring.reference_scores import add_reference_scores
 from jaxtune.scoring.teacher_scores import BASE, declare_teachers
 from jaxtune.tokenizer_type import Tokenizer
-from jaxtune.training.assembly import objective_of, task_of
+from jaxtune.training.assembly import objective_of, open_images, task_of
 from jaxtune.training.memory import explain_out_of_memory
 from jaxtune.weights.base import read_base
 from jaxtune.weights.class_labels import resolve_labels
@@ -135,7 +135,7 @@ def open_evaluated_model(
 
 
 def _make_evaluate_documents(config: Config, model: Model, mesh: jax.sharding.Mesh, tokenizer: Tokenizer) -> Evaluate:
-    documents = data.open_validation(config, tokenizer, model.spec.vocabulary)
+    documents = data.open_validation(config, tokenizer, model.spec.vocabulary, open_images(model, config))
     if not documents:
         raise UserError(NO_DATA)
     rows = data.rows_to_evaluate(documents, config, task_of(model, config).columns)

@@ -16,7 +16,7 @@ from jaxtune.rollout.rewards import Reward
 from jaxtune.scoring.reference_scores import add_reference_scores
 from jaxtune.scoring.teacher_scores import Teacher, add_teacher_columns, declare_teachers
 from jaxtune.tokenizer_type import Tokenizer
-from jaxtune.training.assembly import Program
+from jaxtune.training.assembly import Program, open_images
 from jaxtune.weights.model import Model
 
 
@@ -56,7 +56,8 @@ def open_inputs(config: Config, program: Program, mesh: jax.sharding.Mesh, goodp
             if functions.rewards:
                 process.on_main(lambda: try_functions(config, functions, prompt, tokenizer))
         else:
-            feed = data.open_feed(config, tokenizer, model.spec.vocabulary, mesh, program.objective.columns)
+            vocabulary, columns, images = model.spec.vocabulary, program.objective.columns, open_images(model, config)
+            feed = data.open_feed(config, tokenizer, vocabulary, mesh, columns, images)
     return RunInputs(tokenizer, feed, functions.rewards, functions.toolbox, teachers)
 
 

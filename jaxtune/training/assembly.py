@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtune import data
 from jaxtune.columns import image_columns, routed_experts
 from jaxtune.config.schema import Config
+from jaxtune.data.images.image_reader import ImageReader
 from jaxtune.errors import UserError
 from jaxtune.host import plugins
 from jaxtune.host.process import compiler_options
@@ -198,6 +199,12 @@ def objective_of(config: Config, model: Model) -> Objective:
 def task_of(model: Model, config: Config) -> Objective:
     """Return the objective to evaluate a model by: decisions, preferences, labels, or (also distilled) next tokens."""
     return _with_images(_task_of(model, config), model, config)
+
+
+def open_images(model: Model, config: Config) -> ImageReader | None:
+    """Return the reader of the images that a model trains on; None without vision.patches_per_row."""
+    layout = None if model.spec.vision is None else model.spec.vision.layout
+    return data.open_reader(config.vision, model.folders.tokenizer, model.spec.family, layout)
 
 
 def _with_images(objective: Objective, model: Model, config: Config) -> Objective:
