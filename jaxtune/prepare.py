@@ -37,7 +37,6 @@ from jaxtune.data import (
     is_chat,
     open_documents,
     open_prompt_sets,
-    open_reader,
     open_validation,
     prepare_documents,
     rows_to_evaluate,
@@ -49,7 +48,6 @@ from jaxtune.data.images.image_files import describe_place
 from jaxtune.data.images.image_reader import ImageReader, open_reader
 from jaxtune.errors import UserError
 from jaxtune.image_layout import ImageLayout
-from jaxtune.models.families import read_spec
 from jaxtune.rollout.episodes.toolbox import load_functions
 from jaxtune.weights.architecture import spec_of
 from jaxtune.weights.class_labels import resolve_labels
@@ -159,12 +157,6 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
     tokenizer = hf.load_tokenizer(folders.tokenizer, config.chat.template, config.data.special_tokens)
     console = Console(soft_wrap=True, highlight=False)
     columns = {"classification": LABELLED, "decision": ASKED}.get(config.sample_type or "", NEXT_TOKEN)
-    images = None
-    if (patches := config.vision.patches_per_row) is not None:
-        spec = read_spec(hf.read_described_config(config.model), vision=True)
-        assert spec.vision is not None, "read_spec refuses a family without a tower"
-        images = open_reader(config.vision, folder, spec.family, spec.vision.layout)
-        columns = (*columns, *image_columns(spec.vision.layout, patches))
     labels = config.model.id2label if LABEL in columns else ()
     if (images := _open_images(config, folders)) is not None and config.vision.patches_per_row is not None:
         columns += image_columns(images.layout, config.vision.patches_per_row)
