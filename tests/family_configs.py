@@ -610,6 +610,25 @@ FAMILIES = {
             )
         ),
     ),
+    "qwen2_5_vl, windows": (
+        "Qwen2_5_VLConfig",
+        SEEING_QWEN
+        | dict(
+            # A window is two blocks of four patches wide.
+            vision_config=dict(
+                depth=3,
+                hidden_size=16,
+                intermediate_size=16,
+                num_heads=2,
+                out_hidden_size=64,
+                patch_size=4,
+                window_size=16,
+                fullatt_block_indexes=[1],
+                initializer_range=0.1,
+            ),
+            text_config=dict(num_hidden_layers=2, rope_parameters=THREE_AXES),
+        ),
+    ),
     "mistral3, inside a model that sees, untied": (
         "Mistral3Config",
         dict(

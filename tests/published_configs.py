@@ -124,6 +124,16 @@ FORMS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": QWEN3_5 | EXPERTS,
     "qwen3_5": dict(text_config=QWEN3_5 | dict(model_type="qwen3_5_text"), tie_word_embeddings=True),
     "qwen3_5_moe": dict(text_config=QWEN3_5 | EXPERTS | dict(model_type="qwen3_5_moe_text"), tie_word_embeddings=False),
+    "qwen2_5_vl": _form(
+        3584, 18_944, 4, 28, 4, 152_064, 128_000, rope_theta=1e6, sliding_window=32_768, use_sliding_window=False,
+        max_window_layers=28, tie_word_embeddings=False, image_token_id=151_655, video_token_id=151_656,
+        rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24]),
+        vision_config=dict(
+            depth=32, hidden_act="silu", hidden_size=1280, intermediate_size=3420, num_heads=16, in_chans=3,
+            out_hidden_size=3584, patch_size=14, spatial_merge_size=2, spatial_patch_size=14, window_size=112,
+            fullatt_block_indexes=[7, 15, 23, 31], tokens_per_second=2, temporal_patch_size=2,
+        ),
+    ),
     "qwen3_vl": QWEN3_VL | dict(text_config=QWEN3_VL_TEXT | dict(model_type="qwen3_vl_text")),
     "qwen3_vl_moe": QWEN3_VL | dict(
         text_config=QWEN3_VL_TEXT | dict(

@@ -6,7 +6,8 @@ Qwen3-30B-A3B and Qwen3-235B-A22B were compared with MindSpeed-RL's configs/mode
 layers, 32 experts) with Nebius' cookbook. Gemma 4 is in transformers' convert_gemma4_weights.py, and its E2B and
 E4B were compared with their config.json as quoted in public code. Qwen3.5-27B was
 compared with slime's scripts/models/qwen3.5-27B.sh, Qwen3.8-27B with LoongForge's pull request 176, and Nemotron-3 Nano
-with its config.json in jax-llm-examples.
+with its config.json in jax-llm-examples. The towers of Qwen3-VL-8B and Qwen3.5-9B are as public code quotes their
+config.json; that of Qwen3.5-27B is assumed to be the same.
 Weights are planned in `model.dtype`, also those that the hub has in MXFP4 or FP8, unless quant.format says otherwise.
 """
 
@@ -59,6 +60,10 @@ _KINDS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
         "mtp_num_hidden_layers": 1,
     },
+    "qwen3_vl": {
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 262_144, "head_dim": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+    },
     "nemotron_h": {
         "layer_norm_epsilon": 1e-5, "max_position_embeddings": 262_144, "head_dim": 128, "mamba_num_heads": 64,
         "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
@@ -70,7 +75,16 @@ _GEMMA4_E = {
     "max_position_embeddings": 131_072, "sliding_window": 512, "attention_k_eq_v": False,
     "hidden_size_per_layer_input": 256,
 }  # fmt: skip
-_DECODERS = {"gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text"}  # models that see: the decoder is in `text_config`
+# Models that see: the decoder is in `text_config`. Without a tower here, only the decoder is planned.
+_DECODERS = {"gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text", "qwen3_vl": "qwen3_vl_text"}
+_TOWER = {
+    "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16,
+    "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 2304,
+}  # fmt: skip
+_TOWERS = {
+    "qwen3_5": _TOWER | {"deepstack_visual_indexes": []},
+    "qwen3_vl": _TOWER | {"deepstack_visual_indexes": [8, 16, 24]},
+}
 _SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads",
           "vocab_size", "tie_word_embeddings")  # fmt: skip
 _MODELS: dict[str, tuple[str, tuple[int, int, int, int, int, int, bool], dict[str, Any]]] = {
@@ -132,6 +146,7 @@ _MODELS: dict[str, tuple[str, tuple[int, int, int, int, int, int, bool], dict[st
                      "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7},
     ),
     "google/gemma-4-E4B": ("gemma4", (2560, 42, 10_240, 8, 2, 262_144, True), _GEMMA4_E | {"num_kv_shared_layers": 18}),
+    "Qwen/Qwen3-VL-8B": ("qwen3_vl", (4096, 36, 12_288, 32, 8, 151_936, False), {}),
     "Qwen/Qwen3.5-9B": ("qwen3_5", (4096, 32, 12_288, 16, 4, 248_320, False), {"linear_num_value_heads": 32}),
     **dict.fromkeys(
         ("Qwen/Qwen3.5-27B", "Qwen/Qwen3.6-27B", "Qwen/Qwen3.8-27B"),
@@ -152,6 +167,9 @@ def config_of(model: str) -> dict[str, Any] | None:
             text = {**_KINDS[kind], **dict(zip(_SIZES, sizes)), **more}
             if kind not in _DECODERS:
                 return {"model_type": kind, **text}
-            tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
-            return {"model_type": kind, "text_config": {"model_type": _DECODERS[kind], **text}, **tied}
+            config = {"model_type": kind, "text_config": {"model_type": _DECODERS[kind], **text}}
+            config["tie_word_embeddings"] = text["tie_word_embeddings"]
+            if kind in _TOWERS:
+                config["vision_config"] = _TOWERS[kind] | {"out_hidden_size": text["hidden_size"]}
+            return config
     return None

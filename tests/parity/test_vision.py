@@ -20,6 +20,7 @@ from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import read_parameters
 
 SEEING = (
+    "qwen2_5_vl, windows",
     "qwen3_vl, deepstack",
     "qwen3_vl_moe, a dense layer",
     "qwen3_5, inside a model that sees",

@@ -50,7 +50,7 @@ _PATTERN = Kind(
 
 _NAMES = {
     _LAYERS: "num_hidden_layers depth",
-    _SIZE: "num_heads in_channels patch_size spatial_merge_size temporal_patch_size out_hidden_size "
+    _SIZE: "window_size num_heads in_channels patch_size spatial_merge_size temporal_patch_size out_hidden_size "
     "num_position_embeddings vocab_size_per_layer_input mamba_d_ssm "
     "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads num_key_value_heads "
     "head_dim global_head_dim num_global_key_value_heads sliding_window kv_lora_rank q_lora_rank qk_nope_head_dim "
@@ -89,7 +89,7 @@ _NAMES = {
     _OBJECT: "vision_config rope_scaling rope_parameters per_layer_config text_config full_attention sliding_attention",
     _list_of("texts", str): "layer_types mlp_layer_types layers_block_type",
     _list_of("whole numbers", int): "mlp_only_layers attn_type_list full_attn_idxs "
-    "mrope_section deepstack_visual_indexes",
+    "mrope_section deepstack_visual_indexes fullatt_block_indexes",
     _list_of("numbers that are 0 or 1", int, bool): "no_rope_layers",
     _list_of("numbers", int, float): "mlp_multipliers ssm_multipliers",
     _PATTERN: "sliding_window_pattern",

@@ -46,6 +46,7 @@ PUBLISHED = {
     "google/gemma-4-E4B": "7.5",
     "google/gemma-4-26B-A4B-it": "25.2",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "31.6",
+    "Qwen/Qwen3-VL-8B-Instruct": "8",
     "Qwen/Qwen3.5-9B": "9",
     "Qwen/Qwen3.5-27B": "27",
     "Qwen/Qwen3.8-27B": "27",
@@ -67,6 +68,12 @@ def test_a_known_model_has_as_many_parameters_as_on_the_hub(model):
 def test_a_known_model_has_as_many_parameters_as_published(model):
     published = PUBLISHED[model]
     assert abs(parameters(model) / 1e9 - float(published)) < 10 ** -len(published.partition(".")[2])
+
+
+def test_a_known_model_that_sees_has_its_tower():
+    """Qwen3-VL-8B has 8.77 billion parameters on the hub, those of the tower among them."""
+    spec = families.read_spec(config_of("Qwen/Qwen3-VL-8B-Instruct"), vision=True)
+    assert round(count(declare(spec)[1]) / 1e9, 2) == 8.77
 
 
 def test_another_model_is_not_known():
