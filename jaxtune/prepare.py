@@ -144,7 +144,7 @@ def _open_images(config: Config, folders: hf.Folders) -> ImageReader | None:
     if config.vision.patches_per_row is None:
         return None
     saved = hf.read_config(folders.config)
-    spec = spec_of(hf.apply_options(saved, config.model), saved, config.model, vision=True)
+    spec = spec_of(hf.apply_options(saved, config.model), saved, config)
     layout = None if spec.vision is None else spec.vision.layout
     return open_reader(config.vision, folders.tokenizer, spec.family, layout)
 

@@ -103,6 +103,14 @@ def check_attention(config: Config) -> Iterator[Problem]:
 
 def check_vision(config: Config) -> Iterator[Problem]:
     """Yield contradictions of section `vision` with others."""
-    if config.vision.patches_per_row is not None and config.data.streaming:
+    if config.vision.patches_per_row is None:
+        return
+    if config.samples:
+        reason = f"the samples are prompts ({config.samples}), which have no images"
+        yield problem(config, "vision.patches_per_row", reason)
+    if config.sample_type in ("classification", "decision"):
+        reason = "samples with labels or questions have no images"
+        yield problem(config, "vision.patches_per_row", reason)
+    if config.data.streaming:
         reason = "rows with images are planned by the sizes of all images, which a stream does not know"
         yield problem(config, "vision.patches_per_row", reason, "data.streaming")

@@ -230,7 +230,7 @@ def base_of(config: Config) -> Base:
     path = config.model.path or ""
     known = None if Path(path).expanduser().exists() or config.model.config else config_of(path)
     if known is not None:
-        return Base(spec_of(hf.apply_options(known, config.model), known, config.model, config.mtp.weight > 0))
+        return Base(spec_of(hf.apply_options(known, config.model), known, config))
     if Path(path).expanduser().exists():
         return read_base(config)
     folder = hf.find_folders(config.model, weights=False).weights

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtune import hf
-from jaxtune.config.schema import ModelOptions
+from jaxtune.config.schema import Config, ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.models import families
 from jaxtune.models.families.entries import Entries
@@ -16,25 +16,20 @@ from jaxtune.models.parameters import declare
 from jaxtune.models.spec import ModelSpec
 
 
-def spec_of(
-    described: Mapping[str, Any],
-    saved: Mapping[str, Any],
-    model: ModelOptions,
-    mtp: bool = False,
-    vision: bool = False,
-) -> ModelSpec:
+def spec_of(described: Mapping[str, Any], saved: Mapping[str, Any], config: Config) -> ModelSpec:
     """Read the spec from `described`, the config.json after model.overrides; `saved` is the one before.
 
-    mtp: whether with its multi-token-prediction modules. Some publishers' config.json have no entry for one; a model
-    that is trained from scratch must have it, because servers read it in the export. vision: whether with its vision
-    tower.
+    It has the multi-token-prediction modules with mtp.weight, and the vision tower with vision.patches_per_row. Some
+    publishers' config.json have no entry for a module; a model that is trained from scratch must have it, because
+    servers read it in the export.
 
     Raises UserError for an override that is not in `saved` and that the family does not read, and as `read_spec`.
     """
-    known = {*_names(saved), *ROPE_ENTRIES}
+    model, known = config.model, {*_names(saved), *ROPE_ENTRIES}
     default = None if model.from_scratch else 1  # modules, if config.json has no entry for their number
     # This adds to `known` each entry that the family reads.
-    spec = families.read_spec(Entries(described, known), mtp, default, vision)
+    vision = config.vision.patches_per_row is not None
+    spec = families.read_spec(Entries(described, known), config.mtp.weight > 0, default, vision)
     for names, value in hf.parse_overrides(model):
         for name in (*names, *_names(value)):
             if name not in known:

@@ -45,13 +45,12 @@ def read_base(config: Config) -> Base:
     folders = hf.find_folders(config.model)
     folder, saved = folders.weights, hf.read_config(folders.config)
     described = hf.apply_options(saved, config.model)
-    mtp, vision = config.mtp.weight > 0, config.vision.patches_per_row is not None
-    if mtp and vision:
+    if config.mtp.weight and config.vision.patches_per_row is not None:
         raise UserError(
             "mtp.weight with vision.patches_per_row: modules would predict from embeddings of image tokens that the "
             "vision tower has not replaced; leave one of the two out"
         )
-    spec, new_head = _with_head(spec_of(described, saved, config.model, mtp, vision), described, config)
+    spec, new_head = _with_head(spec_of(described, saved, config), described, config)
     if config.model.from_scratch and spec.untouched is not None and spec.vision is None:
         raise UserError(
             f"model.from_scratch: only the text decoder of {spec.family} is trained, so its other parts would stay "

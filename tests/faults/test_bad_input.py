@@ -72,7 +72,7 @@ BAD_LINES = {
     "a column of images": (
         GOOD_CHAT,
         line(messages=[USER, {"role": "assistant", "content": "Yo"}], images=["cat.png"]),
-        "column 'images' holds images: vision.patches_per_row, which trains on images, is not set",
+        "column 'images' holds images: images are read with vision.patches_per_row only",
     ),
     "an image of another layout": (GOOD_TEXT, line(image="cat.png", caption="a cat"), "column 'image' holds images"),
     "input_ids outside": (

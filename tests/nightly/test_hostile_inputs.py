@@ -26,7 +26,7 @@ from unit.commands.test_report import run as run_folder
 
 from jaxtune import hf, report
 from jaxtune.config import read_recipe
-from jaxtune.config.schema import Dataset, ModelOptions
+from jaxtune.config.schema import Config, Dataset, ModelOptions
 from jaxtune.data.cache.documents import tokenize
 from jaxtune.data.chat import sandbox
 from jaxtune.errors import UserError
@@ -86,7 +86,7 @@ def test_config_json(outcomes, tmp_path, data):
     kind = data.draw(st.sampled_from(sorted(FORMS)))
     (tmp_path / "config.json").write_bytes(data.draw(json_files(FORMS[kind] | {"model_type": kind})))
     model = ModelOptions(path=str(tmp_path))
-    outcomes.read(lambda: declare(spec_of(hf.read_described_config(model), hf.read_config(tmp_path), model)))
+    outcomes.read(lambda: declare(spec_of(hf.read_described_config(model), hf.read_config(tmp_path), Config(model=model))))
 
 
 OTHER_TYPES = (True, "text", [1], {"a": 1})

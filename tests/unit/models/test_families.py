@@ -8,7 +8,7 @@ import transformers
 from family_configs import FAMILIES as ROWS
 from published_configs import FORMS, MODELS
 
-from jaxtune.config.schema import ModelOptions
+from jaxtune.config.schema import Config, ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.models import families
 from jaxtune.models.families import FAMILIES, read_spec
@@ -363,7 +363,7 @@ def test_a_rope_that_a_model_does_not_have_is_not_stretched(option):
     described = newest_form("nemotron_h")
     model = ModelOptions(path="nemotron", **{option: {"rope_scaling": "dynamic", "max_positions": 128}[option]})
     with pytest.raises(UserError, match=f"model.{option}: this nemotron_h has no rotary embeddings to stretch"):
-        spec_of(described, described, model)
+        spec_of(described, described, Config(model=model))
 
 
 def test_older_names_of_nemotron_h_are_read_as_in_transformers():
