@@ -390,8 +390,8 @@ def _why_none_is_left(
     why = "the cut leaves no trained token" if pieces.cut.any() else "all are dropped"
     longer = "the document is" if len(lengths) == 1 else f"all {len(lengths):,} documents are"
     return (
-        f"{longer} longer than data.seq_len={seq_len} tokens, and with data.truncation={truncation!r} {why}; raise "
-        "data.seq_len, or choose another data.truncation"
+        f"{longer} longer than data.seq_len={seq_len} tokens, and with data.truncation={truncation!r} {why}; "
+        "raise data.seq_len, or choose another data.truncation"
     )
 
 
