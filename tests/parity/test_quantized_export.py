@@ -32,7 +32,7 @@ def case(request, tmp_path_factory):
 def written(case, one_device, monkeypatch):
     kind, folder, output = case
     if not output.exists():
-        monkeypatch.setattr(write, "_write_tokenizer", lambda *_: None)  # the model has none
+        monkeypatch.setattr(write, "write_tokenizer", lambda *_: None)  # the model has none
         model, parameters, config = read_model(folder, one_device)
         write.export_full(model, parameters, config, output, kind)
     return case

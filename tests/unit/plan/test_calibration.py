@@ -12,7 +12,7 @@ from jaxtune.plan.launches import Launch, LaunchedProgram
 from jaxtune.plan.prediction import Speed, TargetGpus
 from jaxtune.plan.prices import Price
 from jaxtune.plan.rates import KERNELS, SCENARIOS, gaps_ms, step_ms
-from jaxtune.plan.summary import Row, comparison
+from jaxtune.plan.summary import Row, comparison_end, comparison_head, comparison_row
 from pallas_kernels.gpus import GPUS, peak_flops
 
 # Made up for these tests.
@@ -174,6 +174,7 @@ def compare(assumptions) -> str:
         needed=1e9, fits=True, speeds=dict.fromkeys(SCENARIOS, Speed(1.0, 2.0, 0.3)), assumptions=assumptions
     )
     plan.where = TargetGpus("h100")
-    text = comparison([Row(recipe, plan.where, plan, Price(1.0)) for recipe in ("one", "other")])
+    rows = [Row(recipe, plan.where, plan, Price(1.0)) for recipe in ("one", "other")]
+    text = "\n".join((comparison_head(), *map(comparison_row, rows), comparison_end(rows)))
     assert all(len(line) <= 120 for line in text.splitlines())
     return " ".join(text.split())
