@@ -80,7 +80,7 @@ def image_batch(samples: list[Sample], layout: ImageLayout, patches: int, length
             at = placed[done : done + count]
             raster = np.lexsort((blocks[:, 1], blocks[:, 0]))
             columns["image_place"][0, start + at] = first // merge**2 + raster
-            # As transformers' get_rope_index: text goes on after the largest position of the image.
+            # As transformers' get_rope_index: text continues after the largest position of the image.
             base = moved[at[0], 0]
             moved[at] = base
             moved[at, 1:] += blocks[raster]

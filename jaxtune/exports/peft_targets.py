@@ -1,4 +1,4 @@
-"""The modules and parameters that peft is told to adapt, with the ranks of those that differ."""
+"""The modules and parameters that peft adapts, and the ranks that differ between them."""
 
 import logging
 from collections.abc import Collection, Mapping

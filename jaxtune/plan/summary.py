@@ -81,7 +81,7 @@ def comparison_row(row: Row) -> str:
 
 
 def comparison_end(rows: Sequence[Row]) -> str:
-    """What follows a table of plans: prices, and the time model's assumptions if they are of one kind of GPU.
+    """The end of a table of plans: prices, and the time model's assumptions if they are of one kind of GPU.
 
     If there are several machines, the cheapest and the fastest ones are named.
     """

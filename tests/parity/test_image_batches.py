@@ -1,4 +1,4 @@
-"""Batches of conversations with images, from files on: tokens and pixels are those of transformers' processors."""
+"""Batches of conversations with images, from files on: tokens and pixels equal transformers' processors'."""
 
 import json
 from types import SimpleNamespace

@@ -50,7 +50,7 @@ def xorl_foundation(o: Options) -> Settings:
 
 
 def xorl_encoders(o: Options) -> Settings:
-    """The vision tower; its weights are those of the model's own files."""
+    """The vision tower; the model's own files have its weights."""
     encoders = o["model.encoders"]
     if not isinstance(encoders, Mapping) or encoders.keys() - {"image"}:
         raise Unsupported("encoders other than image")
