@@ -318,7 +318,7 @@ def test_the_mark_of_images_in_a_text_is_refused(read, tmp_path):
         with pytest.raises(UserError, match="message 0: holds one of the Unicode noncharacters"):
             read(sample)
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "a", "images": ["b.png"]}]}))
-    with pytest.raises(UserError, match="it has the key 'images': vision.patches_per_row"):
+    with pytest.raises(UserError, match="it has the key 'images': .*vision.patches_per_row"):
         tokenize((Dataset(path=str(path)),), tokenizer, tmp_path / "plain")
     template = ChatTemplate(tokenizer)
     assert "<|image_pad|>" not in template.text([{"role": "user", "content": "\ufdd4"}])
