@@ -270,5 +270,6 @@ class ChatTemplate:
         variables = self._variables | {"add_generation_prompt": False} | more  # bos_token and others by name
         # Templates get only the keys that they would get from transformers at inference.
         shown = [{key: value for key, value in message.items() if key not in UNSEEN} for message in messages]
-        shown = [message | {"content": split_parts(message["content"])} for message in shown]
+        if any("images" in message for message in messages):  # else no text has images, whatever it holds
+            shown = [message | {"content": split_parts(message["content"])} for message in shown]
         return self._template.render(messages=shown, tools=tools, documents=None, **variables)

@@ -17,7 +17,8 @@ NO_IMAGES = (
 UNSEEN = ("train", "loss_scale", "images")
 """Keys of a message about its training, which are not passed to chat templates."""
 
-_IMAGE_PARTS = ("image", "image_url", "input_image")
+IMAGE_PARTS = ("image", "image_url", "input_image")
+"""Types of content parts that are images."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _HOLDS_MARK = "holds one of the Unicode noncharacters U+FDD0 to U+FDD4"
 
@@ -34,7 +35,8 @@ def check_messages(raw: Any, images: bool = False) -> list[Message]:
     Args:
         raw: the messages.
         images: whether contents may have images: then each becomes the character IMAGE in the text, and `images` of
-            the message lists what the sample says of each; None: the image is in another column.
+            the message lists what the sample says of each; {"index"}: number of the image in another column; None: the
+            next image in another column.
 
     Raises:
         UserError: not a list of such objects, an unknown role, or content that is not text, such as an image.
@@ -61,6 +63,9 @@ def _check_message(raw: Any, i: int, images: bool) -> Message:
     message = {key: value for key, value in raw.items() if value is not None}
     if message.get("role") not in ROLES:
         raise UserError(f"message {i}: unknown role {message.get('role')!r}; known are {', '.join(ROLES)}")
+    if message.get("images"):  # of Ollama, where an image has no place in the text
+        reason = "put each image into the content, as a part of type 'image'" if images else NO_IMAGES
+        raise UserError(f"message {i} ({message['role']}): it has the key 'images': {reason}")
     content = message.get("content")
     sources: list[Any] = []
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
@@ -104,17 +109,18 @@ def _check_training(message: Message, i: int) -> None:
 
 
 def _is_text_or_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in (*_TEXT_PARTS, *_IMAGE_PARTS)
+    return isinstance(part, dict) and part.get("type") in (*_TEXT_PARTS, *IMAGE_PARTS)
 
 
 def _with_images(parts: list[dict[str, Any]], i: int) -> tuple[str, list[Any]]:
     """Return the text of content parts with a mark for each image, and what the parts say of the images."""
     texts, sources = [], []
     for part in parts:
-        if part["type"] in _IMAGE_PARTS:
+        if part["type"] in IMAGE_PARTS:
             texts.append(IMAGE)
             named = (part.get(key) for key in ("image", "image_url", "url", "path"))
-            sources.append(next((value for value in named if value is not None), None))
+            index = None if part.get("index") is None else {"index": part["index"]}
+            sources.append(next((value for value in named if value is not None), index))
         else:
             texts.append(str(part.get("text") or ""))
             if any(mark in texts[-1] for mark in MARKS):
@@ -125,7 +131,7 @@ def _with_images(parts: list[dict[str, Any]], i: int) -> tuple[str, list[Any]]:
 def _kind_of_image(part: Any) -> str | None:
     """Return the type of a content part that is an image or a video, as templates and APIs name it; else None."""
     kind = part.get("type") if isinstance(part, dict) else None
-    return kind if kind in (*_IMAGE_PARTS, "video") else None
+    return kind if kind in (*IMAGE_PARTS, "video") else None
 
 
 def _check_tool_call(call: Any, i: int) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
 from jaxtune.data.chat.messages import Message, clip
+from jaxtune.data.chat.sandbox import MARKS
 from jaxtune.errors import UserError, counted
 
 _REFERENCE, _BOX = "<ref-object>", "<bbox>"
@@ -38,6 +39,11 @@ def fill_boxes(
     """
     objects = _read_objects(objects)
     names, boxes = objects.get("ref") or [], objects.get("bbox") or []
+    for name in map(str, names):
+        if _BOX in name or any(mark in name for mark in MARKS):
+            raise UserError(
+                f"objects: a ref may not hold {_BOX} or a noncharacter U+FDD0 to U+FDD4: {clip(repr(name))}"
+            )
     images = [*(objects.get("image_id") or []), *[0] * len(boxes)]
     kind = objects.get("bbox_type") or "real"
     if kind not in ("real", "norm1"):
@@ -82,10 +88,13 @@ def _read_objects(objects: Any) -> dict[str, Any]:
     return objects
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9  # NaN is not
+
+
 def _scaled(box: Any, image: Any, sizes: Sequence[Any], kind: str, scale: Scale) -> str:
     """Return a box as text: (x1,y1),(x2,y2)."""
-    numbers = isinstance(box, list) and len(box) in (2, 4) and all(isinstance(one, int | float) for one in box)
-    if not numbers:
+    if not (isinstance(box, list) and len(box) in (2, 4) and all(map(_is_number, box))):
         raise UserError(f"objects: a box is [x1, y1, x2, y2] or [x, y], found {clip(repr(box))}")
     if not isinstance(image, int) or not 0 <= image < len(sizes):
         raise UserError(f"objects: image_id {image!r}, and the sample has {counted(len(sizes), 'image')}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtune.data.chat.chat_template import ChatTemplate
 from jaxtune.data.chat.encoding import Rendered
-from jaxtune.data.chat.messages import Message
+from jaxtune.data.chat.messages import IMAGE_PARTS, Message
 from jaxtune.data.chat.sandbox import IMAGE
 from jaxtune.data.formats.boxes import Scale, default_scale, fill_boxes
 from jaxtune.data.images.image_reader import ImageReader
@@ -42,7 +42,7 @@ class ImageMessages:
         """Render a conversation as `ChatTemplate.render` does, with the tokens of its images, which are context.
 
         An image is a part of a message, or a placeholder <image> in its text; what neither names is in the sample's
-        column `images` or `image`.
+        column `images` or `image`. In a sample without any image, <image> is text.
 
         Args:
             template: the chat template.
@@ -54,20 +54,24 @@ class ImageMessages:
             UserError: the numbers of placeholders and images differ, an image cannot be read, or the template writes
                 another number of images.
         """
+        listed = images_in(sample)
         sources: list[Any] = []
         shown: list[Message] = []
-        for message in messages:
+        for message in messages if listed or any(message.get("images") for message in messages) else ():
             of_parts = iter(message.get("images", ()))
             marks = re.findall(f"{IMAGE}|{_PLACEHOLDER}", message["content"])
             sources += [next(of_parts) if mark == IMAGE else None for mark in marks]
             shown.append({**message, "content": message["content"].replace(_PLACEHOLDER, IMAGE)})
-        listed = images_in(sample)
-        if (placeholders := sources.count(None)) != len(listed):
+        shown = shown or messages
+        chosen = [_index(source, len(listed)) for source in sources]
+        unchosen = [image for i, image in enumerate(listed) if i not in chosen]
+        if (placeholders := sources.count(None)) != len(unchosen):
             raise UserError(
-                f"{counted(placeholders, 'placeholder')} for {counted(len(listed), 'image')}: each image of the column "
-                f"{' or '.join(map(repr, COLUMNS))} needs one {_PLACEHOLDER} in a message, where it belongs"
+                f"{counted(placeholders, 'placeholder')} for {counted(len(unchosen), 'image')}: each image of the "
+                f"column {' or '.join(map(repr, COLUMNS))} needs one {_PLACEHOLDER} in a message, where it belongs"
             )
-        rest = iter(listed)
+        rest = iter(unchosen)
+        sources = [source if i is None else listed[i] for source, i in zip(sources, chosen)]
         found = [self._reader.find(next(rest) if one is None else one, self.folder) for one in sources]
         if sample.get("objects"):
             sizes = [sizes for _, *sizes in found]
@@ -82,13 +86,18 @@ class ImageMessages:
                 f"the rendered text has {written} {counted(count, 'time')} for {counted(len(images), 'image')}: the "
                 "text of a message may not hold it, and the chat template must write it for each image"
             )
-        pieces, holes, start = [], [], 0  # `holes`: (start, end, length of the expanded text) of the placeholders
+        # `holes`: (start, end, length of the expanded text) of the placeholders, with the texts around them.
+        pieces, holes, start = [], [], 0
+        before, after = self._placeholder.around
         for image in images:
             place = text.index(written, start)
             expanded = self._placeholder(image, self._reader.layout)
             pieces += [text[start:place], expanded]
             start = place + len(written)
-            holes.append((place, start, len(expanded)))
+            if text.endswith(before, 0, place) and text.startswith(after, start):
+                holes.append((place - len(before), start + len(after), len(before) + len(expanded) + len(after)))
+            else:
+                holes.append((place, start, len(expanded)))
         weights = rendered.weights or [1.0] * len(rendered.spans or ())
         weighted = [(span, weight) for span, weight in zip(rendered.spans or (), weights)]
         for place, end, length in reversed(holes):
@@ -103,6 +112,26 @@ class ImageMessages:
         spans = None if rendered.spans is None else tuple(span for span, _ in weighted)
         text = "".join([*pieces, text[start:]])
         return dataclasses.replace(rendered, text=text, spans=spans, weights=weights, images=tuple(images))
+
+
+def _index(source: Any, count: int) -> int | None:
+    """Return which of `count` listed images a part of a message selects; None: it selects none by its number."""
+    if not isinstance(source, dict) or source.keys() != {"index"}:
+        return None
+    index = source["index"]
+    if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < count:
+        raise UserError(f"an image has index {index!r}, and the sample lists {counted(count, 'image')}, from 0")
+    return index
+
+
+def holds_image(message: Message) -> bool:
+    """Return whether a message of a sample with images, as the sample has it, holds one of them."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return any(isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in content) or any(
+            isinstance(part, dict) and _PLACEHOLDER in str(part.get("text")) for part in content
+        )
+    return isinstance(content, str) and _PLACEHOLDER in content
 
 
 def images_in(sample: Mapping[str, Any]) -> list[Any]:

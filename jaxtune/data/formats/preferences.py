@@ -12,7 +12,7 @@ from jaxtune.config.schema import Dataset
 from jaxtune.data.chat.chat_template import ChatTemplate
 from jaxtune.data.chat.encoding import Encoded, Rendered, RenderedUnit, UntrainableSample
 from jaxtune.data.chat.messages import Message, clip
-from jaxtune.data.formats.image_messages import ImageMessages, images_in
+from jaxtune.data.formats.image_messages import ImageMessages, holds_image, images_in
 from jaxtune.data.formats.prompts import prompt_fields, prompt_in, value_in, with_system_and_tools
 from jaxtune.data.formats.units import Unit
 from jaxtune.errors import UserError
@@ -93,7 +93,13 @@ def render_labelled_answer(
     prompt, answer = prompt_in(entry, sample), value_in(entry, sample, entry.output_field)
     if prompt is None and isinstance(answer, list):  # a conversation, whose last message is judged
         prompt, answer = answer[:-1], answer[-1:]
-    return RenderedUnit((_after(prompt, answer, entry, template, images, sample),), {DESIRABLE.name: wanted})
+    rendered = _after(prompt, answer, entry, template, images, sample)
+    if rendered.images and any(map(holds_image, [{"content": answer}] if isinstance(answer, str) else answer)):
+        raise UserError(
+            "an answer holds an image: type unpaired_preference allows images in the prompt only, because KTO puts "
+            "answers behind the prompts of other samples"
+        )
+    return RenderedUnit((rendered,), {DESIRABLE.name: wanted})
 
 
 def add_mismatched_answers(units: Iterable[Unit], name: str) -> Iterator[Unit]:

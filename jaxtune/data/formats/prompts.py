@@ -256,5 +256,5 @@ def with_system_and_tools(
         raise UserError(f"column {entry.system_field!r} must be text, found {clip(repr(system))}")
     system = system or entry.system_prompt
     if system and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
+        messages = [*check_messages([{"role": "system", "content": system}], images), *messages]
     return messages, check_tools(sample.get(entry.tools_field)) if entry.tools_field else None

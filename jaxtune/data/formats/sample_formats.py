@@ -317,7 +317,7 @@ def _conversation(
     messages = check_messages(messages_in(sample, columns, renamed), images is not None)
     system = _system(sample, entry)
     if system and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
+        messages = [*check_messages([{"role": "system", "content": system}], images is not None), *messages]
     tools = check_tools(sample.get(entry.tools_field)) if entry.tools_field else None
     return images.render(template, messages, tools, sample) if images else template.render(messages, tools)
 
@@ -334,6 +334,7 @@ def _chat_instruction(
     ]
     system = _system(sample, entry)
     messages = [{"role": "system", "content": system}, *messages] if system else messages
+    messages = check_messages(messages, images is not None)
     return images.render(template, messages, None, sample) if images else template.render(messages)
 
 

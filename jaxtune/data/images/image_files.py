@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 # Formats of one picture that pillow decodes by itself. EPS, for example, would run another program.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+_PROTOCOLS = ("http", "https", "s3", "gs", "gcs", "abfs", "az", "hf", "memory")
 MAX_PIXELS = 2**27
 """Pixels of the largest image that is decoded, which takes 3 bytes a pixel: a small file may hold many more."""
 
@@ -34,7 +36,7 @@ def find_place(image: Any, folder: str) -> tuple[str, bytes | None]:
             if "place" not in image:
                 raise UserError(
                     "an image is in the sample, and is not read from there again while training: write the images to "
-                    "files, or the samples to a Parquet file"
+                    "files, or to a top-level column of a local or public Parquet file"
                 )
             return image["place"], content
         image = image.get("path") or image.get("url")
@@ -43,13 +45,19 @@ def find_place(image: Any, folder: str) -> tuple[str, bytes | None]:
     if image.startswith("data:"):
         raise UserError(
             "an image is written into the text (data:...), and is not read from there again while training: write the "
-            "images to files, or to a Parquet file as {bytes, path}"
+            "images to files, or as {bytes, path} to a top-level column of a local or public Parquet file"
         )
     image = image.removeprefix("file://")
     if "://" in image:
+        if "::" in image or image.partition("://")[0] not in _PROTOCOLS:
+            raise UserError(
+                f"an image is not read from the URL {image}: its protocol must be one of {', '.join(_PROTOCOLS)}, and "
+                "only one; download the image"
+            )
         if hide_secrets(image) != image:
             raise UserError(
-                f"the URL of an image, {hide_secrets(image)}, has a secret, which the cache would hold; download it"
+                f"the URL of an image, {hide_secrets(image)}, has a query or a password, which may be a secret, and "
+                "the cache would hold it; download the image"
             )
         return image, None
     if "://" in folder:
@@ -70,12 +78,31 @@ def read_size(place: str, content: bytes | None = None) -> tuple[int, int]:
         UserError: the image is missing, broken, in another format, or too large.
     """
     with _open(place, content) as image:
-        # The orientation as far as the header tells; ImageOps would decode a PNG to look behind its pixels.
-        from PIL import Image
+        from PIL import Image, PngImagePlugin, TiffImagePlugin
 
-        orientation = Image.Image.getexif(image).get(0x0112)
+        # Pillow would decode any PNG without EXIF data to look for it behind the pixels.
+        in_header = not isinstance(image, PngImagePlugin.PngImageFile) or not _has_late_metadata(image.fp)
+        orientation = (Image.Image.getexif(image) if in_header else image.getexif()).get(0x0112)
         width, height = image.size
+        if isinstance(image, TiffImagePlugin.TiffImageFile):  # newer versions of pillow have turned `size`
+            width, height = (image.tag_v2[tag] for tag in (256, 257))
         return (width, height) if orientation in (5, 6, 7, 8) else (height, width)
+
+
+def _has_late_metadata(file: Any) -> bool:
+    """Return whether a PNG has EXIF data, or text that may hold it, behind its pixels."""
+    before, pixels_seen = file.tell(), False
+    file.seek(8)  # behind the signature
+    try:
+        while len(header := file.read(8)) == 8:
+            length, kind = struct.unpack(">I4s", header)
+            if pixels_seen and kind in (b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
+                return True
+            pixels_seen = pixels_seen or kind == b"IDAT"
+            file.seek(length + 4, os.SEEK_CUR)
+    finally:
+        file.seek(before)
+    return False
 
 
 def decode_image(place: str) -> "Image":

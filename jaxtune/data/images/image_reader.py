@@ -98,6 +98,11 @@ class ImageReader:
             raise UserError(f"{limits[0]} has no effect: this model's image processor sets the size of all images")
         if self.max_pixels and self.min_pixels and self.max_pixels < self.min_pixels:
             raise UserError(f"vision.min_pixels={self.min_pixels} is more than vision.max_pixels={self.max_pixels}")
+        if self._kind == "pixels" and (bounds_in_use := self._bounds)[0] > bounds_in_use[1]:
+            (least, most), of_processor = bounds_in_use, f"of the image processor in {self.folder}"
+            least_name = "vision.min_pixels" if self.min_pixels else f"size.shortest_edge {of_processor}"
+            most_name = "vision.max_pixels" if self.max_pixels else f"size.longest_edge {of_processor}"
+            raise UserError(f"the least pixels, {least_name}={least}, are more than the most, {most_name}={most}")
         if not processor.do_resize:
             raise UserError(f"{self.folder}: its image processor does not resize images (do_resize), which is needed")
 

@@ -19,11 +19,13 @@ class Placeholder:
         written: the text that the chat template writes for an image.
         token: the image token: as many of it as embeddings are in the expanded text.
         expand: returns the expanded text from rows and columns of embeddings.
+        around: the texts that the chat template writes before and after it, and `expand` keeps.
     """
 
     written: str
     token: str
     expand: Callable[[int, int], str]
+    around: tuple[str, str] = ("", "")
 
     def __call__(self, ref: ImageRef, layout: ImageLayout) -> str:
         """Return the text that stands for an image."""
@@ -33,6 +35,7 @@ class Placeholder:
 # Families by the text around the image tokens: names in the tokenizer of the tokens, and their usual texts.
 _GEMMA = {"boi_token": ("<start_of_image>", "<|image>"), "eoi_token": ("<end_of_image>", "<image|>")}
 _ROWS = ("pixtral", "mistral3")
+_AROUND = {"qwen": ("<|vision_start|>", "<|vision_end|>"), "ernie": ("<|IMAGE_START|>", "<|IMAGE_END|>")}
 
 
 def find_placeholder(family: str, tokenizer: Tokenizer, layout: ImageLayout) -> Placeholder:
@@ -52,7 +55,8 @@ def find_placeholder(family: str, tokenizer: Tokenizer, layout: ImageLayout) -> 
         if family.startswith("gemma3"):
             return Placeholder(begin, token, lambda rows, columns: f"\n\n{begin}{token * (rows * columns)}{end}\n\n")
         return Placeholder(token, token, lambda rows, columns: f"{begin}{token * (rows * columns)}{end}")
-    return Placeholder(token, token, lambda rows, columns: token * (rows * columns))
+    around = next((texts for name, texts in _AROUND.items() if family.startswith(name)), ("", ""))
+    return Placeholder(token, token, lambda rows, columns: token * (rows * columns), around)
 
 
 def _in_rows(token: str, end_of_row: str, end: str, rows: int, columns: int) -> str:

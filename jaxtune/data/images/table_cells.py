@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import fsspec
 
@@ -19,6 +19,9 @@ _FILES, _ROW_GROUPS = 16, 4  # open files, and row groups of images in memory, o
 _lock = threading.Lock()
 
 
+TableFormat = Literal["parquet", "arrow", "python"]
+
+
 class Cell(NamedTuple):
     """The place of an image in a table.
 
@@ -27,28 +30,35 @@ class Cell(NamedTuple):
         row: number of the row, from 0.
         column: the column, whose values are {"bytes", "path"}, or lists of these.
         index: number of the image in the list; None: the value is no list.
+        format: the format of the file; python: it is a dataset passed from Python.
     """
 
     location: str
     row: int
     column: str
     index: int | None
+    format: "TableFormat"
 
     def __str__(self) -> str:
         number = "" if self.index is None else f" image {self.index}"
         return f"{self.location} row {self.row} column {self.column!r}{number}"
 
 
-def place_images(sample: Mapping[str, Any], location: str, row: int) -> Mapping[str, Any]:
-    """Return a row of a table in which each image, {"bytes", "path"}, has its place too, under "place"."""
+def place_images(sample: Mapping[str, Any], location: str, row: int, form: TableFormat) -> Mapping[str, Any]:
+    """Return a row of a table in which each image, {"bytes", "path"}, has its place too, under "place".
+
+    An image in a nested column or in a remote Arrow file gets none, because it is not read from there again.
+    """
     changed = {}
-    if not location.startswith(in_memory.PREFIX) and "://" not in location:
+    if form == "arrow" and "://" in location:
+        return sample
+    if form != "python" and "://" not in location:
         location = os.path.abspath(location)
     for column, value in sample.items():
         if _is_image(value):
-            changed[column] = _with_place(value, Cell(location, row, column, None))
-        elif isinstance(value, list) and value and _is_image(value[0]):
-            cells = (Cell(location, row, column, i) for i in range(len(value)))
+            changed[column] = _with_place(value, Cell(location, row, column, None, form))
+        elif isinstance(value, list) and any(map(_is_image, value)):
+            cells = (Cell(location, row, column, i, form) for i in range(len(value)))
             changed[column] = [_with_place(one, cell) if _is_image(one) else one for one, cell in zip(value, cells)]
     return {**sample, **changed} if changed else sample
 
@@ -85,11 +95,11 @@ def read_cell(cell: Cell) -> bytes:
 
 
 def _value(cell: Cell) -> Any:
-    if cell.location.startswith(in_memory.PREFIX):
+    if cell.format == "python":
         return in_memory.find(cell.location)[cell.row][cell.column]
     # One thread reads a file at a time, so that a row group is read once. Decoding takes much longer.
     with _lock:
-        if cell.location.partition("?")[0].endswith(".arrow"):
+        if cell.format == "arrow":
             return _arrow_table(cell.location)[cell.column][cell.row].as_py()
         ends = _parquet_file(cell.location)[1]
         group = bisect_right(ends, cell.row)

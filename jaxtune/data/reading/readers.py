@@ -247,7 +247,7 @@ def _read_table(file: File, entry: Dataset, report: Report) -> Samples:
 
     # The errors that it logs are raised too.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
-    kind = _format(file, entry)[1:]
+    kind = "arrow" if _format(file, entry) == ".arrow" else "parquet"
     try:
         for i, row in enumerate(_arrow_rows(file, entry) if kind == "arrow" else _parquet_rows(file)):
             where = f"{file.name} row {i}"
@@ -255,7 +255,7 @@ def _read_table(file: File, entry: Dataset, report: Report) -> Samples:
                 report(_too_large(where, "the row", entry))
             else:
                 # A compressed file cannot be read from its middle.
-                yield where, row if file.is_compressed else place_images(row, file.location, i)
+                yield where, row if file.is_compressed else place_images(row, file.location, i, kind)
     except (ValueError, KeyError, OSError, DatasetsError, pyarrow.ArrowException) as error:
         if isinstance(error, OSError) and error.filename is not None:  # from the file system, not from pyarrow
             raise

@@ -102,7 +102,7 @@ def _from_python(entry: Dataset, name: str, streaming: bool, say: Callable[[str]
     def read(report: Report) -> Samples:
         samples = ((f"{name} row {i}", row) for i, row in enumerate(in_memory.find(name)))
         if in_memory.stream_note(name) is None:  # rows of an IterableDataset are not found again by their number
-            samples = ((where, place_images(row, name, i)) for i, (where, row) in enumerate(samples))
+            samples = ((where, place_images(row, name, i, "python")) for i, (where, row) in enumerate(samples))
         yield from _without_nulls(samples, name, set(), say)
 
     if streaming and (line := in_memory.stream_note(name)):

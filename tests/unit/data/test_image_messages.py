@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import math
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from tiny import byte_tokenizer
 from jaxtune.config.schema import Dataset
 from jaxtune.data.cache.documents import prepare_shard, tokenize
 from jaxtune.data.cache.tokenising import Tokeniser
+from jaxtune.data.chat.chat_template import ChatTemplate
 from jaxtune.data.images.image_files import decode_image
 from jaxtune.data_options import ChatOptions
 from jaxtune.errors import UserError
@@ -242,15 +244,13 @@ def test_an_image_in_a_trained_message_is_context(read):
         documents, tokenizer = read(sample, chat=chat)
         tokens, weights = documents.read(0, 0, 10**9)
         trained = tokenizer.decode(tokens[weights > 0])
-        # Qwen's tokens around the image are written by the chat template, as the answer's text is.
-        answer = "Here: <|vision_start|><|vision_end|> and <|vision_start|><|vision_end|>.<|im_end|>"
-        assert answer in trained and "<|image_pad|>" not in trained
+        assert "Here:  and .<|im_end|>" in trained and "<|image_pad|>" not in trained
 
 
 def test_an_image_of_the_user_may_be_in_a_trained_text(read):
     sample = {"images": ["small.png"], "messages": talk("See <image> here", "A")}
     documents, tokenizer = read(sample, chat=ChatOptions(roles=("user", "assistant")))
-    assert text_of(documents, tokenizer)[1] == "See <|vision_start|><|vision_end|> here<|im_end|>A<|im_end|>"
+    assert text_of(documents, tokenizer)[1] == "See  here<|im_end|>A<|im_end|>"
 
 
 def test_text_only_samples_are_as_without_images(read, tmp_path):
@@ -267,7 +267,14 @@ def test_text_only_samples_are_as_without_images(read, tmp_path):
 BAD = {
     "0 placeholders for 1 image:": {"images": ["small.png"], "messages": talk("What?", "A")},
     "2 placeholders for 1 image:": {"images": ["small.png"], "messages": talk("<image><image>", "A")},
-    "1 placeholder for 0 images:": {"messages": talk("<image>", "A")},
+    "1 placeholder for 0 images:": {"messages": talk([IMAGE], "A")},
+    "index 2, and the sample lists 2 images": {
+        "images": ["small.png", "wide.png"],
+        "messages": talk([IMAGE | {"index": 2}, IMAGE], "A"),
+    },
+    "it has the key 'images': put each image into": {
+        "messages": [{"role": "user", "content": "What?", "images": ["small.png"]}, *talk("", "A")[1:]]
+    },
     r"has <\|image_pad\|> 2 times for 1 image": {"image": "small.png", "messages": talk("<image><|image_pad|>", "A")},
     r"has <\|image_pad\|> 1 time for 0 images": {"messages": talk("<|image_pad|>", "A")},
     r"missing\.png: no such file": {"image": "missing.png", "messages": talk("<image>", "A")},
@@ -283,6 +290,57 @@ def test_a_bad_sample_is_an_error_with_its_line_or_counted(message, read):
         read(good, BAD[message])
     documents, _ = read(good, BAD[message], good, skip=True)
     assert len(documents) == 2 and documents.skipped == 1 and len(documents.images(1)) == 2
+
+
+def test_a_part_names_an_image_by_its_index(read, tmp_path):
+    parts = [IMAGE | {"index": 1}, TEXT, IMAGE]
+    documents, _ = read({"images": ["small.png", "wide.png"], "messages": talk(parts, "A")})
+    assert [Path(image.place).name for image in documents.images(0)] == ["wide.png", "small.png"]
+
+
+def test_a_text_without_images_may_hold_the_placeholder(read):
+    documents, tokenizer = read({"messages": talk("Write SVG.", "<svg><image></svg>")})
+    assert text_of(documents, tokenizer)[1] == "<svg><image></svg><|im_end|>" and documents.images(0) == ()
+
+
+def test_the_mark_of_images_in_a_text_is_refused(read, tmp_path):
+    _, tokenizer = read({"messages": talk("What?", "A")})
+    samples = [
+        {"instruction": "\ufdd4", "input": "", "output": "A"},
+        {"system": "\ufdd4", "messages": talk("What?", "A")},
+        {"messages": talk("\ufdd4", "A")},
+    ]
+    path = tmp_path / "plain.jsonl"
+    for sample in samples:
+        path.write_text(json.dumps(sample))
+        with pytest.raises(UserError, match="message 0: holds one of the Unicode noncharacters"):
+            tokenize((Dataset(path=str(path)),), tokenizer, tmp_path / "plain")
+        with pytest.raises(UserError, match="message 0: holds one of the Unicode noncharacters"):
+            read(sample)
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "a", "images": ["b.png"]}]}))
+    with pytest.raises(UserError, match="it has the key 'images': .*vision.patches_per_row"):
+        tokenize((Dataset(path=str(path)),), tokenizer, tmp_path / "plain")
+    template = ChatTemplate(tokenizer)
+    assert "<|image_pad|>" not in template.text([{"role": "user", "content": "\ufdd4"}])
+
+
+def test_an_answer_of_a_labelled_sample_may_not_hold_an_image(read):
+    sample = {"prompt": "What?", "label": True, "images": ["small.png"]}
+    for answer in ("See <image>", [{"role": "assistant", "content": [IMAGE]}]):
+        with pytest.raises(UserError, match="an answer holds an image: type unpaired_preference allows"):
+            read(sample | {"completion": answer}, type="unpaired_preference")
+
+
+def test_documents_are_the_same_after_their_files_were_moved(read, tmp_path):
+    keys = []
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.png").write_bytes((tmp_path / "wide.png").read_bytes())
+        documents, _ = read({"image": f"{folder}/a.png", "messages": talk("<image>", "A")})
+        assert documents.images(0)[0].place == str(tmp_path / folder / "a.png")
+        keys.append(documents.key)
+    documents, _ = read({"image": "tall.png", "messages": talk("<image>", "A")})
+    assert keys[0] == keys[1] != documents.key
 
 
 def test_a_text_may_not_hold_image_tokens(read):
@@ -361,6 +419,11 @@ def test_boxes_that_do_not_fit_are_errors(read):
         "image_id 1, and the sample has 1 image": ASKED | {"objects": BOXES | {"image_id": [1]}},
         "bbox_type 'cm' is not": ASKED | {"objects": BOXES | {"bbox_type": "cm"}},
         "found \\[1, 2, 3\\]": ASKED | {"objects": {"bbox": [[1, 2, 3]]}},
+        "found \\[nan, 2\\]": ASKED | {"objects": {"bbox": [[math.nan, 2]]}},
+        "found \\[1, inf\\]": ASKED | {"objects": {"bbox": [[1, math.inf]]}},
+        "found \\[True, 2\\]": ASKED | {"objects": {"bbox": [[True, 2]]}},
+        "a ref may not hold <bbox> .*'a <bbox>'": ASKED | {"objects": BOXES | {"ref": ["a <bbox>", "cat"]}},
+        "a ref may not hold .* U\\+FDD4": ASKED | {"objects": BOXES | {"ref": ["\ufdd4", "cat"]}},
         "column 'objects' must be": ASKED | {"objects": [1]},
     }
     for message, sample in cases.items():

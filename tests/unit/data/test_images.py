@@ -13,6 +13,7 @@ from jaxtune.config.schema import Dataset
 from jaxtune.data.images import image_files
 from jaxtune.data.images.image_files import decode_image, read_size
 from jaxtune.data.images.image_reader import load_processor
+from jaxtune.data.images.table_cells import place_images
 from jaxtune.data.reading import sources
 from jaxtune.errors import UserError
 from jaxtune.image_layout import ImageLayout, order_blocks
@@ -116,6 +117,11 @@ def test_a_limit_without_effect_is_refused(limits, message, tmp_path):
     image_reader("gemma3", tmp_path).check()
     with pytest.raises(UserError, match="min_pixels=20 is more than vision.max_pixels=10"):
         image_reader("qwen3_vl", tmp_path / "qwen", max_pixels=10, min_pixels=20).check()
+    of_processor = "size.{} of the image processor in .*qwen"
+    with pytest.raises(UserError, match=of_processor.format("shortest_edge") + "=256, .* vision.max_pixels=200"):
+        image_reader("qwen3_vl", tmp_path / "qwen", max_pixels=200).check()
+    with pytest.raises(UserError, match="vision.min_pixels=5000, .*" + of_processor.format("longest_edge") + "=4096"):
+        image_reader("qwen3_vl", tmp_path / "qwen", min_pixels=5000).check()
 
 
 def with_exif(orientation):
@@ -134,6 +140,8 @@ VARIANTS = {
     "photo.webp": {},
     **{f"turned{way}.jpg": {"exif": with_exif(way)} for way in (1, 3, 6, 8)},
     "turned.png": {"exif": with_exif(6)},
+    **{f"turned{way}.tiff": {"exif": with_exif(way)} for way in (1, 3, 6)},
+    "turned.webp": {"exif": with_exif(6)},
 }
 
 
@@ -145,6 +153,21 @@ def test_pixels_are_those_that_transformers_loads(name, tmp_path):
     wanted = load_image(path)
     np.testing.assert_array_equal(np.asarray(decode_image(path)), np.asarray(wanted))
     assert read_size(path) == (wanted.height, wanted.width)
+
+
+def test_exif_data_behind_the_pixels_turn_a_png_too(tmp_path):
+    from transformers.image_utils import load_image
+
+    path = tmp_path / "late.png"
+    save(path, exif=with_exif(6))
+    content = path.read_bytes()
+    start, end = content.index(b"eXIf") - 4, content.index(b"IEND") - 4
+    length = 12 + int.from_bytes(content[start : start + 4], "big")
+    chunk = content[start : start + length]
+    path.write_bytes(content[:start] + content[start + length : end] + chunk + content[end:])
+    wanted = load_image(str(path))
+    assert read_size(str(path)) == (wanted.height, wanted.width) == (50, 33)
+    np.testing.assert_array_equal(np.asarray(decode_image(str(path))), np.asarray(wanted))
 
 
 def test_a_size_is_read_without_decoding(tmp_path, monkeypatch):
@@ -167,12 +190,20 @@ def test_bad_images_are_errors_that_name_them(tmp_path, monkeypatch):
         "drawing.eps": r"drawing\.eps: cannot be read",
         thin: r"thin\.png: 600x2 pixels: absolute aspect ratio",
         "data:image/png;base64,aaaa": "written into the text",
-        "https://user:secret@host/a.png": "has a secret",
+        "https://user:secret@host/a.png": "has a query or a password, which may be a secret",
+        "https://host/a.png?token=x": "has a query or a password",
+        "ftp://host/a.png": "its protocol must be one of http, https,",
+        "simplecache::https://host/a.png": "its protocol must be one of",
+        "https://host/a.zip::memory://b": "its protocol must be one of",
     }
     for image, message in cases.items():
         with pytest.raises(UserError, match=message):
             reader.find(image, str(tmp_path))
-    for image, message in ((3, "found 3"), ({}, "found None"), ({"bytes": b"x"}, "write the images to files")):
+    for image, message in (
+        (3, "found 3"),
+        ({}, "found None"),
+        ({"bytes": b"x"}, "top-level column of a local or public Parquet file"),
+    ):
         with pytest.raises(UserError, match=message):
             reader.find(image, str(tmp_path))
     monkeypatch.setattr(image_files, "MAX_PIXELS", 1000)
@@ -213,19 +244,20 @@ def write_tables(folder):
     return dataset
 
 
-def read_samples(path):
+def read_samples(path, **options):
     def fail(error):
         raise error
 
-    return [sample for _, sample in sources.open_source(Dataset(path=path)).read(fail)]
+    return [sample for _, sample in sources.open_source(Dataset(path=path, **options)).read(fail)]
 
 
-@pytest.mark.parametrize("source", ["parquet", "arrow", "python"])
+@pytest.mark.parametrize("source", ["parquet", "arrow", "renamed", "python"])
 def test_images_in_tables_are_found_again(source, tmp_path, monkeypatch):
     dataset = write_tables(tmp_path)
-    path = {"parquet": "rows.parquet", "arrow": "saved", "python": in_memory.add(dataset)}[source]
+    (tmp_path / "rows.data").write_bytes(next((tmp_path / "saved").glob("*.arrow")).read_bytes())
+    paths = {"parquet": "rows.parquet", "arrow": "saved", "renamed": "rows.data", "python": in_memory.add(dataset)}
     monkeypatch.chdir(tmp_path)  # places hold absolute paths
-    samples = read_samples(path)
+    samples = read_samples(paths[source], **({"ds_type": "arrow"} if source == "renamed" else {}))
     monkeypatch.chdir("/")
     reader = image_reader("qwen3_vl", tmp_path / "model")
     assert len(samples) == 5
@@ -243,6 +275,24 @@ def test_a_table_that_has_changed_is_an_error(tmp_path):
     (cell := json.loads(place))[1] = 7
     with pytest.raises(UserError, match=r"rows\.parquet row 7 column 'one': cannot be read: .*has changed"):
         decode_image(json.dumps(cell))
+
+
+def test_an_image_in_a_remote_arrow_file_is_refused(tmp_path):
+    import fsspec
+
+    write_tables(tmp_path)
+    with fsspec.open("memory://tables/rows.arrow", "wb") as file:
+        content = next((tmp_path / "saved").glob("*.arrow")).read_bytes()
+        file.write(content)  # pyright: ignore[reportAttributeAccessIssue]
+    sample = read_samples("memory://tables/rows.arrow")[0]
+    with pytest.raises(UserError, match="write the images to files"):
+        image_reader("qwen3_vl", tmp_path / "model").find(sample["one"], "")
+
+
+def test_images_of_a_list_have_places_if_its_first_item_is_none(tmp_path):
+    content = {"bytes": b"x", "path": None}
+    placed = place_images({"several": [None, content]}, str(tmp_path / "a.parquet"), 3, "parquet")["several"]
+    assert placed[0] is None and json.loads(placed[1]["place"])[1:] == [3, "several", 1, "parquet"]
 
 
 def test_an_image_in_a_stream_is_refused(tmp_path):
