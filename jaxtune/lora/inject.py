@@ -32,7 +32,7 @@ def inject(spec: ModelSpec, lora: LoraOptions, only_modules: bool = False) -> Mo
     adapters = _adapters(spec, lora, linear_names)
     # Layers are named as in the checkpoint files from here on; `linear_names` has the names in a loaded model as keys.
     adapted = {name for names in adapters.values() for name in names}
-    biases = _biases(spec, lora, {new for new, name in linear_names.items() if name in adapted})
+    biases = _biases(spec, lora, adapted)
     trained = biases | _whole_modules(spec, lora.modules_to_save, adapted)
     # A classifier's head ("score") is always trained.
     frozen = [name for name, (site, *_) in sites(spec).items() if site.kind != "score" and name not in trained]
@@ -57,9 +57,10 @@ def _adapters(spec: ModelSpec, lora: LoraOptions, file_names: Mapping[str, str])
         targeted = frozenset(name for name, of in file_names.items() if not known[of][0].of_vision(spec))
     else:
         targeted = select(targets, file_names, "lora.target_modules")
-    targeted = _in_layers(
-        spec, targeted, {name: known[of][0].layer for name, of in file_names.items()}, lora.layers_to_transform
-    )
+    first_sites = {name: known[of][0] for name, of in file_names.items()}
+    # Layers of the tower have none of these numbers.
+    numbers = {name: None if site.of_vision(spec) else site.layer for name, site in first_sites.items()}
+    targeted = _in_layers(spec, targeted, numbers, lora.layers_to_transform)
     if lora.kind != "lora":  # a file of this folder, named as the kind
         place = importlib.import_module(f"jaxtune.lora.{lora.kind}").place
         return place(spec, {file_names[name] for name in targeted}, targets)
@@ -142,7 +143,7 @@ def _whole_modules(spec: ModelSpec, modules: tuple[str, ...], adapted: Set[str])
     if both := sorted(selected & adapted):
         raise UserError(f"{option}: {both[0]} has an adapter too; remove it from {option} or from lora.target_modules")
     treatments = {
-        name: [spec.every_layer[s.layer].treatment(s.local) for s in parts if s.layer is not None]
+        name: [(spec if s.layer is None else spec.every_layer[s.layer]).treatment(s.local) for s in parts]
         for name, parts in tensors.items()
     }
     if stored := sorted(name for name, of_parts in treatments.items() if any(t.stored is not None for t in of_parts)):
@@ -162,7 +163,12 @@ def _biases(spec: ModelSpec, lora: LoraOptions, adapted: set[str]) -> set[str]:
             f"lora.bias={lora.bias!r}: a mixture of experts is not supported, because its biases have other names in "
             "peft; leave it out"
         )
-    biases = {name for name in sites(spec) if name.endswith(".bias")}
+    known = sites(spec)
+    # Without adapters in the vision tower its biases stay as they are, also with "all".
+    sees = any(known[f"{name}.weight"][0].of_vision(spec) for name in adapted if f"{name}.weight" in known)
+    biases = {
+        name for name, (site, *_) in known.items() if name.endswith(".bias") and (sees or not site.of_vision(spec))
+    }
     chosen = {name for name in biases if lora.bias == "all" or name.removesuffix(".bias") in adapted}
     if not chosen:
         remedy = f"the layers of lora.target_modules have none, but {min(biases)} exists" if biases else "leave it out"

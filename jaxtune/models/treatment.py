@@ -50,6 +50,11 @@ def linears(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
     }
 
 
+def _decoder_linears(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
+    """Return the `linears` that are not of the vision tower or its projectors."""
+    return {name: weights for name, weights in linears(spec).items() if not weights[0].of_vision(spec)}
+
+
 def treat_linears(spec: ModelSpec, names: Iterable[str], **change: Any) -> ModelSpec:
     """Return the spec with fields of the `Treatment` changed for linear layers, named without ".weight"."""
     tensors = {name.removesuffix(".weight"): name for name in sites(spec)}
@@ -57,8 +62,11 @@ def treat_linears(spec: ModelSpec, names: Iterable[str], **change: Any) -> Model
 
 
 def not_linears(spec: ModelSpec) -> Iterator[str]:
-    """Yield the Hugging Face names of all other parameters, such as the head, with and without ".weight"."""
-    known = linears(spec)
+    """Yield the Hugging Face names of all other parameters, such as the head and the vision tower's.
+
+    With and without ".weight".
+    """
+    known = _decoder_linears(spec)
     for name in (*sites(spec), "lm_head.weight"):
         if name.removesuffix(".weight") not in known:
             yield from (name.removesuffix(".weight"), name)
@@ -67,15 +75,16 @@ def not_linears(spec: ModelSpec) -> Iterator[str]:
 def select_linears(spec: ModelSpec, options: QuantOptions | PrecisionOptions, section: str) -> set[str]:
     """Return the linear layers that a section's options do not exclude, by Hugging Face name without ".weight".
 
-    Raises UserError if there are none.
+    Those of the vision tower and its projectors are never quantized or multiplied in low precision. Raises UserError if
+    there are none.
     """
-    known = linears(spec)
+    known = _decoder_linears(spec)
     excluded = frozenset()
     if options.exclude is not None:
         excluded = select(options.exclude, known, f"{section}.exclude", not_linears(spec))
     layers = {None, *range(options.skip_first_layers, len(spec.layers) - options.skip_last_layers)}
-    # Modules are numbered after the last layer, and skip_last_layers does not count them.
-    layers |= {*range(len(spec.layers), len(spec.every_layer))}
+    # Multi-token-prediction modules are numbered after the last layer, and skip_last_layers does not count them.
+    layers |= {*range(len(spec.layers), spec.tower_start)}
     chosen = {name for name, (site, *_) in known.items() if site.layer in layers and name not in excluded}
     if not chosen:
         raise UserError(
@@ -95,7 +104,7 @@ def multiply(spec: ModelSpec, precision: PrecisionOptions) -> ModelSpec:
     """
     chosen, numbers = select_linears(spec, precision, "precision"), matmul_format(precision)
     if numbers is None:
-        return treat_linears(spec, linears(spec).keys() - chosen, float32=True)  # None: no low precision
+        return treat_linears(spec, _decoder_linears(spec).keys() - chosen, float32=True)  # None: no low precision
     return treat_linears(spec, chosen, multiplied=numbers)
 
 

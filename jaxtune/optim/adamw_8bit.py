@@ -36,8 +36,11 @@ def block_of(shape: tuple[int, ...]) -> Block | None:
 
     A block is part of one row, as in bitsandbytes if i is a multiple of 256, because rows may differ in size by orders
     of magnitude. It has as many elements, up to 256, as still let 8 devices shard the row. If rows are shorter than 16,
-    a block is several rows. None if the moments stay float32: a small parameter, or rows that no such block divides.
+    a block is several rows. None if the moments stay float32: a small parameter, rows that no such block divides, or a
+    kernel of a convolution, which has more than two dimensions.
     """
+    if shape[2:]:
+        return None
     # (4096, 4096): (1, 256). (4096, 11008): (1, 172), because 11008 / 8 = 8 * 172. (4096, 8): (32, 8).
     width, height = shape[-1], math.prod(shape[:-1])
     # An eighth of a shorter row would have fewer elements than the smallest block.
@@ -134,7 +137,7 @@ def _whole(
 def float32_moments(parameters: Mapping[str, "Parameter"]) -> list[str]:
     """Return names and shapes of trained parameters with at least 4096 elements whose moments stay float32.
 
-    No block divides their rows.
+    No block divides their rows, or they are kernels of convolutions.
     """
     shapes = {name: parameter.matrix for name, parameter in sorted(parameters.items())}
     large = {name: shape for name, shape in shapes.items() if math.prod(shape) >= LEAST_ELEMENTS}

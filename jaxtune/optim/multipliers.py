@@ -11,7 +11,9 @@ from jaxtune.models.selection import select
 from jaxtune.optim.options import OptimOptions
 
 EMBEDDING = r"embed_tokens|\bembeddings\."  # the second is Nemotron-H's
-NO_DECAY = rf"norm|bias|A_log|\.D$|sinks|{EMBEDDING}"  # A_log, D: recurrences; sinks: gpt-oss
+TOWER = r"\bvisual\."  # the vision tower and its projectors
+# A_log, D: recurrences; sinks: gpt-oss; ln_q, pos_embed: vision towers.
+NO_DECAY = rf"norm|bias|A_log|\.D$|sinks|\bln_q\b|\bpos_embed\b|{EMBEDDING}"
 
 # One number, or one for each layer of a stacked parameter.
 Factor = float | Float[np.ndarray, " layers"]
@@ -23,9 +25,9 @@ def rates(optim: OptimOptions, hf_names: Mapping[str, tuple[str, ...]], layers: 
     hf_names: Hugging Face names of each parameter, one for each stacked layer. layers: number of layers of the model.
 
     optim.layerwise_lr_decay is ELECTRA's (Clark et al. 2020), in BEiT's form: layer n of L, counted from 0, gets
-    decay^(L - n), the embedding (also a tied one) decay^(L + 1), the final norm, the head and modules after it 1.
-    optim.layerwise_lr_decay_bound is ERNIEKit's: layer n gets bound + (1 - bound) n / (L + 2), the embedding the bound
-    (as does layer 0), the final norm, the head and modules after it 1.
+    decay^(L - n), the embedding (also a tied one) and the vision tower decay^(L + 1), the final norm, the head and
+    modules after it 1. optim.layerwise_lr_decay_bound is ERNIEKit's: layer n gets bound + (1 - bound) n / (L + 2), the
+    embedding and the vision tower the bound (as does layer 0), the final norm, the head and modules after it 1.
 
     Raises UserError for a regex that matches nothing.
     """
@@ -84,8 +86,11 @@ def _factors(
 def _depth(name: str, layers: int) -> int:
     """Return the distance of a parameter from the head: 0 for the head and for modules after it, 1 for the last layer.
 
-    Layers of multi-token-prediction modules are numbered on after the last layer, or from 0 after "mtp.".
+    The vision tower has the distance of the embedding. Layers of multi-token-prediction modules are numbered on after
+    the last layer, or from 0 after "mtp.".
     """
+    if re.search(TOWER, name):
+        return layers + 1
     if layer := re.search(r"(?<!\bmtp\.)\blayers\.(\d+)\.", name):
         return max(0, layers - int(layer[1]))
     return layers + 1 if re.search(EMBEDDING, name) else 0

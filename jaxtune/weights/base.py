@@ -134,11 +134,15 @@ def _has_swapped_experts(spec: ModelSpec, folder: Path) -> bool:
     if not families.may_swap_experts(spec) or not any(folder.glob("*.safetensors")):
         return False
     number, experts = next(iter(spec.mixtures.items()))
-    tensor = families.names_of(spec)["mlp.experts.down.weight"]
+    # Of a square matrix both layouts have the same shape; gate and up are one tensor of twice the rows.
+    name, matrix = ("down", (spec.hidden, experts.size))
+    if spec.hidden == experts.size:
+        name, matrix = ("gate", (2 * experts.size, spec.hidden))
+    tensor = families.names_of(spec)[f"mlp.experts.{name}.weight"]
     assert isinstance(tensor, Tensor), "experts that have two layouts are stacked"
-    source, matrix = hf.open_weights(folder).get(tensor.name.format(layer=number)), (spec.hidden, experts.size)
+    source = hf.open_weights(folder).get(tensor.name.format(layer=number))
     swapped = matrix if tensor.transposed else matrix[::-1]
-    return source is not None and matrix[0] != matrix[1] and source.shape[1:] == swapped
+    return source is not None and source.shape[1:] == swapped
 
 
 def _with_special_tokens(spec: ModelSpec, folder: Path, config: Config) -> ModelSpec:

@@ -205,6 +205,11 @@ def declare_model(
         raise UserError(
             "memory.offload_quants=True: no weight is quantized; set quant.format, or take a model that is quantized"
         )
+    if train and not model.trained:
+        raise UserError(
+            f"train.freeze={config.train.freeze!r} with vision.train={config.vision.train!r}: no parameter is trained; "
+            "freeze less by train.freeze, or train more by vision.train"
+        )
     if train:
         _refuse_without_effect(model, config, mesh)
     _check_adapters(model, config)

@@ -24,7 +24,7 @@ def check_modules(spec: ModelSpec, folder: Path, scheme: hf.Scheme | None) -> No
         return
     sources = hf.open_weights(folder)
     projection = _name(families.modules_of(spec).names["projection.weight"])
-    for number in range(len(spec.layers), len(spec.every_layer)):  # numbered after the body's layers
+    for number in range(len(spec.layers), spec.tower_start):  # numbered after the body's layers
         if (name := projection.format(layer=number)) not in sources:
             raise UserError(
                 f"mtp.weight: {folder} has no multi-token-prediction module: {name} is missing. transformers leaves "

@@ -61,10 +61,11 @@ def quantizable(
     """
     kind = options.format
     assert kind is not None
-    if spec.untouched is not None or spec.vision is not None:
+    if spec.untouched is not None:
+        seeing = "" if spec.vision is None else "; models that are trained on images are exported unquantized"
         raise UserError(
-            f"{asked}: {spec.family} has other parts next to the decoder, whose linear layers are not known here "
-            "and cannot be listed in config.json; leave it out"
+            f"{asked}: {spec.family} has other parts next to the decoder, and a quantized export of such a model is "
+            f"not supported{seeing}; leave it out"
         )
     format, reasons = format_of(options, ""), {}
     chosen, unquantized, loaded = set(), dict.fromkeys([_module(_head(spec))]), loaded_names(spec)

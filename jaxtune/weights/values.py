@@ -323,7 +323,8 @@ def config_for_model(name: str, config: Config) -> Config:
     """`config` for the model `name`: a folder or hub id, or the folder of an adapter, which names its base.
 
     The config's changes to config.json apply only to model.path and to adapters on it.
-    The config's `quant` applies to an adapter's base; a whole model is not quantized.
+    The config's `quant` applies to an adapter's base; a whole model is not quantized. Nothing of its vision tower is
+    trained, whatever the config's vision.train is.
 
     Raises UserError if an adapter does not name its base.
     """
@@ -341,7 +342,8 @@ def config_for_model(name: str, config: Config) -> Config:
     if not _same(base, config.model.path):
         model = dataclasses.replace(model, **hf.SINGLE_MODEL_DEFAULTS)
     model = dataclasses.replace(model, path=base, revision=revision, from_scratch=False)
-    return dataclasses.replace(config, model=model, lora=lora, quant=quant)
+    vision = dataclasses.replace(config.vision, train="none")
+    return dataclasses.replace(config, model=model, lora=lora, quant=quant, vision=vision)
 
 
 def _same(base: str, path: str | None) -> bool:

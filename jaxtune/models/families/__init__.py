@@ -30,7 +30,7 @@ from jaxtune.errors import UserError
 from jaxtune.models.families.entries import Entries
 from jaxtune.models.families.mtp_tensors import MtpTensors, add_modules
 from jaxtune.models.families.vision_tensors import VisionTensors
-from jaxtune.models.mixers import Heads
+from jaxtune.models.mixers import Heads, Rope
 from jaxtune.models.places import Tensor
 from jaxtune.models.spec import Experts, Layer, ModelSpec
 
@@ -94,7 +94,22 @@ def _with_tower(spec: ModelSpec, config: Entries) -> ModelSpec:
             f"config.json: vision_config: the tower has outputs of {vision.out} features, {len(vision.deepstack)} of "
             f"them for the decoder's first layers; the decoder has {spec.hidden} features and {len(spec.layers)} layers"
         )
+    mixers = [one for layer in spec.layers for one in layer.mixers if isinstance(one, Heads)]
+    for rope, rotated in {(one.rope, one.rotated) for one in mixers if one.rope is not None and one.rope.axes}:
+        _check_axes(rope, int(rotated * rope.fraction))
     return dataclasses.replace(spec, vision=vision)
+
+
+def _check_axes(rope: Rope, rotated: int) -> None:
+    """Raise UserError unless the pairs of three axes are all pairs of the rotated features.
+
+    Alternating axes may have others, as in transformers: pairs left over turn with the time.
+    """
+    if len(rope.axes) != 3 or (not rope.axes_interleaved and 2 * sum(rope.axes) != rotated):
+        raise UserError(
+            f"config.json: mrope_section={list(rope.axes)}: it must be three numbers, of time, height and width, with "
+            f"a sum of {rotated // 2}, half of the {rotated} features of a head that are rotated"
+        )
 
 
 def refuses_lora(spec: ModelSpec, name: str) -> bool:
@@ -199,12 +214,12 @@ def predicts_more_tokens(spec: ModelSpec, name: str) -> bool:
 def _is_of_a_module(spec: ModelSpec, name: str) -> bool:
     """Return whether a checkpoint's key is of a multi-token-prediction module of the spec."""
     match = re.search(modules_of(spec).tensors, name) if spec.mtp else None
-    return match is not None and (not match.groups() or len(spec.layers) <= int(match[1]) < len(spec.every_layer))
+    return match is not None and (not match.groups() or len(spec.layers) <= int(match[1]) < spec.tower_start)
 
 
 def copies_of(spec: ModelSpec) -> dict[str, str]:
     """Return the parameter, such as "embed.weight", of which each of the modules' tensors in the files is a copy."""
     if not spec.mtp:
         return {}
-    numbers = range(len(spec.layers), len(spec.every_layer))
+    numbers = range(len(spec.layers), spec.tower_start)
     return {hf.format(layer=n): name for name, hf in modules_of(spec).copies.items() for n in numbers}

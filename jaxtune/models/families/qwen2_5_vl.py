@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtune.errors import UserError
 from jaxtune.image_layout import ImageLayout
-from jaxtune.models.families import llama, qwen2, qwen3_vl, vision_wrapper
+from jaxtune.models.families import llama, qwen2, qwen3_vl, qwen_vision, vision_wrapper
 from jaxtune.models.families.entries import Entries
 from jaxtune.models.families.vision_tensors import VisionTensors
 from jaxtune.models.mixers import Heads, Rope
@@ -74,7 +75,13 @@ def read_vision(config: Mapping[str, Any]) -> Vision:
     """Return the tower of a config.json."""
     own = DEFAULTS | (config.get("vision_config") or Entries({}))
     hidden, heads, merge = own["hidden_size"], own["num_heads"], own["spatial_merge_size"]
-    pairs, window = hidden // heads // 4, own["window_size"] // merge // own["patch_size"]
+    pairs, block = qwen_vision.count_pairs(hidden, heads), own["patch_size"] * merge
+    if own["window_size"] % block:
+        raise UserError(
+            f"config.json: vision_config: window_size={own['window_size']} is not a multiple of patch_size * "
+            f"spatial_merge_size = {block}"
+        )
+    window = own["window_size"] // block
 
     def layer(number: int) -> Layer:
         rope, whole = Rope(10_000.0, "axial", axes=(pairs, pairs)), number in own["fullatt_block_indexes"]
@@ -105,4 +112,8 @@ def read_vision(config: Mapping[str, Any]) -> Vision:
     )
 
 
-VISION = VisionTensors(LAYER, OUTSIDE, UNTOUCHED, read_vision)
+def _as_loaded(names: dict[str, str]) -> dict[str, Tensor]:
+    return {name: Tensor(hf, loaded=f"model.{hf}") for name, hf in names.items()}
+
+
+VISION = VisionTensors(_as_loaded(LAYER), _as_loaded(OUTSIDE), UNTOUCHED, read_vision)

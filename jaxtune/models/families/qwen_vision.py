@@ -1,9 +1,11 @@
 """The vision tower of Qwen3-VL and Qwen3.5: learned and rotary positions, merged blocks, DeepStack."""
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from jaxtune.errors import UserError
 from jaxtune.image_layout import ImageLayout
 from jaxtune.models.families import llama
 from jaxtune.models.families.entries import choose
@@ -51,13 +53,34 @@ DEFAULTS = {
 TENSORS = r"^model\.visual\."
 
 
+def count_pairs(hidden: int, heads: int) -> int:
+    """Return the pairs of a head's features that turn with the row, and as many with the column. Raises UserError."""
+    if hidden % (4 * heads):
+        raise UserError(
+            f"config.json: vision_config: hidden_size={hidden} is not num_heads={heads} times a multiple of 4, as "
+            "rotary positions of rows and columns need"
+        )
+    return hidden // heads // 4
+
+
 def read_vision(config: Mapping[str, Any], image_token: int, **defaults: Any) -> Vision:
     """Return the tower of a config.json; defaults: other ones than DEFAULTS."""
     own = DEFAULTS | defaults | (config.get("vision_config") or {})
     rope = own.get("rope_parameters") or {}
     choose({"rope_type": "axial"} | rope, "rope_type", "axial")
     hidden, heads, merge = own["hidden_size"], own["num_heads"], own["spatial_merge_size"]
-    pairs = hidden // heads // 4
+    pairs = count_pairs(hidden, heads)
+    side, taken = math.isqrt(own["num_position_embeddings"]), own["deepstack_visual_indexes"]
+    if side**2 != own["num_position_embeddings"]:
+        raise UserError(
+            f"config.json: vision_config: num_position_embeddings={own['num_position_embeddings']} is not the square "
+            "of a whole number"
+        )
+    if len(set(taken)) < len(taken) or not all(0 <= number < own["depth"] for number in taken):
+        raise UserError(
+            f"config.json: vision_config: deepstack_visual_indexes={taken} must be different layers from 0 to "
+            f"{own['depth'] - 1}"
+        )
     layer = Layer(
         Heads(
             heads=heads,
@@ -83,10 +106,10 @@ def read_vision(config: Mapping[str, Any], image_token: int, **defaults: Any) ->
         norm=Norm(1e-6, centred=True, bias=True),
         frames=own["temporal_patch_size"],
         patch_bias=True,
-        positions=int(own["num_position_embeddings"] ** 0.5),
+        positions=side,
         projected=hidden * merge**2,
         out=own["out_hidden_size"],
-        deepstack=tuple(sorted(own["deepstack_visual_indexes"])),
+        deepstack=tuple(sorted(taken)),
         initializer_range=own["initializer_range"],
     )
 

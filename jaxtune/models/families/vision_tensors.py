@@ -23,14 +23,14 @@ class VisionTensors:
     """
 
     layer: Names
-    outside: Mapping[str, str]
+    outside: Names
     tensors: str
     read: Callable[[Mapping[str, Any]], Vision]
     deepstack: Mapping[str, str] = field(default_factory=dict)
 
-    def names(self, vision: Vision) -> dict[str, str]:
+    def names(self, vision: Vision) -> dict[str, str | Tensor]:
         """Return the tensor of each parameter outside the layers, by its name in the decoder."""
-        names = {f"vision.{name}": hf for name, hf in self.outside.items()}
+        names: dict[str, str | Tensor] = {f"vision.{name}": hf for name, hf in self.outside.items()}
         for number in range(len(vision.deepstack)):
             names |= {f"vision.deepstack.{number}.{n}": hf.format(number=number) for n, hf in self.deepstack.items()}
         return names

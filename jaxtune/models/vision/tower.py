@@ -25,6 +25,8 @@ from jaxtune.models.vision.patch_merger import PatchMerger
 from jaxtune.models.vision.patches import PatchEmbedding, PositionEmbedding
 from jaxtune.parallel.layout import by_residual, by_token
 
+NO_KEY_END = ("cudnn", "fa3", "flash")  # attention.backend of kernels without an end of keys for each query
+
 
 class Tower(nnx.Module):
     """A vision tower and its projectors, from the columns of `columns.image_columns`."""
@@ -46,7 +48,14 @@ class Tower(nnx.Module):
 
     @jax.named_scope("vision")
     def __call__(self, batch: Mapping[str, Array], call: ForwardOptions) -> ImageTokens:
-        """Return the images of a micro-batch as the decoder sees them."""
+        """Return the images of a micro-batch as the decoder sees them.
+
+        batch: patches (b, p, values of a patch); patch_positions and patch_grid (b, p, 2), of rows and columns;
+        patch_start, patch_end and, if the tower has windows, window_start, window_end (b, p), the first patch that a
+        patch sees and the one after the last; image_place (b, s), of the s tokens of a row.
+
+        A kernel that attention.backend names for the decoder, but that cannot see later patches, is not used here.
+        """
         columns = {
             name: jax.reshard(column, by_token(*(None,) * (column.ndim - 2)))
             for name, column in batch.items()
@@ -54,6 +63,8 @@ class Tower(nnx.Module):
         }
         # The bound of `documents` is of texts, and a tower is trained without dropout.
         call = call._replace(documents=None, hidden_dropout=0.0, attention_dropout=0.0, dropout_layers=None)
+        if call.backend in NO_KEY_END:
+            call = call._replace(backend="auto")
         x = self.patches(columns["patches"], call.dtype)
         if self.positions is not None:
             x += self.positions(columns["patch_positions"], columns["patch_grid"], call.dtype)
@@ -75,6 +86,7 @@ class Tower(nnx.Module):
         if "window_start" in columns:
             windows = attend_packed(columns["window_start"], call, key_end=columns["window_end"])
             attend = _by_window(attend, windows)
+        # No layer of a tower reads `positions`, which only recurrences and convolutions do: any (b, p) would serve.
         return Inputs(rotations, attend, columns["patch_start"], ends > columns["patch_start"])
 
 

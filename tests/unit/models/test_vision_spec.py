@@ -1,0 +1,203 @@
+"""Options that select parameters by name know those of a vision tower, and malformed towers are refused."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tiny import transformers_config
+
+from jaxtune.columns import image_columns
+from jaxtune.config.schema import Config, DataOptions, ModelOptions, TrainOptions
+from jaxtune.errors import UserError
+from jaxtune.lora.inject import inject
+from jaxtune.lora.options import LoraOptions
+from jaxtune.models.decoder import bind
+from jaxtune.models.families import read_spec
+from jaxtune.models.forward_options import ForwardOptions
+from jaxtune.models.options import VisionOptions
+from jaxtune.models.parameters import abstract, declare, loaded_names, sites
+from jaxtune.models.treatment import linears, multiply, select_linears, treat_linears
+from jaxtune.optim.adamw_8bit import float32_moments, undivided_moments
+from jaxtune.optim.multipliers import decays, rates
+from jaxtune.optim.options import OptimOptions
+from jaxtune.precision.options import PrecisionOptions
+from jaxtune.quant.options import QuantOptions
+from jaxtune.weights.base import Base, read_base
+from jaxtune.weights.model import declare_model
+from jaxtune.weights.values import config_for_model
+
+WINDOWS, DEEPSTACK = "qwen2_5_vl, windows", "qwen3_vl, deepstack"
+MIXED = "qwen3_vl_moe, a dense layer"
+EVERY = pytest.mark.parametrize("name", [WINDOWS, DEEPSTACK])
+
+
+def described(name):
+    """Return config.json of a tiny model that sees."""
+    return json.loads(transformers_config(name).to_json_string(use_diff=False))
+
+
+def seeing(name):
+    """Return a tiny model with its tower."""
+    return read_spec(described(name), vision=True)
+
+
+def of_tower(spec):
+    return {name for name, (site, *_) in sites(spec).items() if site.of_vision(spec)}
+
+
+def trained_with(spec, **options):
+    """Return the tensors of which a parameter is trained, adapters apart."""
+    _, declared = declare(inject(spec, LoraOptions(enabled=True, rank=2, **options)))
+    return {place.name for one in declared.values() if one.trained and one.kind != "adapter" for place in one.places}
+
+
+def adapted_by(spec, **options):
+    """Return the tensors that adapters add."""
+    _, declared = declare(inject(spec, LoraOptions(enabled=True, rank=2, **options)))
+    return {place.name for one in declared.values() if one.kind == "adapter" for place in one.places}
+
+
+@EVERY
+def test_the_tower_is_not_quantized_or_multiplied_in_low_precision(name):
+    spec = seeing(name)
+    tower = linears(spec).keys() & {one.removesuffix(".weight") for one in of_tower(spec)}
+    assert tower
+    for options, section in ((QuantOptions("nf4"), "quant"), (PrecisionOptions("fp8_hybrid"), "precision")):
+        assert select_linears(spec, options, section) == linears(spec).keys() - tower
+        with pytest.raises(UserError, match=rf"{section} leaves \S*visual\S* alone, so it needs no"):
+            select_linears(spec, dataclasses.replace(options, exclude="visual"), section)
+    one = multiply(spec, PrecisionOptions("bf16", exclude=r"layers\.0\..*q_proj"))
+    assert one.vision == spec.vision and one.layers[0].treatment("attention.q.weight").float32
+
+
+@EVERY
+def test_the_tower_learns_as_slowly_as_the_embedding_and_its_vectors_do_not_decay(name, one_device):
+    spec = seeing(name)
+    _, declared = declare(spec)
+    names = {key: tuple(place.name for place in one.places) for key, one in declared.items()}
+    factors = rates(OptimOptions(layerwise_lr_decay=0.5), names, len(spec.layers))
+    assert {factors[key] for key in names if key.startswith("vision.")} == {factors["embed.weight"]}
+    decaying = decays(OptimOptions(weight_decay=0.1), names)
+    without = {key for key, one in declared.items() if key.startswith("vision.") and one.kind in ("vector", "position")}
+    assert without and {decaying[key] for key in without} == {0.0}
+    assert decaying["vision.patches.kernel"] == 0.1
+
+
+def test_a_kernel_of_patches_has_moments_in_float32(one_device):
+    vision = described(DEEPSTACK)["vision_config"] | {"hidden_size": 1280, "patch_size": 14}
+    _, declared = declare(read_spec(described(DEEPSTACK) | {"vision_config": vision}, vision=True))
+    kernels = {"vision.patches.kernel": declared["vision.patches.kernel"]}
+    assert undivided_moments(kernels, one_device) == []
+    assert float32_moments(kernels) == ["vision.patches.kernel [1280, 3, 2, 14, 14]"]
+
+
+def test_the_names_of_a_tower_in_a_loaded_model_are_those_of_transformers():
+    import torch
+    import transformers
+
+    spec = seeing(WINDOWS)
+    with torch.device("meta"):
+        model = transformers.Qwen2_5_VLForConditionalGeneration(transformers_config(WINDOWS))
+    names = {name for name, _ in model.named_parameters() if ".visual." in name}
+    assert {loaded_names(spec)[name] for name in of_tower(spec)} == names
+    merger = adapted_by(spec, target_modules=r"model\.visual\.merger\.mlp\.0")
+    assert merger == {f"visual.merger.mlp.0.lora_{part}.weight" for part in "AB"}
+
+
+def test_adapters_of_the_decoder_leave_the_biases_of_the_tower():
+    spec = seeing(WINDOWS)
+    biases = trained_with(spec, bias="all")
+    assert biases and not biases & of_tower(spec)
+    assert trained_with(spec, bias="all", target_modules=r"merger\.mlp\.0") & of_tower(spec)
+    assert trained_with(spec, bias="lora_only", target_modules=("q_proj",)) == {
+        f"model.layers.{number}.self_attn.q_proj.bias" for number in range(len(spec.layers))
+    }
+
+
+def test_layers_to_transform_are_of_the_decoder():
+    spec = seeing(WINDOWS)
+    chosen = adapted_by(spec, target_modules=r"o_proj|blocks\.\d+\.attn\.proj", layers_to_transform=(1,))
+    assert chosen == {f"model.layers.1.self_attn.o_proj.lora_{part}.weight" for part in "AB"}
+    with pytest.raises(UserError, match=f"layer {len(spec.layers)} has none"):
+        inject(spec, LoraOptions(enabled=True, target_modules=r"proj", layers_to_transform=(len(spec.layers),)))
+
+
+def test_a_quantized_projector_cannot_be_trained_whole():
+    spec = treat_linears(seeing(WINDOWS), ["visual.merger.mlp.0"], stored="a format")
+    with pytest.raises(UserError, match=r"visual\.merger\.mlp\.0\.weight is quantized"):
+        trained_with(spec, modules_to_save=(r"visual.merger.mlp.0",))
+
+
+def test_something_is_trained(one_device):
+    base, data = Base(seeing(WINDOWS)), DataOptions(seq_len=16)
+    config = Config(data=data, train=TrainOptions(freeze=r"^(model|lm_head)\."))
+    with pytest.raises(UserError, match=r"train\.freeze=.*vision\.train='none': no parameter is trained"):
+        declare_model(base, config, one_device)
+    trained = declare_model(base, dataclasses.replace(config, vision=VisionOptions(train="projector")), one_device)
+    assert all(name.startswith("vision.projector.") for name in trained.trained)
+
+
+def test_of_another_model_no_tower_is_trained():
+    config = Config(vision=VisionOptions(patches_per_row=64, train="tower"))
+    assert config_for_model("another/model", config).vision == VisionOptions(patches_per_row=64)
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "fa3", "flash"])
+def test_a_kernel_without_later_keys_is_for_the_decoder_only(backend, one_device):
+    spec = seeing(WINDOWS)
+    graph, declared = declare(spec)
+    assert spec.vision is not None
+    batch = {
+        column.name: jax.ShapeDtypeStruct(column.shape(1, 16), column.dtype)
+        for column in image_columns(spec.vision.layout, 32)
+    }
+    call = ForwardOptions(jnp.dtype("float32"), backend=backend)
+    found = jax.eval_shape(
+        lambda parameters, batch: bind(graph, parameters).vision(batch, call), abstract(declared), batch
+    )
+    assert found is not None
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("size", [32, 64])
+def test_the_layout_of_experts_is_seen_though_a_matrix_is_square(swapped, size, tmp_path):
+    """Files have matrices (in, out), or (out, in); hidden features are 64."""
+    described = json.loads(transformers_config(MIXED, moe_intermediate_size=size).to_json_string(use_diff=False))
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    number = next(iter(read_spec(described).mixtures))
+    shapes = {"gate_up": (64, 2 * size), "down": (size, 64)}
+    tensors = {
+        f"model.language_model.layers.{number}.mlp.experts.{name}_proj": np.zeros((4, *shape[:: -1 if swapped else 1]))
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert read_base(Config(model=ModelOptions(path=str(tmp_path)))).spec.swapped_experts == swapped
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "change", "message"),
+    [
+        (DEEPSTACK, "vision_config", {"deepstack_visual_indexes": [0, 3]}, r"\[0, 3\] must be different layers from 0"),
+        (DEEPSTACK, "vision_config", {"deepstack_visual_indexes": [1, 1]}, r"\[1, 1\] must be different layers"),
+        (DEEPSTACK, "vision_config", {"num_position_embeddings": 24}, "24 is not the square"),
+        (DEEPSTACK, "vision_config", {"num_heads": 3}, "hidden_size=16 is not num_heads=3 times a multiple of 4"),
+        (WINDOWS, "vision_config", {"num_heads": 8}, "hidden_size=16 is not num_heads=8 times a multiple of 4"),
+        (WINDOWS, "vision_config", {"window_size": 20}, "window_size=20 is not a multiple of .* = 8"),
+        (
+            WINDOWS,
+            "text_config",
+            {"rope_parameters": {"mrope_section": [4, 2, 1]}},
+            "sum of 8, half of the 16 features",
+        ),
+        (DEEPSTACK, "text_config", {"rope_parameters": {"mrope_section": [4, 4]}}, "must be three numbers"),
+    ],
+)
+def test_a_malformed_tower_is_refused(name, part, change, message):
+    whole = described(name)
+    changed = {key: whole[part][key] | value if isinstance(value, dict) else value for key, value in change.items()}
+    with pytest.raises(UserError, match=message):
+        read_spec(whole | {part: whole[part] | changed}, vision=True)
