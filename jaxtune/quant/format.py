@@ -17,7 +17,7 @@ from pallas_kernels.quant_matmul.elements import ELEMENTS
 from pallas_kernels.quant_matmul.layout import block_scales
 
 
-class Encoded(NamedTuple):
+class Codes(NamedTuple):
     """What a format makes of a matrix; scales as in `QuantizedArray`.
 
     Attributes:
@@ -44,7 +44,7 @@ class Format(ABC):
     block: tuple[int | None, int | None]
 
     @abstractmethod
-    def encode(self, weight: Float[Array, "o i"]) -> Encoded:
+    def encode(self, weight: Float[Array, "o i"]) -> Codes:
         """Return codes and scales of a finite matrix of any float dtype, in pure jax.numpy."""
 
     def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
