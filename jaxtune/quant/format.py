@@ -17,8 +17,8 @@ from pallas_kernels.quant_matmul.elements import ELEMENTS
 from pallas_kernels.quant_matmul.layout import block_scales
 
 
-class Codes(NamedTuple):
-    """What a format makes of a matrix; scales as in `QuantizedArray`.
+class EncodedMatrix(NamedTuple):
+    """A matrix in a format, before its codes are packed.
 
     Attributes:
         codes: one byte per element, in blocks.
@@ -44,7 +44,7 @@ class Format(ABC):
     block: tuple[int | None, int | None]
 
     @abstractmethod
-    def encode(self, weight: Float[Array, "o i"]) -> Codes:
+    def encode(self, weight: Float[Array, "o i"]) -> EncodedMatrix:
         """Return codes and scales of a finite matrix of any float dtype, in pure jax.numpy."""
 
     def quantize(self, weight: Float[Array, "o i"]) -> QuantizedArray:
@@ -117,7 +117,7 @@ class Format(ABC):
         """Return the PartitionSpec of each array of a stack of such matrices with these logical axes."""
 
         def leaf(array: jax.ShapeDtypeStruct) -> jax.P:
-            # Codes and scales of blocks are sharded like the matrix. An axis with a single block, scales of scales and
+            # EncodedMatrix and scales of blocks are sharded like the matrix. An axis with a single block, scales of scales and
             # offsets are on every device.
             inner = [axis if array.ndim == 2 and size > 1 else None for axis, size in zip(axes[-2:], array.shape)]
             return spec(*axes[:-2], *inner)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from jaxtune.quant.array import SCALES_PER_OUTER, TINY, block_absmax, by_block, in_blocks, nearest
-from jaxtune.quant.format import Codes, Format
+from jaxtune.quant.format import EncodedMatrix, Format
 from jaxtune.quant.options import BLOCK_SIZES, QuantOptions
 from pallas_kernels.adamw_8bit.dynamic_map import DYNAMIC_MAP
 from pallas_kernels.quant_matmul.elements import ELEMENTS
@@ -33,7 +33,7 @@ class FourBitFloats(Format):
 
     double_quant: bool
 
-    def encode(self, weight: Float[Array, "o i"]) -> Codes:
+    def encode(self, weight: Float[Array, "o i"]) -> EncodedMatrix:
         """Round to nearest with one scale per block of a row; with `double_quant` the scales are in 8 bits."""
         table = np.asarray(ELEMENTS[self.elements].values, np.float32)
         order = np.argsort(table, stable=True)  # FP4's codes are not ordered by value
@@ -43,7 +43,7 @@ class FourBitFloats(Format):
         # differ.
         elements = jnp.clip(blocks * by_block(1.0 / jnp.maximum(absmax, TINY)), -1, 1)  # bitsandbytes' floor is 1e-38
         codes = jnp.asarray(order, jnp.uint8)[nearest(elements, table[order])]
-        return Codes(codes, *(doubly_quantized(absmax) if self.double_quant else (absmax,)))
+        return EncodedMatrix(codes, *(doubly_quantized(absmax) if self.double_quant else (absmax,)))
 
 
 def doubly_quantized(absmax: Float[Array, "o n"]) -> tuple[UInt8[Array, "o n"], Float[Array, " m"], Float[Array, ""]]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxtune.quant.array import block_absmax, by_block, divisors, in_blocks
-from jaxtune.quant.format import Codes, Format
+from jaxtune.quant.format import EncodedMatrix, Format
 from jaxtune.quant.options import QuantOptions
 
 LARGEST = 448.0  # the largest e4m3 number
@@ -27,10 +27,10 @@ def format_of(options: QuantOptions, parameter: str) -> Format:
 class Fp8(Format):
     """FP8 e4m3, scaled so that the amax of a block becomes the largest e4m3 number; a block of zeros has scale 1."""
 
-    def encode(self, weight: Float[Array, "o i"]) -> Codes:
+    def encode(self, weight: Float[Array, "o i"]) -> EncodedMatrix:
         """Round to nearest, ties to even."""
         blocks = in_blocks(weight, self.block_of(weight.shape))
         absmax = block_absmax(blocks)
         scales = divisors(absmax / LARGEST)
         elements = jnp.clip(blocks / by_block(scales), -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
-        return Codes(jax.lax.bitcast_convert_type(elements, jnp.uint8), scales)
+        return EncodedMatrix(jax.lax.bitcast_convert_type(elements, jnp.uint8), scales)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxtune.quant.array import block_absmax, by_block, divisors, in_blocks
-from jaxtune.quant.format import Codes, Format
+from jaxtune.quant.format import EncodedMatrix, Format
 from jaxtune.quant.options import QuantOptions
 from pallas_kernels.quant_matmul.elements import ELEMENTS
 
@@ -23,7 +23,7 @@ def format_of(options: QuantOptions, parameter: str) -> Format:
 class Integers(Format):
     """Symmetric integers: the lowest code, -8 or -128, is not used. A block of zeros has scale 1."""
 
-    def encode(self, weight: Float[Array, "o i"]) -> Codes:
+    def encode(self, weight: Float[Array, "o i"]) -> EncodedMatrix:
         """Round to nearest, ties to even."""
         bits = ELEMENTS[self.elements].bits
         largest = 2 ** (bits - 1) - 1
@@ -33,4 +33,4 @@ class Integers(Format):
         integers = jnp.clip(jnp.round(blocks / by_block(scales)), -largest, largest).astype(jnp.int8)
         codes = jax.lax.bitcast_convert_type(integers, jnp.uint8)
         # A negative int8 has ones in its high bits, which would spoil the other code of the byte.
-        return Codes(codes & 15 if bits == 4 else codes, scales)
+        return EncodedMatrix(codes & 15 if bits == 4 else codes, scales)

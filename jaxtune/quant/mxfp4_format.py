@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from jaxtune.quant.array import block_absmax, by_block, e8m0, in_blocks
-from jaxtune.quant.format import Codes, Format
+from jaxtune.quant.format import EncodedMatrix, Format
 from jaxtune.quant.nvfp4_format import nearest_e2m1
 from jaxtune.quant.options import BLOCK_SIZES, QuantOptions
 
@@ -20,11 +20,11 @@ def format_of(options: QuantOptions, parameter: str) -> Format:
 class Mxfp4(Format):
     """MXFP4. Weights that were MXFP4 before keep their values, whichever of two possible scales a block had."""
 
-    def encode(self, weight: Float[Array, "o i"]) -> Codes:
+    def encode(self, weight: Float[Array, "o i"]) -> EncodedMatrix:
         """Round to nearest, ties to even; elements between 6 and 8 times the scale become 6 times it."""
         blocks = in_blocks(weight, self.block_of(weight.shape))
         scales = exponents(block_absmax(blocks))
-        return Codes(nearest_e2m1(blocks / by_block(e8m0(scales))), scales)
+        return EncodedMatrix(nearest_e2m1(blocks / by_block(e8m0(scales))), scales)
 
 
 def exponents(absmax: Float[Array, "o n"]) -> UInt8[Array, "o n"]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from jaxtune.quant.array import TINY, block_absmax, by_block, divisors, in_blocks
-from jaxtune.quant.format import Codes, Format
+from jaxtune.quant.format import EncodedMatrix, Format
 from jaxtune.quant.options import BLOCK_SIZES, QuantOptions
 from pallas_kernels.quant_matmul.elements import ELEMENTS, e4m3
 
@@ -30,7 +30,7 @@ class Nvfp4(Format):
 
     four_over_six: bool
 
-    def encode(self, weight: Float[Array, "o i"]) -> Codes:
+    def encode(self, weight: Float[Array, "o i"]) -> EncodedMatrix:
         """Round to nearest with two levels of scales.
 
         A matrix of zeros has scale 1, and its blocks have e4m3's smallest scale, never 0.
@@ -39,7 +39,7 @@ class Nvfp4(Format):
         tensor_scale = tensor_scale_of(block_absmax(blocks).max())
         scales = block_scales(blocks, tensor_scale, self.four_over_six)
         codes = nearest_e2m1(blocks / by_block(scales * tensor_scale))
-        return Codes(codes, e4m3_bits(scales), tensor_scale[None])
+        return EncodedMatrix(codes, e4m3_bits(scales), tensor_scale[None])
 
 
 def tensor_scale_of(absmax: Float[Array, ""]) -> Float[Array, ""]:
