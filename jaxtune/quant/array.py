@@ -112,7 +112,7 @@ class QuantizedArray:
     def matmul(self, x: Float[Array, "b s i"], axis: Entry, noise: Any = None) -> Float[Array, "b s o"]:
         """Compute x W^T in the dtype of x, on any mesh; `axis` is the mesh axis, or axes, that shard o.
 
-        EncodedMatrix and scales are all-gathered, which moves a quarter or half of the bytes of a 16-bit matrix. They are
+        Codes and scales are all-gathered, which moves a quarter or half of the bytes of a 16-bit matrix. They are
         dequantized at each use, so again in the backward pass. `noise` is not used.
         """
         weight = jax.tree.map(gather, self)

@@ -117,7 +117,7 @@ class Format(ABC):
         """Return the PartitionSpec of each array of a stack of such matrices with these logical axes."""
 
         def leaf(array: jax.ShapeDtypeStruct) -> jax.P:
-            # EncodedMatrix and scales of blocks are sharded like the matrix. An axis with a single block, scales of scales and
+            # Codes and scales of blocks are sharded like the matrix. An axis with a single block, scales of scales and
             # offsets are on every device.
             inner = [axis if array.ndim == 2 and size > 1 else None for axis, size in zip(axes[-2:], array.shape)]
             return spec(*axes[:-2], *inner)
