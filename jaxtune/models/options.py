@@ -78,10 +78,10 @@ class VisionOptions:
         also="freeze_vision_tower freeze_vit freeze_aligner freeze_multi_modal_projector")
     max_pixels: int | None = option(None,
         "a larger image is scaled down to this many pixels; unset: the model's image processor has the limit",
-        "[1, inf)", when="vision.patches_per_row is not None", also="image_max_pixels MAX_PIXELS image_resize")
+        "[1, inf)", when="vision.patches_per_row is not None", also="image_max_pixels image_resize")
     min_pixels: int | None = option(None,
         "a smaller image is scaled up to this many pixels; unset: the model's image processor has the limit",
-        "[1, inf)", when="vision.patches_per_row is not None", also="image_min_pixels MIN_PIXELS")
+        "[1, inf)", when="vision.patches_per_row is not None", also="image_min_pixels")
     norm_bbox: Literal["norm1000", "none"] | None = option(None,
         "how boxes of column objects are written: in thousandths of the image's sides, or in pixels after resizing "
         "(none); unset: as the model was trained, none for qwen2_5_vl", when="vision.patches_per_row is not None")

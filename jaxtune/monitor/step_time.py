@@ -36,6 +36,7 @@ _OTHER_PROGRAMS, _UNKNOWN = "other programs", "unknown"
 # first part with a scope on its stack, but dequantization precedes the layer that needs the weight. So a norm inside
 # attention counts for attention. Linear layers have no scope: they count for the layer that calls them.
 SCOPES = {
+    "vision tower": ("vision", "projector"),
     "adapters": ("adapters", "merge"),
     "experts": ("experts", "router"),
     "attention": ("attention", "delta_net", "mamba2", "short_conv", "rope"),
