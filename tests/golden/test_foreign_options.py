@@ -219,6 +219,8 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "template": ({"template": "llama3"}, {"chat.template": "llama3"}),
         "system": ({"system": "Be\\nkind"}, {"data.datasets[0].system_prompt": "Be\nkind"}),
         "response_prefix": ({"response_prefix": "A\\n"}, {"chat.response_prefix": "A\n"}),
+        "max_pixels": ({"max_pixels": 4096}, {"vision.patches_per_row": 2048, "vision.max_pixels": 4096}),
+        "norm_bbox": ({"norm_bbox": "none"}, {"vision.patches_per_row": 2048, "vision.norm_bbox": "none"}),
         "max_length": (
             {"max_length": 64, "truncation_strategy": "right"},
             {"data.datasets[0].max_tokens": 64, "data.datasets[0].longer": "right", "data.truncation": "right"},
@@ -310,6 +312,7 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
             {"model.path": "my/model", "model.tokenizer": "other"},
         ),
         "model.foundation": ({"model.foundation": {"rope_theta": 5e5}}, {"model.overrides": ("rope_theta=500000.0",)}),
+        "model.encoders": ({"model.encoders": {"image": {}}}, {"vision.patches_per_row": 128_000}),
         "data.sample_packing_method": (
             {"data.sample_packing_method": "multipack"},
             {"data.packing_method": "first_fit_decreasing"},
@@ -761,6 +764,11 @@ TOGETHER: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "seq_kd": ({**GKD, "seq_kd": False, "beta": 0.0}, {"distill.divergence": "forward_kl"}),
     },
     "axolotl": {
+        "processor_type": ({"processor_type": "AutoProcessor"}, {"vision.patches_per_row": 2048}),
+        "image_size": (
+            {"processor_type": "AutoProcessor", "image_size": [64, 32]},
+            {"vision.patches_per_row": 2048, "vision.max_pixels": 2048},
+        ),
         "lora_dropout": (
             {"adapter": "lora", "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.25},
             {"lora.dropout": 0.25},

@@ -275,6 +275,8 @@ def surogate_images(o: Options) -> Settings:
         return {}
     if o["norm_bbox"] not in (None, "norm1000", "none"):
         raise Unsupported("norm_bbox is norm1000 or none")
+    if "sequence_len" not in o:
+        raise Unsupported("without sequence_len")
     settings = images_of(surogate_rows(o)["data.seq_len"])
     return settings | {"vision.max_pixels": o["max_pixels"], "vision.norm_bbox": o["norm_bbox"]}
 
