@@ -154,8 +154,7 @@ def products_over_needed(compiled: aot.Compiled, size: str, rows: int, trained: 
 
     Adapters of rank 16 (trained=False), without rematerialisation, need the forward products and the backward products
     to the inputs, and to the weights of adapters. All weights with memory.remat=block need also the products to the
-    weights, each layer once more without the product whose result only the next layer reads, and the head once more,
-    tile by tile.
+    weights, and each layer once more without the product whose result only the next layer reads.
     """
     hidden, layers, intermediate, heads = SIZES[size]
     keys = 8 * 128
@@ -166,7 +165,7 @@ def products_over_needed(compiled: aot.Compiled, size: str, rows: int, trained: 
     again = sum(a * b for a, b in linears)
     adapters = 16 * sum(a + b for a, b in [*linears, down])
     if trained:
-        multiplied = layers * (3 * matrices + again) + 4 * head
+        multiplied = layers * (3 * matrices + again) + 3 * head
     else:
         multiplied = layers * (2 * matrices + 3 * adapters) + 2 * head
     products = [launch for launch in read_program(compiled.hlo).launches if "product" in launch.kind]

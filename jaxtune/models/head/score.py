@@ -62,11 +62,11 @@ class TotalScores(NamedTuple):
     """Scores of a micro-batch for an objective that reads the losses only as their sum.
 
     Attributes:
-        total: sums of `Scores.loss` over the tokens of each device.
+        total: sums of `Scores.loss` over the tokens of each group of rows, those of a device along the axes of rows.
         sums, hits, further: as in `Scores`.
     """
 
-    total: Float[Array, "rows positions"]
+    total: Float[Array, " groups"]
     sums: Mapping[str, Array]
     hits: Bool[Array, "b s"] | None = None
     further: tuple[FurtherScores, ...] = ()
@@ -197,7 +197,8 @@ def score_total(
                 head_gradient=head_gradient,
                 summed=True,
             )
-    return TotalScores(total, others.sums, others.hits, others.further)
+    # Without the axis of positions: transposed, an axis of size 1 would lose the mesh axes that divide it.
+    return TotalScores(jnp.sum(total, axis=1), others.sums, others.hits, others.further)
 
 
 def _score_further(
