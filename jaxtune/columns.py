@@ -10,7 +10,7 @@ from jaxtune.image_layout import ImageLayout
 class Column(NamedTuple):
     """An array of a row, (positions,), and of a batch, (micro-batches, rows, positions); `width` adds a last axis.
 
-    With `per="patch"` its positions are not those of tokens, but those of the patches of the row's images.
+    With `per="patch"` a position is a patch of the row's images, not a token.
 
     The columns in `MADE` are computed when a row is built. All other columns are stored with the documents. The value
     of a token, like its loss weight, is at the position that predicts the token; the value of a document or a unit is
@@ -115,7 +115,7 @@ ROPE_POSITIONS = Column("rope_positions", np.int32, width=3)
 
 
 def image_columns(layout: ImageLayout, patches: int) -> tuple[Column, ...]:
-    """Return the columns that a model with a vision tower reads in addition to those of its objective.
+    """Return the columns that a vision tower adds to an objective's.
 
     patches: patches of a row. Patches of an image are adjacent, in the order of `ImageLayout`; images follow one
     another in the order of their tokens. Padding sees no patch: its intervals are empty.

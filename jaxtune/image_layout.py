@@ -1,4 +1,4 @@
-"""How a model sees an image: patches, the tokens that they become, and which of them see each other."""
+"""How a model sees an image: patches, and the tokens that they become."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,9 +11,9 @@ from jaxtyping import Int
 class ImageLayout:
     """The layout of an image in a row, by which data are prepared for a vision tower.
 
-    An image is cut to patches. merge x merge neighbouring patches become one embedding, in place of that of an image
-    token. So the patches of an image come in blocks of merge * merge, row by row inside a block, and the blocks row by
-    row; with windows, the blocks of a window are adjacent, and windows come row by row.
+    An image is cut to patches. merge x merge neighbours become one embedding, which replaces an image token's.
+    So the patches of an image come in blocks of merge * merge, row by row inside a block, and the blocks row by row;
+    with windows, the blocks of a window are adjacent, and windows come row by row.
 
     Attributes:
         patch: pixels of a patch's side.

@@ -113,16 +113,16 @@ SIGLIP = dict(
     patch_size=14,
 )
 PIXTRAL = SIGLIP | dict(model_type="pixtral")
-SEEN_BY_QWEN = dict(
+TOWER_OF_QWEN = dict(
     depth=3,
     hidden_size=16,
     intermediate_size=16,
     num_heads=2,
     out_hidden_size=64,
     patch_size=4,
-    num_position_embeddings=25,
     initializer_range=0.1,
 )
+SEEN_BY_QWEN = TOWER_OF_QWEN | dict(num_position_embeddings=25)
 SEEING_QWEN = dict(vision_config=SEEN_BY_QWEN, image_token_id=VOCABULARY - 1)
 THREE_AXES = dict(rope_type="default", mrope_section=[4, 2, 2])
 DEEPSTACK = dict(vision_config=SEEN_BY_QWEN | dict(deepstack_visual_indexes=[0, 1]))
@@ -615,17 +615,7 @@ FAMILIES = {
         SEEING_QWEN
         | dict(
             # A window is two blocks of four patches wide.
-            vision_config=dict(
-                depth=3,
-                hidden_size=16,
-                intermediate_size=16,
-                num_heads=2,
-                out_hidden_size=64,
-                patch_size=4,
-                window_size=16,
-                fullatt_block_indexes=[1],
-                initializer_range=0.1,
-            ),
+            vision_config=TOWER_OF_QWEN | dict(window_size=16, fullatt_block_indexes=[1]),
             text_config=dict(num_hidden_layers=2, rope_parameters=THREE_AXES),
         ),
     ),

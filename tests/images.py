@@ -29,7 +29,7 @@ class Sample(NamedTuple):
 
 
 def draw_sample(layout: ImageLayout, length: int, grids: list[tuple[int, int]], seed: int) -> Sample:
-    """Return a document of `length` random tokens, with an image of each grid after every fifth of them."""
+    """Return a document of `length` random tokens, with an image of each grid after every five tokens."""
     rng = np.random.default_rng(seed)
     texts = rng.choice(np.delete(np.arange(VOCABULARY), layout.token), length)
     images = tuple(Seen(grid, rng.normal(size=(grid[0] * grid[1], layout.patch_values))) for grid in grids)

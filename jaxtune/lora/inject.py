@@ -58,7 +58,7 @@ def _adapters(spec: ModelSpec, lora: LoraOptions, file_names: Mapping[str, str])
     else:
         targeted = select(targets, file_names, "lora.target_modules")
     first_sites = {name: known[of][0] for name, of in file_names.items()}
-    # Layers of the tower have none of these numbers.
+    # lora.layers_to_transform numbers the decoder's layers only.
     numbers = {name: None if site.of_vision(spec) else site.layer for name, site in first_sites.items()}
     targeted = _in_layers(spec, targeted, numbers, lora.layers_to_transform)
     if lora.kind != "lora":  # a file of this folder, named as the kind

@@ -212,7 +212,7 @@ class Vision:
         positions: side of the square grid of learned position embeddings, which is interpolated to the grid of each
             image; 0: there are none.
         projected: hidden features of the projector.
-        out: features of its outputs, those of the decoder's embeddings.
+        out: features of its outputs, as many as the decoder's embeddings have.
         projector_bias: whether the projector's linear layers have biases.
         deepstack: numbers of layers, in ascending order, whose outputs have projectors of their own; they are added to
             the image tokens after the decoder's first layers (DeepStack, arXiv:2406.04334).
@@ -263,7 +263,7 @@ class ModelSpec:
         chunks: number of chunks of each stage (`stacks`).
         mtp: the layers of multi-token-prediction modules, which come after `layers` and are numbered on; (): none are
             computed, although the files may have some.
-        vision: the vision tower, whose layers are numbered after those of the modules; None: images are not seen,
+        vision: the vision tower, whose layers are numbered after the modules'; None: images are not seen,
             although the files may have a tower.
     """
 
@@ -292,7 +292,7 @@ class ModelSpec:
 
     @property
     def every_layer(self) -> tuple[Layer, ...]:
-        """The layers, those of multi-token-prediction modules, and the tower's; a layer's number is its index here."""
+        """The layers of the decoder, of its modules and of its tower; a layer's number is its index here."""
         return self.layers + self.mtp + (() if self.vision is None else self.vision.layers)
 
     @property

@@ -74,11 +74,11 @@ def fastest_on_each(
     """Yield each machine, in the order of the search, with the plan of the fastest config that fits there, or None.
 
     If there are several machines, one that cannot run the config has the error that says why. Layers are then unrolled
-    last, and only on the cheapest and the fastest machine, because that takes minutes to compile: where it is faster,
-    the machine follows again with that plan.
+    last, and only on the cheapest and the fastest machine, because that takes minutes to compile. If it is faster, the
+    machine follows again with that plan.
 
-    A plan takes a minute or more, so few are made. The first machine is one with much memory and many GPUs, and the
-    next is always the one whose tokens could be the cheapest. A machine that can neither be the fastest nor the
+    Few plans are made, because each takes a minute or more. The first machine is one with much memory and many GPUs,
+    and the next is always the one whose tokens could be the cheapest. A machine that can neither be the fastest nor the
     cheapest is not planned. If a step needs more memory elsewhere than a machine has, it is not planned there. Neither
     is a step whose state does not fit (state_on returns its bytes on a GPU within seconds). The options that are the
     fastest on a machine with as much memory and as many GPUs are taken if they fit.
@@ -161,7 +161,7 @@ class _Search:
         if of_memory[0] != of_memory[1] or _count(plan.where) < _count(where):
             return 0.0
         rows = config.train.micro_batch_size / plan.config.train.micro_batch_size
-        # A part of the memory beside the state grows with the rows, and the rest does not shrink with them.
+        # Some of the memory that is not state grows with the rows, and the rest does not shrink.
         needed = state + (plan.needed - self._state(plan.config, plan.where)) * min(1.0, rows)
         return needed if plan.where.gpu == where.gpu else needed / SURELY
 

@@ -7,7 +7,7 @@ layers, 32 experts) with Nebius' cookbook. Gemma 4 is in transformers' convert_g
 E4B were compared with their config.json as quoted in public code. Qwen3.5-27B was
 compared with slime's scripts/models/qwen3.5-27B.sh, Qwen3.8-27B with LoongForge's pull request 176, and Nemotron-3 Nano
 with its config.json in jax-llm-examples. The towers of Qwen3-VL-8B and Qwen3.5-9B are as public code quotes their
-config.json; that of Qwen3.5-27B is assumed to be the same.
+config.json; Qwen3.5-27B is assumed to have the same tower.
 Weights are planned in `model.dtype`, also those that the hub has in MXFP4 or FP8, unless quant.format says otherwise.
 """
 

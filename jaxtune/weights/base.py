@@ -134,7 +134,7 @@ def _has_swapped_experts(spec: ModelSpec, folder: Path) -> bool:
     if not families.may_swap_experts(spec) or not any(folder.glob("*.safetensors")):
         return False
     number, experts = next(iter(spec.mixtures.items()))
-    # Of a square matrix both layouts have the same shape; gate and up are one tensor of twice the rows.
+    # A square matrix has the same shape in both layouts; gate and up are one tensor of twice the rows.
     name, matrix = ("down", (spec.hidden, experts.size))
     if spec.hidden == experts.size:
         name, matrix = ("gate", (2 * experts.size, spec.hidden))

@@ -47,9 +47,18 @@ def draw(rng: np.random.Generator, file: Path) -> dict:
     return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
 
 
+def write_samples(home: Path, count: int) -> None:
+    """Write chat.jsonl and its pictures; every fiftieth sample has none."""
+    rng = np.random.default_rng(0)
+    samples = [draw(rng, home / f"{number}.png") for number in range(count)]
+    plain = {"messages": [{"role": "user", "content": "Say no."}, {"role": "assistant", "content": "no"}]}
+    samples[::50] = [plain] * len(samples[::50])
+    (home / "chat.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Return a folder with a tiny Qwen3-VL and pictures; some samples have no picture."""
+    """Return a folder with a tiny Qwen3-VL and forty samples."""
     pytest.importorskip("torch", reason="making the model needs torch (Python 3.11 here)")
     home = tmp_path_factory.mktemp("home")
     folder = home / "model"
@@ -79,11 +88,7 @@ def home(tmp_path_factory):
     names = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
     numbers = dict(zip(names, map(tokenizer.convert_tokens_to_ids, WORDS), strict=True))
     save_qwen3_vl(folder, text_config=text, vision_config=vision, tie_word_embeddings=True, **numbers)
-    rng = np.random.default_rng(0)
-    samples = [draw(rng, home / f"{number}.png") for number in range(1500)]
-    plain = {"messages": [{"role": "user", "content": "Say no."}, {"role": "assistant", "content": "no"}]}
-    samples[::50] = [plain] * 30
-    (home / "chat.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    write_samples(home, 40)
     return home
 
 
@@ -126,19 +131,19 @@ def loss_in_transformers(folder: Path, data: Path) -> tuple[float, float]:
 
 def test_adapters_of_a_model_that_sees_are_resumed_exported_and_loaded(home):
     """The merged model has in transformers, sample by sample, the loss of our evaluation of packed rows."""
-    few = home / "few.jsonl"
-    few.write_text("".join((home / "chat.jsonl").open().readlines()[:40]))
-    options = {**OPTIONS, "data.datasets[0].path": few, "data.validation_split": 0.0, "data.eval_datasets": few}
+    samples = home / "chat.jsonl"
+    options = {**OPTIONS, "data.validation_split": 0.0, "data.eval_datasets": samples}
     folder, _ = check_resumed_run(home, "qwen_lora.py", "lora", **options)
     merged = home / "merged"
     call("jaxtune.export", f"--run={folder}", f"--output={merged}", "--merge")
     ours = [row["eval_loss"] for row in metrics(folder) if "eval_loss" in row][-1]
-    assert abs(loss_in_transformers(merged, few)[0] - ours) <= 1e-5 * ours
+    assert abs(loss_in_transformers(merged, samples)[0] - ours) <= 1e-5 * ours
 
 
 @pytest.mark.nightly
 def test_a_model_learns_to_answer_questions_about_pictures(home):
     """Trained from random weights, tower included; then adapters on the result, which still sees in transformers."""
+    write_samples(home, 1500)
     options = {**OPTIONS, "data.validation_split": 0.05, "train.micro_batch_size": 4, "memory.remat": "none"}
     more = {"vision.train": "tower", "train.max_steps": 800, "ckpt.save_steps": 800, "optim.learning_rate": 3e-3}
     call(*recipe_command(home, "qwen_full.py", "scratch", **options, **more))

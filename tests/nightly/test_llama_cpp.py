@@ -87,7 +87,7 @@ def rounded_to_q8_0(weight: jax.Array) -> jax.Array:
 
 
 def behind_the_likeliest(tokens: list[int], found: np.ndarray) -> np.ndarray:
-    """Return how far the log-probability of each token is below that of the most likely one."""
+    """Return how far the log-probability of each token is below the most likely token's."""
     return found.max(-1) - found[np.arange(len(tokens)), tokens]
 
 

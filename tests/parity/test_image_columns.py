@@ -57,7 +57,7 @@ def thw(images):
 @pytest.mark.parametrize("model", [Qwen2_5_VLModel, Qwen3VLModel, Qwen3_5Model, Ernie4_5_VLMoeModel])
 @pytest.mark.parametrize("parts", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_rotary_positions_are_those_of_get_rope_index(model, parts):
-    """Positions begin anew in each document, wherever it begins in the row."""
+    """Positions begin at 0 in each document, wherever it begins in the row."""
     row, tokens, images = build(parts, ImageLayout(2, 2, TOKEN, rope_axes=True), begin=7)
     vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=2, temporal_merge_size=2)
     config = SimpleNamespace(vision_config=vision)

@@ -59,7 +59,7 @@ def documents(case, one_device):
 
 
 def test_logits_loss_and_gradients_of_packed_documents(case, documents, one_device, tmp_path):
-    """Documents in one row have the logits that transformers computes for each of them, and the same gradients."""
+    """A document in a packed row has the logits that transformers computes for it, and the same gradients."""
     import torch
 
     (folder, reference), (layout, samples) = case, documents

@@ -240,7 +240,7 @@ class Tokeniser:
         return results
 
     def _image_error(self, where: str, documents: Iterable[Encoded]) -> UserError | None:
-        """Return an error if a document has an image token that stands for no image."""
+        """Return an error if a document has an image token without an image."""
         if (reader := self._of[4]) is None:
             return None
         layout = reader.layout

@@ -15,7 +15,7 @@ NO_IMAGES = (
 )
 
 UNSEEN = ("train", "loss_scale", "images")
-"""Keys of a message about its training, which are not passed to chat templates."""
+"""Keys of a message that chat templates do not get: about its training, and the sources of its images."""
 
 IMAGE_PARTS = ("image", "image_url", "input_image")
 """Types of content parts that are images."""

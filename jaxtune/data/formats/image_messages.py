@@ -29,7 +29,7 @@ class ImageMessages:
     """Renders conversations with images."""
 
     def __init__(self, reader: ImageReader, tokenizer: Tokenizer):
-        """Find the texts that stand for an image. Raises UserError if the tokenizer lacks a token for them."""
+        """Find the family's text of an image. Raises UserError if the tokenizer lacks a token for them."""
         self._reader, self._vocabulary = reader, tokenizer.get_vocab()
         self._scale: Scale = reader.norm_bbox or default_scale(reader.family)
         self._placeholder = find_placeholder(reader.family, tokenizer, reader.layout)
@@ -125,12 +125,11 @@ def _index(source: Any, count: int) -> int | None:
 
 
 def holds_image(message: Message) -> bool:
-    """Return whether a message of a sample with images, as the sample has it, holds one of them."""
+    """Return whether a message, as the sample has it, holds an image."""
     content = message.get("content")
     if isinstance(content, list):
-        return any(isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in content) or any(
-            isinstance(part, dict) and _PLACEHOLDER in str(part.get("text")) for part in content
-        )
+        parts = [part for part in content if isinstance(part, dict)]
+        return any(part.get("type") in IMAGE_PARTS or _PLACEHOLDER in str(part.get("text")) for part in parts)
     return isinstance(content, str) and _PLACEHOLDER in content
 
 

@@ -53,7 +53,7 @@ def render_pair(
         entry: the entry, as `formats.detect` returned it.
         columns: the columns, as `formats.detect` returned them.
         template: the chat template; None: the tokenizer has none, and texts are joined.
-        images: renders conversations with images; None: there are no images.
+        images: renders conversations with images; None: without images.
         sample: has the columns.
 
     Raises:

@@ -257,7 +257,7 @@ def make_format(
         say: called with a line about each part of a conversation that the chat template leaves out.
         labels: the names of classes, by number.
         chat: the section chat, which selects the messages to train.
-        images: renders conversations with images; None: there are no images.
+        images: renders conversations with images; None: without images.
 
     Raises:
         UserError: here, if the tokenizer or the entry's options do not allow the type; from the returned function, if a

@@ -206,7 +206,7 @@ class Documents:
         return self._of_images(lambda images: images.patches)
 
     def _of_images(self, count: Callable[[StoredImages], np.ndarray]) -> Int64[np.ndarray, "documents"]:
-        """Return a number for each document, 0 for those of an entry without images."""
+        """Return a number for each document; 0 if its entry has no images."""
         none = (np.zeros(len(part.targets), np.int64) for part in self.parts)
         counts = [zeros if part.images is None else count(part.images) for part, zeros in zip(self.parts, none)]
         return np.concatenate(counts)[self._numbers]

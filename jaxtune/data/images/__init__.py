@@ -1,1 +1,1 @@
-"""Images of samples: where they are, their sizes, their patches, and the text that stands for them in a prompt."""
+"""Images of samples: where they are, their sizes, their patches, and their text in a prompt."""

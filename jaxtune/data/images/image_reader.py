@@ -98,8 +98,9 @@ class ImageReader:
             raise UserError(f"{limits[0]} has no effect: this model's image processor sets the size of all images")
         if self.max_pixels and self.min_pixels and self.max_pixels < self.min_pixels:
             raise UserError(f"vision.min_pixels={self.min_pixels} is more than vision.max_pixels={self.max_pixels}")
-        if self._kind == "pixels" and (bounds_in_use := self._bounds)[0] > bounds_in_use[1]:
-            (least, most), of_processor = bounds_in_use, f"of the image processor in {self.folder}"
+        least, most = self._bounds if self._kind == "pixels" else (0, 0)
+        if least > most:
+            of_processor = f"of the image processor in {self.folder}"
             least_name = "vision.min_pixels" if self.min_pixels else f"size.shortest_edge {of_processor}"
             most_name = "vision.max_pixels" if self.max_pixels else f"size.longest_edge {of_processor}"
             raise UserError(f"the least pixels, {least_name}={least}, are more than the most, {most_name}={most}")
@@ -112,7 +113,7 @@ class ImageReader:
 
     @property
     def _kind(self) -> str:
-        """What determines the size of an image: a number of pixels, the longest edge, a number of patches, or none."""
+        """Return the limit of an image's size: its pixels, its longest edge, its patches; or fixed."""
         return _KINDS[_class_name(self._processor)]
 
     @property
@@ -135,7 +136,7 @@ class ImageReader:
 
     @property
     def _bounds(self) -> tuple[int, int]:
-        """The least and the most pixels, where a processor has such limits."""
+        """The least and the most pixels, of a processor that limits them."""
         size = self._processor.size
         return self.min_pixels or size["shortest_edge"], self.max_pixels or size["longest_edge"]
 

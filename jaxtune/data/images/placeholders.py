@@ -1,4 +1,4 @@
-"""The text that stands for an image in a prompt: what a chat template writes, and what it is expanded to.
+"""The text of an image in a prompt: as a chat template writes it, and expanded to image tokens.
 
 The same as in `replace_image_token` of a family's Processor in transformers.
 """
@@ -17,7 +17,7 @@ class Placeholder:
 
     Attributes:
         written: the text that the chat template writes for an image.
-        token: the image token: as many of it as embeddings are in the expanded text.
+        token: the image token, which the expanded text has once for each embedding.
         expand: returns the expanded text from rows and columns of embeddings.
         around: the texts that the chat template writes before and after it, and `expand` keeps.
     """
@@ -28,7 +28,7 @@ class Placeholder:
     around: tuple[str, str] = ("", "")
 
     def __call__(self, ref: ImageRef, layout: ImageLayout) -> str:
-        """Return the text that stands for an image."""
+        """Return the expanded text of an image."""
         return self.expand(ref.grid[0] // layout.merge, ref.grid[1] // layout.merge)
 
 

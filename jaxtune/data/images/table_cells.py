@@ -28,8 +28,8 @@ class Cell(NamedTuple):
     Attributes:
         location: path or URL of the file, or the name of a dataset passed from Python.
         row: number of the row, from 0.
-        column: the column, whose values are {"bytes", "path"}, or lists of these.
-        index: number of the image in the list; None: the value is no list.
+        column: the column, whose values are {"bytes", "path"}, or lists of such objects.
+        index: number of the image in the list; None: the value is not a list.
         format: the format of the file; python: it is a dataset passed from Python.
     """
 
@@ -37,7 +37,7 @@ class Cell(NamedTuple):
     row: int
     column: str
     index: int | None
-    format: "TableFormat"
+    format: TableFormat
 
     def __str__(self) -> str:
         number = "" if self.index is None else f" image {self.index}"

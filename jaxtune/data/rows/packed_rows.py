@@ -50,7 +50,7 @@ class Counts:
         images: images in the rows.
         patches: patches of these images.
         patch_fill: fraction of the room for patches that holds one.
-        dropped_for_patches: those of the dropped documents whose unit has more patches than vision.patches_per_row.
+        dropped_for_patches: dropped documents whose unit has more patches than vision.patches_per_row.
     """
 
     documents: int

@@ -6,6 +6,7 @@ images, for a number of patches (vision.patches_per_row).
 """
 
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -182,7 +183,7 @@ def plan(
             case "first_fit_decreasing":
                 row = _first_fit(ordered, seq_len)
             case "sequential":
-                row = _next_fit(ordered, seq_len)
+                row = next_fit(ordered, repeat(0), seq_len, 0)  # no parcel has patches
     if method == "first_fit_decreasing":  # otherwise the longest documents would be trained first
         row = stable_permutation(row.max() + 1, seed, epoch, 1)[row]
     # Parcels row after row; inside a row they keep their order.
@@ -285,16 +286,4 @@ def _first_fit(lengths: memoryview, seq_len: int) -> Int64[np.ndarray, "parcels"
             if free[node] == most:
                 break
             free[node] = most
-    return result
-
-
-def _next_fit(lengths: memoryview, seq_len: int) -> Int64[np.ndarray, "parcels"]:
-    """Return the row of each parcel: the last row, or a new one if the last has no room."""
-    row, free = 0, seq_len
-    result = np.empty(len(lengths), np.int64)
-    for i, length in enumerate(lengths):
-        if length > free:
-            row, free = row + 1, seq_len
-        free -= length
-        result[i] = row
     return result

@@ -51,7 +51,7 @@ def put_image_tokens(
         layout: the layout of images; None: there are none.
 
     Raises:
-        UserError: the number of image tokens is not that of the images' embeddings.
+        UserError: the document has more image tokens than its images have embeddings, or fewer.
     """
     whole = slice(begin, begin + len(tokens))
     positions = np.arange(len(tokens))  # rotary positions along time
@@ -67,7 +67,7 @@ def put_image_tokens(
         for image in images:
             of_image = image_tokens[taken : (taken := taken + image.patches // block)]
             rows, columns = (side // layout.merge for side in image.grid)
-            # Tokens stand for the blocks row by row; embeddings are in the order of patches.
+            # Tokens have the order of the blocks row by row; embeddings are in the order of patches.
             row[IMAGE_PLACE.name][begin + of_image] = first // block + np.argsort(order_blocks(image.grid, layout)[0])
             first += image.patches
             end = of_image[-1] + 1

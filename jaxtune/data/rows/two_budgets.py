@@ -1,9 +1,10 @@
 """Packing by two budgets: parcels of tokens and patches into rows that have room for a number of both.
 
-Each function returns the row of each parcel, as the one of the same name for tokens only in `packing`.
+`best_fit` and `first_fit` return the row of each parcel as their namesakes for tokens only in `packing` do.
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 
 import numpy as np
 from jaxtyping import Int64
@@ -126,7 +127,7 @@ def first_fit(
 
 
 def next_fit(
-    lengths: memoryview, patches: memoryview, seq_len: int, patches_per_row: int
+    lengths: memoryview, patches: Iterable[int], seq_len: int, patches_per_row: int
 ) -> Int64[np.ndarray, "parcels"]:
     """Return the row of each parcel: the last row, or a new one if the last has no room."""
     row, free, room = 0, seq_len, patches_per_row

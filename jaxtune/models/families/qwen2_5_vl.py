@@ -13,7 +13,7 @@ from jaxtune.models.mixers import Heads, Rope
 from jaxtune.models.places import Tensor
 from jaxtune.models.spec import FeedForward, Layer, ModelSpec, Norm, Vision
 
-# The files keep the names from before transformers 4.52, of which only peft sees the new ones.
+# The files keep the names from before transformers 4.52; only peft sees the new ones.
 _INSIDE = vision_wrapper.names(qwen2.NAMES)
 NAMES = {name: Tensor(hf, loaded=str(_INSIDE[name])) for name, hf in qwen2.NAMES.items()}
 IGNORABLE, UNTOUCHED = qwen2.IGNORABLE, r"^visual\."
@@ -48,7 +48,7 @@ DEFAULTS = {
 
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of the decoder of a `Qwen2_5_VLForConditionalGeneration` config.json."""
-    # Published files have the entries of the decoder next to those of the whole model.
+    # Published files have the decoder's entries next to the whole model's.
     text = config.get("text_config") or config
     tied = config.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
     spec = read_text(text | {"tie_word_embeddings": tied})

@@ -62,7 +62,7 @@ class TotalScores(NamedTuple):
     """Scores of a micro-batch for an objective that reads the losses only as their sum.
 
     Attributes:
-        total: sums of `Scores.loss` over the tokens of each group of rows, those of a device along the axes of rows.
+        total: sums of `Scores.loss`, one for the rows of each device along the axes of rows.
         sums, hits, further: as in `Scores`.
     """
 
@@ -101,7 +101,7 @@ class ScoreOptions(NamedTuple):
         replay_routing: whether tokens go to the experts in the column routed_experts; False: to those that the router
             chooses.
         next_token: False: log_prob and loss are 0, and cost nothing.
-        total: the objective reads `TotalScores` instead: a trained head costs 3 products of its size instead of 4.
+        total: the objective reads `TotalScores`: a trained head costs 3 products of its size instead of 4.
         tokens: the objective reads `LabelScores` of these tokens instead; (): it does not.
     """
 
@@ -179,7 +179,7 @@ def score_total(
     *,
     head_gradient: bool = False,
 ) -> TotalScores:
-    """Return the sum of the losses of a batch, whose gradients cost less than those of the loss of each token.
+    """Return the sum of the losses of a batch, whose gradient costs less than the gradients of single tokens' losses.
 
     Arguments are as in `score`; options without a divergence or a temperature.
     """
@@ -246,7 +246,7 @@ def _cross_entropy(
 def _compute_loss(
     decoder: Decoder, states: Array, head: Array, targets: Array, weight: Array, *, summed: bool = False, **options: Any
 ) -> Array:
-    """Return `linear_cross_entropy` of the tokens (b, s), or summed over those of each device (rows, positions).
+    """Return `linear_cross_entropy` of the tokens (b, s), or its sum over each device's tokens (rows, positions).
 
     In a shard_map: each device has the logits of its tokens and its part of the vocabulary.
     """

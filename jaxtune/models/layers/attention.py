@@ -45,7 +45,7 @@ class Inputs(NamedTuple):
             for a stack without mixtures; inside a layer only its own, (b, s, k). The router chooses if it is -1 or
             None.
         kept: the caches that earlier layers keep for later ones (`Heads.keeps`).
-        images: the outputs of the vision tower at image tokens; None: there are no images.
+        images: the outputs of the vision tower at image tokens; None: the batch has none.
     """
 
     rotations: Mapping[tuple[Rope, int], Rotation]

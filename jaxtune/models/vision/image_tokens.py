@@ -16,7 +16,7 @@ class ImageTokens(NamedTuple):
     """The images of a batch in the decoder.
 
     Attributes:
-        place: of each token, the number of its embedding among those of the row's images; -1: it has its own.
+        place: for each token, which of the image embeddings of the row replaces its own; -1: none.
         embeddings: the embeddings of image tokens.
         added: what is added to image tokens after each of the decoder's first layers.
     """
@@ -26,7 +26,7 @@ class ImageTokens(NamedTuple):
     added: tuple[Float[Array, "b m d"], ...]
 
     def replace(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-        """Return the embeddings of all tokens: those of the images, and `x` elsewhere."""
+        """Return the embeddings of all tokens: an image's embeddings at its tokens, and `x` elsewhere."""
         out = jax.typeof(x).sharding.spec
         is_image = jax.reshard(self.place >= 0, P(*out[:2]))[..., None]
         return jnp.where(is_image, jax.reshard(self._at_tokens(self.embeddings), out), x)

@@ -1,4 +1,4 @@
-"""Images: their sizes from headers, and their patches, equal to those of transformers' image processors."""
+"""Images: their sizes from headers, and their patches, equal to transformers' image processors'."""
 
 import json
 import pickle

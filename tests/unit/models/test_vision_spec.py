@@ -1,4 +1,4 @@
-"""Options that select parameters by name know those of a vision tower, and malformed towers are refused."""
+"""Options that select parameters by name know a vision tower's, and malformed towers are refused."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def of_tower(spec):
 
 
 def trained_with(spec, **options):
-    """Return the tensors of which a parameter is trained, adapters apart."""
+    """Return the tensors that hold a trained parameter, without adapters."""
     _, declared = declare(inject(spec, LoraOptions(enabled=True, rank=2, **options)))
     return {place.name for one in declared.values() if one.trained and one.kind != "adapter" for place in one.places}
 

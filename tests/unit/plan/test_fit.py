@@ -82,7 +82,7 @@ def test_few_plans_are_made_for_several_machines(config):
     free = {"h100": 0.0, "rtx4090": 0.0}  # so the first is the cheapest
     best = dict(fastest_on_each(config, [small, h100, pair], free, plan_on, no_state))
     assert list(best) == [pair, h100, small]
-    # What the larger number of GPUs had is taken on one GPU, without a search; only the fastest machine is unrolled.
+    # One GPU takes the options of the larger number of GPUs, without a search; only the fastest machine is unrolled.
     assert [of[1:] for of in made if of[0] == h100] == [("none", False, 4)]
     assert [of[0] for of in made if of[2]] == [pair]
     # The small GPU does not try what is known to need more than it has: 32 GB with two rows, 48 with four.

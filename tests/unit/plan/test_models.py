@@ -71,7 +71,7 @@ def test_a_known_model_has_as_many_parameters_as_published(model):
 
 
 def test_a_known_model_that_sees_has_its_tower():
-    """Qwen3-VL-8B has 8.77 billion parameters on the hub, those of the tower among them."""
+    """Qwen3-VL-8B has 8.77 billion parameters on the hub, with its tower."""
     spec = families.read_spec(config_of("Qwen/Qwen3-VL-8B-Instruct"), vision=True)
     assert round(count(declare(spec)[1]) / 1e9, 2) == 8.77
 
