@@ -9,7 +9,7 @@ learned loses less than 0.001 by quantizing. It is then trained further on the t
 adapters, from several seeds, which also order the text: without serve.format, and with each format. In the rows that
 --distill names, the model that was trained without it is also trained further, quantized, with itself as the teacher
 (serve.distill). Losses are on held-out text of that package, the same for all. Runs that are finished in --work are not
-repeated, and --out has the rows of those that are finished.
+repeated, and --out has the rows of all finished runs.
 """
 
 import argparse

@@ -95,7 +95,7 @@ def behind_the_likeliest(tokens: list[int], found: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["bf16", "q8_0"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_llama_cpp_computes_what_jaxtune_computes(python, tmp_path, family, kind):
-    """Log-probabilities of prompts differ by the rounding of the number format; so do those of greedy answers.
+    """Log-probabilities of prompts differ by the rounding of the number format, and so do greedy answers'.
 
     The rounding is measured: of bf16, the largest difference between jaxtune in bfloat16 and in float32, as in
     test_consumers.py; of q8_0, between the weights as Q8_0 stores them and the weights as they are. llama.cpp

@@ -16,8 +16,8 @@ def best_fit(
     """Return the row of each parcel: of the rows with room for its patches, the one with the least space that suffices.
 
     Rows are listed by their room for patches, the greatest number of patches of any parcel that fits, and by their free
-    positions. Each room has a bit set of the free positions that occur, and a binary tree of these finds the smallest
-    one among all rooms that suffice, in time logarithmic in the number of rooms.
+    positions. Each room has a bit set of the free positions that occur, and a binary tree finds the smallest one
+    among all rooms that suffice, in time logarithmic in the number of rooms.
     """
     wanted = sorted(set(patches))  # the numbers of patches that occur: room i is for wanted[i]
     leaves = 1 << (len(wanted) - 1).bit_length()
@@ -112,7 +112,7 @@ def first_fit(
                     break
                 node *= 2
                 continue
-            # The two maxima may be those of different rows, so a node may turn out to have no row: to the next one.
+            # The two maxima may be of different rows, so a node may turn out to have no row: to the next one.
             while node % 2:
                 node //= 2
             node += 1

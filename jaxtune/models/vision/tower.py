@@ -1,6 +1,6 @@
 """The vision tower: a transformer over the patches of packed images, and its projector.
 
-The images of a row are packed as documents are: a patch sees the patches of its image, or of a window of it.
+The images of a row are packed as documents are: a patch sees its whole image, or a window.
 
 Shape letters: b rows of the batch, p patches of a row.
 """

@@ -28,7 +28,7 @@ FULL = replace(PLAIN, window=2, rope_axes=True, bidirectional=True)
 
 
 class Reader:
-    """Makes patches whose first two values are those of the image and of the block, counted row by row."""
+    """Makes patches that begin with the number of the image and of the block, counted row by row."""
 
     def __init__(self, layout):
         self.layout = layout
