@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from absl import flags
 
-from jaxtune.config import foreign, keys, read_recipe, yaml_file
+from jaxtune.config import foreign, keys, read_recipe
 from jaxtune.config.recipe import own_recipes
 from jaxtune.config.schema import Config, ModelOptions
+from jaxtune.config.sources import yaml_file
 from jaxtune.errors import UserError
 
 DIALECTS = list(foreign.DIALECTS)

@@ -18,10 +18,11 @@ from typing import Any
 from absl import flags
 
 from jaxtune import command
-from jaxtune.config import foreign, keys, yaml_file
+from jaxtune.config import foreign, keys
 from jaxtune.config.option_rules import non_default_options
 from jaxtune.config.recipe import recipe_file
 from jaxtune.config.schema import Config
+from jaxtune.config.sources import yaml_file
 from jaxtune.data_options import Dataset
 from jaxtune.errors import UserError, printable, shorten
 

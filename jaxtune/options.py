@@ -21,10 +21,11 @@ from functools import partial
 from absl import flags
 
 from jaxtune.command import run_with_words
-from jaxtune.config import foreign, keys, yaml_file
+from jaxtune.config import foreign, keys
 from jaxtune.config.foreign import verdict
 from jaxtune.config.option_rules import describe_interval
 from jaxtune.config.recipe import read_recipe, recipe_file
+from jaxtune.config.sources import yaml_file
 from jaxtune.errors import UserError
 from jaxtune.reference.json_schema import json_schema
 

@@ -12,7 +12,7 @@ from jaxtune.config import load_recipe, resolve
 from jaxtune.host.process import compiler_options
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.plan.launches import read_program
-from jaxtune.plan.models import config_of
+from jaxtune.plan.tables.models import config_of
 from jaxtune.training.assembly import assemble
 from jaxtune.weights.base import read_base
 from pallas_kernels import aot

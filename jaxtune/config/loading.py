@@ -15,9 +15,10 @@ from typing import Any, Literal, Union
 
 from ml_collections import ConfigDict
 
-from jaxtune.config import checks, in_memory, keys, option_rules, recommended
-from jaxtune.config.inheritance import RecipeConfig, inherited_keys
+from jaxtune.config import checks, keys, option_rules, recommended
 from jaxtune.config.schema import Config, Dataset, Provenance
+from jaxtune.config.sources import in_memory
+from jaxtune.config.sources.inheritance import RecipeConfig, inherited_keys
 from jaxtune.errors import UserError, hide_secrets
 from jaxtune.option_field import Problem
 

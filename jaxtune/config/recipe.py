@@ -20,11 +20,12 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
-from jaxtune.config import foreign, keys, yaml_file
-from jaxtune.config.inheritance import every_key
+from jaxtune.config import foreign, keys
 from jaxtune.config.loading import as_dict, from_json, new_config, raise_problems, resolve, with_values
 from jaxtune.config.recommended import CountParameters
 from jaxtune.config.schema import Config
+from jaxtune.config.sources import yaml_file
+from jaxtune.config.sources.inheritance import every_key
 from jaxtune.errors import UserError, printable
 from jaxtune.option_field import Problem
 

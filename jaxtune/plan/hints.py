@@ -15,7 +15,6 @@ from jaxtune.plan import calibration
 from jaxtune.plan.fit import NotCompiled, faster_quantized, fastest_on_each, overrides
 from jaxtune.plan.jax_versions import say_slower
 from jaxtune.plan.prediction import Plan, TargetGpus, memory_limit, predict, state_bytes
-from jaxtune.plan.prices import Price, read_prices
 from jaxtune.plan.summary import (
     Row,
     amount,
@@ -28,6 +27,7 @@ from jaxtune.plan.summary import (
     size_in_gb,
     table,
 )
+from jaxtune.plan.tables.prices import Price, read_prices
 from pallas_kernels.gpus import GPUS
 
 

@@ -18,8 +18,8 @@ from jaxtune.monitor.throughput import flops_per_token
 from jaxtune.parallel.mesh import data_shards, make_mesh
 from jaxtune.plan import calibration, jax_versions, rates
 from jaxtune.plan.launches import Launch, LaunchedProgram, count_executed, read_program
-from jaxtune.plan.models import config_of
 from jaxtune.plan.sampling_memory import sampling_bytes
+from jaxtune.plan.tables.models import config_of
 from jaxtune.scoring.kept_teacher import kept_bytes
 from jaxtune.training import memory
 from jaxtune.training.assembly import Program as Run
@@ -160,7 +160,7 @@ def predict(config: Config, where: TargetGpus, measured: calibration.Calibration
 
     If no rematerialisation policy fits, the plan is the one that needs least, and says what each needs.
 
-    No weight is read. For a model on the hub that is not listed in `plan.models`, config.json is read. Raises UserError
+    No weight is read. For a model on the hub that is not listed in `tables.models`, config.json is read. Raises UserError
     for configs that `train` would refuse, and if compiling for a GPU is not possible here.
     """
     plans = []
@@ -226,7 +226,7 @@ def _predict(config: Config, where: TargetGpus, measured: calibration.Calibratio
 
 
 def base_of(config: Config) -> Base:
-    """The model of a config. Models of `plan.models` need neither files nor network; special tokens are ignored."""
+    """The model of a config. Models of `tables.models` need neither files nor network; special tokens are ignored."""
     path = config.model.path or ""
     known = None if Path(path).expanduser().exists() or config.model.config else config_of(path)
     if known is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtune.errors import sized
 from jaxtune.plan.fit import OPTIONS
 from jaxtune.plan.prediction import Plan, TargetGpus
-from jaxtune.plan.prices import Price
+from jaxtune.plan.tables.prices import Price
 from pallas_kernels.gpus import GPUS
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxtune.config import foreign, keys, load_recipe, read_recipe
 from jaxtune.config.option_rules import every_option
-from jaxtune.config.yaml_file import YamlFile
+from jaxtune.config.sources.yaml_file import YamlFile
 
 HERE = pathlib.Path(__file__).parent
 EXAMPLES = HERE / "foreign"

@@ -16,7 +16,7 @@ from jaxtune.config import foreign, keys, read_recipe
 from jaxtune.config.foreign import ForeignOption
 from jaxtune.config.option_rules import in_interval
 from jaxtune.config.schema import Config
-from jaxtune.config.yaml_file import YamlFile
+from jaxtune.config.sources.yaml_file import YamlFile
 
 # The minimal file of each system.
 LEAST: dict[str, dict[str, Any]] = {

@@ -19,9 +19,10 @@ import pytest
 from test_foreign_options import EVALUATED, LEAST, OFF, SPLIT, TOGETHER, options, promises
 
 from jaxtune.command import NAMES
-from jaxtune.config import foreign, from_json, keys, yaml_file
+from jaxtune.config import foreign, from_json, keys
 from jaxtune.config.foreign import ForeignOption
-from jaxtune.config.yaml_file import YamlFile
+from jaxtune.config.sources import yaml_file
+from jaxtune.config.sources.yaml_file import YamlFile
 
 ROOT = pathlib.Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "golden" / "seed_coverage.csv"

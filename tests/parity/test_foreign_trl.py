@@ -8,7 +8,7 @@ import pytest
 
 from jaxtune.config import foreign, keys
 from jaxtune.config.foreign import ForeignOption
-from jaxtune.config.yaml_file import YamlFile
+from jaxtune.config.sources.yaml_file import YamlFile
 
 # Options of older versions, and of trainers that have left TRL.
 OLDER = (

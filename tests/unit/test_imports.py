@@ -33,9 +33,10 @@ FLOORS = (
     *("errors", "interrupt", "json_file", "image_layout", "columns"),
     *("hlo", "terminal", "option_field", "tokenizer_type"),
     *("parallel", "quant", "precision", "models", "objectives", "lora", "optim"),
-    *("data_options", "config", "checkpoint", "hf", "merging", "monitor"),
+    *("data_options", "config.sources", "config", "checkpoint", "hf", "merging", "monitor"),
     *("data.images", "data.chat", "data.reading", "data.formats", "data.cache", "data.rows", "data"),
-    *("host", "weights", "training", "inference", "exports", "scoring", "rollout", "evaluation", "run", "plan"),
+    *("host", "weights", "training", "inference", "exports", "scoring", "rollout", "evaluation", "run"),
+    *("plan.tables", "plan"),
 )
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DEPENDENCIES = [Requirement(text) for text in PROJECT["dependencies"]]

@@ -27,11 +27,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtune.config import keys, yaml_file
+from jaxtune.config import keys
 from jaxtune.config.foreign import axolotl, erniekit, qefficient, surogate, trl, xorl
 from jaxtune.config.foreign.axolotl import axolotl_data
 from jaxtune.config.foreign.conversions import FILE, NOTE, Options, Settings, Unsupported
 from jaxtune.config.foreign.trl import trl_data, trl_objectives
+from jaxtune.config.sources import yaml_file
 from jaxtune.errors import UserError, shorten
 from jaxtune.option_field import Problem
 

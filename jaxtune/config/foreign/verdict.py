@@ -2,8 +2,8 @@
 
 import re
 
-from jaxtune.config import yaml_file
 from jaxtune.config.foreign import DIALECTS, ForeignOption, Translation, table
+from jaxtune.config.sources import yaml_file
 from jaxtune.errors import counted
 from jaxtune.option_field import Problem
 

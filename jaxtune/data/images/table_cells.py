@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import fsspec
 
-from jaxtune.config import in_memory
+from jaxtune.config.sources import in_memory
 from jaxtune.errors import UserError, hide_secrets
 
 _FILES, _ROW_GROUPS = 16, 4  # open files, and row groups of images in memory, of a process

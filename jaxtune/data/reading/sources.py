@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxtune.config import in_memory
 from jaxtune.config.schema import Dataset
+from jaxtune.config.sources import in_memory
 from jaxtune.data.images.table_cells import place_images
 from jaxtune.data.reading.files import File, Found, find, is_url
 from jaxtune.data.reading.readers import SUFFIXES, Report, Sample, Samples, has_samples, is_binary, is_table, read_file

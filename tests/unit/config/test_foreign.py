@@ -6,7 +6,8 @@ import re
 import pytest
 
 from jaxtune import command, options
-from jaxtune.config import foreign, keys, read_recipe, yaml_file
+from jaxtune.config import foreign, keys, read_recipe
+from jaxtune.config.sources import yaml_file
 from jaxtune.errors import UserError
 from jaxtune.train import train
 

@@ -10,7 +10,7 @@ from tiny import byte_tokenizer
 
 from jaxtune.config import foreign
 from jaxtune.config.schema import Dataset
-from jaxtune.config.yaml_file import YamlFile
+from jaxtune.config.sources.yaml_file import YamlFile
 from jaxtune.data.cache.documents import tokenize
 from jaxtune.data.chat.messages import check_messages
 from jaxtune.data.formats.dialects import messages_in

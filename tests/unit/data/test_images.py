@@ -8,8 +8,8 @@ import pytest
 from image_processors import PROCESSORS, image_reader, picture
 from PIL import Image
 
-from jaxtune.config import in_memory
 from jaxtune.config.schema import Dataset
+from jaxtune.config.sources import in_memory
 from jaxtune.data.images import image_files
 from jaxtune.data.images.image_files import decode_image, read_size
 from jaxtune.data.images.image_reader import load_processor

@@ -17,8 +17,8 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from tiny import byte_tokenizer
 
 from jaxtune import config_of
-from jaxtune.config import in_memory
 from jaxtune.config.schema import Dataset
+from jaxtune.config.sources import in_memory
 from jaxtune.data.cache.documents import tokenize
 from jaxtune.data.reading.sources import open_source
 from jaxtune.data.reading.user_files import fingerprint

@@ -10,9 +10,9 @@ from jaxtune.plan import __main__ as plan
 from jaxtune.plan import calibration
 from jaxtune.plan.launches import Launch, LaunchedProgram
 from jaxtune.plan.prediction import Speed, TargetGpus
-from jaxtune.plan.prices import Price
 from jaxtune.plan.rates import KERNELS, SCENARIOS, gaps_ms, step_ms
 from jaxtune.plan.summary import Row, comparison_end, comparison_head, comparison_row
+from jaxtune.plan.tables.prices import Price
 from pallas_kernels.gpus import GPUS, peak_flops
 
 # Made up for these tests.

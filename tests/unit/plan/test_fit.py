@@ -9,7 +9,7 @@ from jaxtune.config import dataset, new_config, resolve
 from jaxtune.errors import UserError
 from jaxtune.plan.fit import NotCompiled, faster_quantized, fastest, fastest_on_each, overrides
 from jaxtune.plan.prediction import Group, TargetGpus, memory_limit
-from jaxtune.plan.prices import TYPICAL
+from jaxtune.plan.tables.prices import TYPICAL
 from pallas_kernels.gpus import GPUS, peak_flops
 
 # A token takes a second of a GPU at a TFLOP/s.

@@ -4,7 +4,7 @@ import pytest
 
 from jaxtune.models import families
 from jaxtune.models.parameters import count, declare
-from jaxtune.plan.models import config_of
+from jaxtune.plan.tables.models import config_of
 
 # As the hub counts them.
 PARAMETERS = {

@@ -8,8 +8,8 @@ from jaxtune.errors import UserError
 from jaxtune.plan import __main__ as plan
 from jaxtune.plan import hints
 from jaxtune.plan.prediction import Group, Speed, TargetGpus
-from jaxtune.plan.prices import TYPICAL, Price, read_prices
 from jaxtune.plan.summary import Row, comparison_end, comparison_row
+from jaxtune.plan.tables.prices import TYPICAL, Price, read_prices
 from pallas_kernels.gpus import GPUS
 
 

@@ -9,7 +9,7 @@ from jaxtune.config.schema import Config, MemoryOptions
 from jaxtune.plan import __main__ as plan
 from jaxtune.plan import hints, prediction, summary
 from jaxtune.plan.prediction import Collective, Speed, TargetGpus
-from jaxtune.plan.prices import Price
+from jaxtune.plan.tables.prices import Price
 
 FACTORS = {"central": 1.0, "optimistic": 2.0, "pessimistic": 0.5}
 
