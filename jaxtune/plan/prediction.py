@@ -160,8 +160,8 @@ def predict(config: Config, where: TargetGpus, measured: calibration.Calibration
 
     If no rematerialisation policy fits, the plan is the one that needs least, and says what each needs.
 
-    No weight is read. For a model on the hub that is not listed in `tables.models`, config.json is read. Raises UserError
-    for configs that `train` would refuse, and if compiling for a GPU is not possible here.
+    No weight is read. For a model on the hub that is not listed in `tables.models`, config.json is read. Raises
+    UserError for configs that `train` would refuse, and if compiling for a GPU is not possible here.
     """
     plans = []
     for remat in memory.policies(config, "gpu"):
