@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         more.remove("--quick")
     parts = list(takewhile(lambda argument: argument == "--all" or not argument.startswith("-"), more))
     options = more[len(parts) :]
-    known = recorded_files(lane["arguments"])
+    known = recorded_files(lane.get("recorded", lane["arguments"]))
     chosen = files_to_run(known, record, parts)
     if parts and parts != ["--all"]:
         if not chosen:

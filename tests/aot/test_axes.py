@@ -105,7 +105,7 @@ def test_a_row_of_millions_of_tokens_fits_and_is_in_the_readme(recipe, tokens, o
     assert [memory.peak / 1e9, memory.host / 1e9] == pytest.approx([float(row[1]), float(row[2])], rel=0.05)
 
 
-@pytest.mark.every_jax
+@pytest.mark.newest_jax
 def test_devices_exchange_positions_for_heads_and_nothing_else_of_a_row():
     """Queries, keys, values and outputs: forward, in the block's recomputation, and their gradients."""
     options = {"mesh__sequence": str(GPUS), "data__seq_len": "65536"}
@@ -117,7 +117,7 @@ def test_devices_exchange_positions_for_heads_and_nothing_else_of_a_row():
     assert not [shape for shape in gathered(compiled.hlo) if "65536" in shape and not shape.startswith("s32")]
 
 
-@pytest.mark.every_jax
+@pytest.mark.newest_jax
 def test_devices_that_keep_their_positions_gather_keys_and_values_and_nothing_else_of_a_row():
     """In the forward pass and in the block's recomputation; their gradients are reduce-scattered."""
     options = {"mesh__context": str(GPUS), "data__seq_len": "65536"}

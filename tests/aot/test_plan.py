@@ -50,7 +50,7 @@ def test_the_lines_behind_a_product_and_what_graphs_hold():
     assert {"jaxtune/models/layers/linear.py", "jaxtune/lora/lora.py", "jaxtune/models/layers/mlp.py"} <= sources
 
 
-@pytest.mark.every_jax
+@pytest.mark.newest_jax
 def test_the_command_says_what_fits_and_what_does_not(capsys, tmp_path):
     recipe = ["--config=qwen_lora:Qwen/Qwen3-0.6B", "--gpu=rtx4090"]
     run = {"device": "NVIDIA GeForce RTX 4090", "date": "2030-01-02", "versions": {"jax": "0.12.0"}, "smoke": False}
@@ -67,7 +67,7 @@ def test_the_command_says_what_fits_and_what_does_not(capsys, tmp_path):
     assert planned["fits"] is False and planned["assumptions"]["sustained"] == {"value": 0.92, "source": "assumed"}
 
 
-@pytest.mark.every_jax
+@pytest.mark.newest_jax
 def test_a_row_of_half_a_million_tokens_fits_one_gpu_with_residuals_on_the_host(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**model_config("8B"), "max_position_embeddings": 524_288}))
     long_row = ["data.seq_len=524288", "train.micro_batch_size=1", "train.grad_accum_steps=1", "memory.remat=offload"]

@@ -95,7 +95,7 @@ def test_a_second_start_is_refused_while_a_run_lasts(uninterrupted):
     assert losses(folder / "runs" / "twice") == expected
 
 
-@pytest.mark.parametrize("seconds", [0.4, 1.5, 4.0, 7.0])
+@pytest.mark.parametrize("seconds", [0.4, nightly(1.5), 4.0, nightly(7.0)])
 def test_ctrl_c_while_a_run_starts_is_one_line(uninterrupted, seconds):
     """While it imports, reads or compiles."""
     _, path, _ = uninterrupted

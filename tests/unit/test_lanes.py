@@ -88,6 +88,16 @@ def test_a_lane_leaves_out_what_has_passed_as_it_is(tmp_path, monkeypatch, lane,
     assert lanes.files_to_run(files, "now", []) == files[:1]
 
 
+def test_the_default_lane_leaves_out_kernels_that_have_passed_as_they_are(tmp_path, monkeypatch):
+    """The others are run by pytest without a folder, as the README has it."""
+    ran = []
+    monkeypatch.setattr(lanes, "PASSED", tmp_path / "passed.json")
+    monkeypatch.setattr(lanes.subprocess, "call", lambda command, cwd: ran.append(command) or 0)
+    assert lanes.main(["default"]) == lanes.main(["default"]) == 0
+    (first, second), files = ran, lanes.recorded_files(["tests/kernels"])
+    assert len(files) > 10 and second == [*first, *(f"--ignore={file}" for file in files)]
+
+
 def test_a_lane_with_covers_is_left_out_until_something_there_changes(tmp_path, monkeypatch):
     ran = []
     monkeypatch.setattr(lanes, "PASSED", tmp_path / "passed.json")

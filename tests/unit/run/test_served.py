@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import make_batch
+from nightly_rows import nightly
 from tiny import random_values, write_model_folder
 
 from jaxtune.config.checks import check
@@ -101,10 +102,10 @@ def test_an_export_has_the_codes_of_the_step(tmp_path, one_device, monkeypatch, 
     [
         ("int4", True, "Qwen3", None, None),
         ("int4", False, "Qwen3", None, None),
-        ("int4", True, "Qwen3", "nf4", None),
-        ("nvfp4", True, "Qwen3", None, None),
+        nightly("int4", True, "Qwen3", "nf4", None),
+        nightly("nvfp4", True, "Qwen3", None, None),
         ("int4", True, "Qwen3Moe", None, None),
-        ("int4", False, "Qwen3Moe", None, None),
+        nightly("int4", False, "Qwen3Moe", None, None),
         ("fp8", True, "Qwen3", None, "fp8"),
         ("fp8", False, "Qwen3Moe", None, "fp8"),
     ],

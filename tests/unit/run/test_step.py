@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from batches import make_batch, tokens
 from jax.extend.core import jaxprs_in_params
+from nightly_rows import nightly
 from tiny import random_values, spec
 
 from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, TrainOptions
@@ -191,7 +192,7 @@ def test_tiles_leave_the_amax_of_delayed_scales_as_it_is(one_device, monkeypatch
     jax.tree.map(np.testing.assert_array_equal, tiled, whole)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [nightly(1), 4])
 def test_a_run_that_samples_computes_no_micro_batch_of_padding(devices):
     """The padding's weights are NaN here. With four devices, two have no row in the last micro-batch with tokens."""
     made = make_mesh(MeshOptions(data=devices, fsdp=1), jax.devices()[:devices])
