@@ -112,7 +112,9 @@ SIGLIP = dict(
     image_size=28,
     patch_size=14,
 )
-PIXTRAL = SIGLIP | dict(model_type="pixtral")
+PIXTRAL = SIGLIP | dict(
+    model_type="pixtral", num_hidden_layers=2, patch_size=4, hidden_act="silu", initializer_range=0.1
+)
 TOWER_OF_QWEN = dict(
     depth=3,
     hidden_size=16,
@@ -623,8 +625,12 @@ FAMILIES = {
         "Mistral3Config",
         dict(
             vision_config=PIXTRAL,
+            multimodal_projector_bias=True,
             tie_word_embeddings=False,
-            text_config=dict(model_type="mistral", num_hidden_layers=2, head_dim=16, sliding_window=24),
+            # The projector's norm has the decoder's epsilon, not the tower's.
+            text_config=dict(
+                model_type="mistral", num_hidden_layers=2, head_dim=16, sliding_window=24, rms_norm_eps=1e-3
+            ),
         ),
     ),
     "mistral3, a mistral4 inside a model that sees": (

@@ -93,17 +93,37 @@ def image_batch(samples: list[Sample], layout: ImageLayout, patches: int, length
 
 
 def torch_inputs(sample: Sample, layout: ImageLayout, dtype, frames: int = 2) -> dict:
-    """Return the document as arguments of a Qwen model of transformers, with pixels in a dtype of torch."""
+    """Return the document as arguments of a Qwen model of transformers, with pixels in a dtype of torch.
+
+    frames: of a patch; 0: as arguments of a model whose tower cuts the patches from whole images.
+    """
     import torch
 
     tokens = torch.tensor(sample.tokens)[None]
     inputs = {"input_ids": tokens, "mm_token_type_ids": (tokens == layout.token).int()}
-    if sample.images:
+    if not frames:
+        del inputs["mm_token_type_ids"]
+    if sample.images and not frames:
+        sizes = np.array([image.grid for image in sample.images]) * layout.patch
+        pixels = np.zeros((len(sizes), layout.channels, *sizes.max(axis=0)))
+        for picture, image, (height, width) in zip(pixels, sample.images, sizes):
+            picture[:, :height, :width] = whole_image(image, layout)
+        inputs["pixel_values"], inputs["image_sizes"] = torch.tensor(pixels, dtype=dtype), torch.tensor(sizes)
+    elif sample.images:
         patches = np.concatenate([in_blocks(image, layout) for image in sample.images])
         patches = patches.reshape(len(patches), layout.channels, 1, layout.patch**2).repeat(frames, 2)
         inputs["pixel_values"] = torch.tensor(patches.reshape(len(patches), -1), dtype=dtype)
         inputs["image_grid_thw"] = torch.tensor([(1, *image.grid) for image in sample.images])
     return inputs
+
+
+def whole_image(image: Seen, layout: ImageLayout) -> np.ndarray:
+    """Return the pixels of an image (channels, height, width)."""
+    (rows, columns), merge, size = image.grid, layout.merge, layout.patch
+    blocks = in_blocks(image, layout).reshape(
+        rows // merge, columns // merge, merge, merge, layout.channels, size, size
+    )
+    return blocks.transpose(4, 0, 2, 5, 1, 3, 6).reshape(layout.channels, rows * size, columns * size)
 
 
 def in_blocks(image: Seen, layout: ImageLayout) -> np.ndarray:

@@ -38,10 +38,12 @@ ALL_DTYPES = DTYPES | {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 _READ_AS = DTYPES | dict.fromkeys(("U8", "F8_E4M3"), np.dtype(np.uint8))
-# Name prefixes in files that differ from those in transformers and peft now: of the decoder in a vision-language model,
-# in files by transformers before 4.52 (or by a later version that had read such files), and of Nemotron-H.
+# Name prefixes in files that differ from those in transformers and peft now: of the decoder in a vision-language model
+# and of its tower, in files by transformers before 4.52 (or by a later version that had read such files), and of
+# Nemotron-H.
 _OLDER = (
     {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."},
+    {"vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector."},
     {"backbone.": "model."},
 )
 CHECKSUM = "xxh3_64"  # key in __metadata__ of exported files: hash, in hex, of all bytes after the header
@@ -186,8 +188,8 @@ def current_name(name: str) -> str:
 def older_name(files: Iterable[str]) -> Callable[[str], str]:
     """Return a function from a tensor's current name to its name in a folder whose tensors are named in `files`."""
     files = tuple(files)
-    renamed = next((one for one in _OLDER if any(name.startswith(tuple(one)) for name in files)), {})
-    return functools.partial(_with_prefix, prefixes={now: older for older, now in renamed.items()})
+    found = [one for one in _OLDER if any(name.startswith(tuple(one)) for name in files)]
+    return functools.partial(_with_prefix, prefixes={now: older for one in found for older, now in one.items()})
 
 
 def _with_prefix(name: str, prefixes: Mapping[str, str]) -> str:

@@ -12,7 +12,8 @@ class Rope:
     Attributes:
         theta: base of the wavelengths.
         kind: the scaling, transformers' `rope_type`; the fields from `factor` to `truncate` are its parameters. "axial"
-            (vision towers): each of the `axes` has all wavelengths.
+            (vision towers): each of the `axes` has all wavelengths; "dealt" (Pixtral): the wavelengths are dealt to the
+            `axes` in turn.
         interleaved: whether the pairs of features are (2i, 2i + 1) instead of (i, i + d/2).
         fraction: the share of a head's features, from the first, that are rotated; with kind "proportional" (Gemma 4)
             the share of the pairs (i, i + d/2) of the whole head.
@@ -23,7 +24,7 @@ class Rope:
     """
 
     theta: float
-    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "proportional", "axial"] = "default"
+    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "proportional", "axial", "dealt"] = "default"
     factor: float = 1.0
     original_positions: int = 0
     low_frequency_factor: float = 1.0

@@ -206,7 +206,7 @@ class Vision:
         layout: how images are cut to patches, and which tokens of the decoder they become.
         hidden: features of the residual stream of a patch.
         layers: the layers, first to last.
-        norm: the norms of the tower and of the projector.
+        norm: the norms of the tower, and of the projector if it has none of its own.
         frames: size of the patch kernel in time, in which an image is constant; None: the kernel has no such axis.
         patch_bias: whether the patch embedding has a bias.
         positions: side of the square grid of learned position embeddings, which is interpolated to the grid of each
@@ -214,6 +214,10 @@ class Vision:
         projected: hidden features of the projector.
         out: features of its outputs, as many as the decoder's embeddings have.
         projector_bias: whether the projector's linear layers have biases.
+        projector_norm: the norm of the projector; None: as the tower's.
+        input_norm: whether the embeddings of patches are normalised before the first layer (Pixtral).
+        merged: whether the joined patches of a block are projected to `hidden` features before the projector's two
+            layers (Mistral 3). Each feature has its values of all patches side by side then.
         deepstack: numbers of layers, in ascending order, whose outputs have projectors of their own; they are added to
             the image tokens after the decoder's first layers (DeepStack, arXiv:2406.04334).
         initializer_range: standard deviation of random weights.
@@ -229,6 +233,9 @@ class Vision:
     projected: int
     out: int
     projector_bias: bool = True
+    projector_norm: Norm | None = None
+    input_norm: bool = False
+    merged: bool = False
     deepstack: tuple[int, ...] = ()
     initializer_range: float = 0.02
 

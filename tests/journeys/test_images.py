@@ -9,6 +9,7 @@ from image_processors import PROCESSORS
 from journey import check_resumed_run
 from PIL import Image
 from runs import call, metrics, recipe_command
+from safetensors.numpy import load_file
 from tiny import byte_tokenizer
 
 from jaxtune.data.images.image_reader import load_processor
@@ -102,28 +103,41 @@ def save_qwen3_vl(folder: Path, **entries) -> None:
     model.save_pretrained(folder)
 
 
-def loss_in_transformers(folder: Path, data: Path) -> tuple[float, float]:
+def see_qwen3_vl(processor, image: Image.Image) -> tuple[dict, str]:
+    """Return the inputs of the model for an image, and its tokens."""
+    inputs = dict(processor(image, return_tensors="pt"))
+    return inputs, WORDS[0] * int(inputs["image_grid_thw"].prod() // 4)
+
+
+def see_mistral3(processor, image: Image.Image) -> tuple[dict, str]:
+    """As `see_qwen3_vl`; a token ends each row of blocks, and another one the image."""
+    inputs = dict(processor(image, return_tensors="pt", patch_size={"height": 8, "width": 8}))
+    rows, columns = (int(side) // 8 for side in inputs["image_sizes"][0])
+    return inputs, "[IMG_BREAK]".join(["[IMG]" * columns] * rows) + "[IMG_END]"
+
+
+def loss_in_transformers(folder: Path, data: Path, word=WORDS[0], see=see_qwen3_vl) -> tuple[float, float]:
     """Return the mean loss of the answers' tokens, and the share that is the likeliest, one sample after the other."""
     import torch
     import transformers
 
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer, processor = transformers.AutoTokenizer.from_pretrained(folder), load_processor(folder)
-    image_token, losses, right = tokenizer.convert_tokens_to_ids(WORDS[0]), [], []
+    image_token, losses, right = tokenizer.convert_tokens_to_ids(word), [], []
     for line in data.read_text().splitlines():
         messages = json.loads(line)["messages"]
         inputs, text = {}, tokenizer.apply_chat_template(messages, tokenize=False)
         prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
         if isinstance(messages[0]["content"], list):
             file = data.parent / messages[0]["content"][0]["path"]
-            inputs = dict(processor(Image.open(file), return_tensors="pt"))
-            tokens = WORDS[0] * int(inputs["image_grid_thw"].prod() // 4)
-            text, prompt = (each.replace(WORDS[0], tokens) for each in (text, prompt))
+            inputs, tokens = see(processor, Image.open(file))
+            text, prompt = (each.replace(word, tokens) for each in (text, prompt))
         ids, start = torch.tensor([tokenizer(text).input_ids]), len(tokenizer(prompt).input_ids)
         stop = start + len(tokenizer(messages[-1]["content"] + "<|im_end|>").input_ids)
+        if "image_grid_thw" in inputs:
+            inputs["mm_token_type_ids"] = (ids == image_token).int()
         with torch.no_grad():
-            types = (ids == image_token).int()
-            logits = model(input_ids=ids, mm_token_type_ids=types, **inputs).logits[0, start - 1 : stop - 1]
+            logits = model(input_ids=ids, **inputs).logits[0, start - 1 : stop - 1]
         losses += torch.nn.functional.cross_entropy(logits, ids[0, start:stop], reduction="none").tolist()
         right += (logits.argmax(-1) == ids[0, start:stop]).tolist()
     return float(np.mean(losses)), float(np.mean(right))
@@ -138,6 +152,37 @@ def test_adapters_of_a_model_that_sees_are_resumed_exported_and_loaded(home):
     call("jaxtune.export", f"--run={folder}", f"--output={merged}", "--merge")
     ours = [row["eval_loss"] for row in metrics(folder) if "eval_loss" in row][-1]
     assert abs(loss_in_transformers(merged, samples)[0] - ours) <= 1e-5 * ours
+
+
+@pytest.mark.nightly
+def test_a_model_whose_images_are_rows_of_tokens_is_trained_and_exported(tmp_path):
+    """Every tensor of a Ministral 3 is trained, and transformers finds the loss of our evaluation."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch", reason="making the model needs torch (Python 3.11 here)")
+    folder, samples, words = tmp_path / "model", tmp_path / "chat.jsonl", ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    template = TEMPLATE.replace("".join((WORDS[1], WORDS[0], WORDS[2])), words[0])
+    tokenizer = byte_tokenizer(folder, template, ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *words))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS["mistral3"][0]))
+    text = {"model_type": "ministral3", "vocab_size": len(tokenizer), "num_key_value_heads": 2, "pad_token_id": None}
+    vision = {"model_type": "pixtral", "patch_size": 4, "hidden_act": "silu"}
+    sizes = {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.Mistral3Config(
+        text_config=text | sizes | {"hidden_size": 64, "head_dim": 16},
+        vision_config=vision | sizes | {"hidden_size": 32},
+        image_token_index=tokenizer.convert_tokens_to_ids(words[0]),
+    )
+    transformers.Mistral3ForConditionalGeneration(config).save_pretrained(folder)
+    write_samples(tmp_path, 40)
+    steps = {"train.max_steps": 4, "ckpt.save_steps": 4, "eval.steps": 4, "vision.train": "tower"}
+    options = {**OPTIONS, **steps, "data.validation_split": 0.0, "data.eval_datasets": samples}
+    call(*recipe_command(tmp_path, "qwen_full.py", "full", **options))
+    run = tmp_path / "runs" / "full"
+    before, after = (load_file(one / "model.safetensors") for one in (folder, run / "export"))
+    assert before.keys() == after.keys()
+    assert [name for name, value in before.items() if np.array_equal(value, after[name])] == []
+    ours = [row["eval_loss"] for row in metrics(run) if "eval_loss" in row][-1]
+    theirs = loss_in_transformers(run / "export", samples, words[0], see_mistral3)[0]
+    assert abs(theirs - ours) <= 1e-5 * ours
 
 
 @pytest.mark.nightly

@@ -50,8 +50,8 @@ _PATTERN = Kind(
 
 _NAMES = {
     _LAYERS: "num_hidden_layers depth",
-    _SIZE: "window_size num_heads in_channels patch_size spatial_merge_size temporal_patch_size out_hidden_size "
-    "num_position_embeddings vocab_size_per_layer_input mamba_d_ssm "
+    _SIZE: "window_size num_heads in_channels num_channels patch_size spatial_merge_size temporal_patch_size "
+    "out_hidden_size num_position_embeddings vocab_size_per_layer_input mamba_d_ssm "
     "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads num_key_value_heads "
     "head_dim global_head_dim num_global_key_value_heads sliding_window kv_lora_rank q_lora_rank qk_nope_head_dim "
     "v_head_dim top_k_experts "
@@ -61,7 +61,7 @@ _NAMES = {
     "full_attention_interval no_rope_layer_interval moe_layer_interval linear_conv_kernel_dim linear_key_head_dim "
     "linear_value_head_dim linear_num_key_heads linear_num_value_heads rotary_dim global_attn_every_n_layers "
     "prefix_dense_intermediate_size prefix_dense_sliding_window_pattern block_ff_dim block_multiple_of conv_L_cache",
-    _FROM_0: "image_token_id num_local_experts "
+    _FROM_0: "image_token_id image_token_index num_local_experts "
     "num_experts n_shared_experts num_shared_experts moe_num_shared_experts shared_expert_intermediate_size "
     "first_k_dense_replace moe_layer_start_index max_window_layers qk_rope_head_dim hidden_size_per_layer_input "
     "num_kv_shared_layers shared_intermediate_size num_dense_layers num_nextn_predict_layers mtp_num_hidden_layers",
@@ -76,13 +76,13 @@ _NAMES = {
     "beta_fast beta_slow attention_factor mscale mscale_all_dim routed_scaling_factor router_aux_loss_coef "
     "router_jitter_noise residual_multiplier embedding_multiplier attention_multiplier logit_scale swiglu_alpha "
     "llama_4_scaling_beta clip_qkv route_scale linear_a_log_min",
-    _FLAG: "use_double_wide_mlp projectors_bias mamba_norm_before_gate mamba_rms_norm mamba_use_mlp "
-    "use_conv_bias mamba_conv_bias mamba_proj_bias "
+    _FLAG: "multimodal_projector_bias use_double_wide_mlp projectors_bias mamba_norm_before_gate mamba_rms_norm "
+    "mamba_use_mlp use_conv_bias mamba_conv_bias mamba_proj_bias "
     "attention_bias attention_out_bias mlp_bias use_bias tie_word_embeddings norm_topk_prob use_qk_norm "
     "use_sliding_window output_router_logits rope_interleave truncate attention_k_eq_v enable_moe_block qkv_bias "
     "mup_enabled linear_allow_neg_eigval use_parallel_block block_auto_adjust_ff_dim conv_bias tie_embedding "
     "use_expert_bias",
-    _WORD: "mlp_hidden_act hybrid_override_pattern position_embedding_type "
+    _WORD: "mlp_hidden_act projector_hidden_act hybrid_override_pattern position_embedding_type "
     "model_type hidden_act hidden_activation rope_type type expert_selection_fn "
     "shared_expert_combination_strategy",
     _FLAG_OR_WORD: "use_bidirectional_attention",

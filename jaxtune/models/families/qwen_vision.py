@@ -53,11 +53,11 @@ DEFAULTS = {
 TENSORS = r"^model\.visual\."
 
 
-def count_pairs(hidden: int, heads: int) -> int:
+def count_pairs(hidden: int, heads: int, entry: str = "num_heads") -> int:
     """Return the pairs of a head's features that turn with the row, and as many with the column. Raises UserError."""
     if hidden % (4 * heads):
         raise UserError(
-            f"config.json: vision_config: hidden_size={hidden} is not num_heads={heads} times a multiple of 4, as "
+            f"config.json: vision_config: hidden_size={hidden} is not {entry}={heads} times a multiple of 4, as "
             "rotary positions of rows and columns need"
         )
     return hidden // heads // 4

@@ -16,6 +16,7 @@ from jaxtyping import Array
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.attend import attend_packed
 from jaxtune.models.layers.attention import Attend, Inputs
+from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.layers.rope import rotation
 from jaxtune.models.mixers import Heads
 from jaxtune.models.spec import ModelSpec
@@ -37,6 +38,7 @@ class Tower(nnx.Module):
         self.vision, self.start = vision, spec.tower_start
         self.patches = PatchEmbedding(vision)
         self.positions = PositionEmbedding(vision) if vision.positions else None
+        self.norm = NormLayer(vision.hidden, vision.norm) if vision.input_norm else None
         self.stacks = nnx.List([Stack(spec, stack) for stack in spec.tower_stacks])
         self.projector = PatchMerger(spec, vision, "vision.projector")
         self.deepstack = nnx.List(
@@ -68,6 +70,8 @@ class Tower(nnx.Module):
         x = self.patches(columns["patches"], call.dtype)
         if self.positions is not None:
             x += self.positions(columns["patch_positions"], columns["patch_grid"], call.dtype)
+        if self.norm is not None:
+            x = self.norm(x)
         x, inputs, added = jax.reshard(x, by_residual()), self._inputs(columns, call), []
         ends = {self.start + number + 1 for number in self.vision.deepstack}
         for stack in self.stacks:

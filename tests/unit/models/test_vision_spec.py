@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +32,9 @@ from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import config_for_model
 
 WINDOWS, DEEPSTACK = "qwen2_5_vl, windows", "qwen3_vl, deepstack"
-MIXED = "qwen3_vl_moe, a dense layer"
-EVERY = pytest.mark.parametrize("name", [WINDOWS, DEEPSTACK])
+MIXED, MISTRAL = "qwen3_vl_moe, a dense layer", "mistral3, inside a model that sees, untied"
+EVERY = pytest.mark.parametrize("name", [WINDOWS, DEEPSTACK, MISTRAL])
+TOWER = r"visual|vision_tower|multi_modal_projector"
 
 
 def described(name):
@@ -68,8 +70,8 @@ def test_the_tower_is_not_quantized_or_multiplied_in_low_precision(name):
     assert tower
     for options, section in ((QuantOptions("nf4"), "quant"), (PrecisionOptions("fp8_hybrid"), "precision")):
         assert select_linears(spec, options, section) == linears(spec).keys() - tower
-        with pytest.raises(UserError, match=rf"{section} leaves \S*visual\S* alone, so it needs no"):
-            select_linears(spec, dataclasses.replace(options, exclude="visual"), section)
+        with pytest.raises(UserError, match=rf"{section} leaves \S*({TOWER})\S* alone, so it needs no"):
+            select_linears(spec, dataclasses.replace(options, exclude=TOWER), section)
     one = multiply(spec, PrecisionOptions("bf16", exclude=r"layers\.0\..*q_proj"))
     assert one.vision == spec.vision and one.layers[0].treatment("attention.q.weight").float32
 
@@ -95,15 +97,20 @@ def test_a_kernel_of_patches_has_moments_in_float32(one_device):
     assert float32_moments(kernels) == ["vision.patches.kernel [1280, 3, 2, 14, 14]"]
 
 
-def test_the_names_of_a_tower_in_a_loaded_model_are_those_of_transformers():
+@pytest.mark.parametrize("name", [WINDOWS, MISTRAL, "mistral3, a mistral4 inside a model that sees"])
+def test_the_names_of_a_tower_in_a_loaded_model_are_those_of_transformers(name):
     import torch
     import transformers
 
-    spec = seeing(WINDOWS)
+    spec = seeing(name)
     with torch.device("meta"):
-        model = transformers.Qwen2_5_VLForConditionalGeneration(transformers_config(WINDOWS))
-    names = {name for name, _ in model.named_parameters() if ".visual." in name}
+        model = transformers.AutoModelForImageTextToText.from_config(transformers_config(name))
+    names = {name for name, _ in model.named_parameters() if re.search(rf"\b({TOWER})\.", name)}
     assert {loaded_names(spec)[name] for name in of_tower(spec)} == names
+
+
+def test_adapters_of_a_projector_have_its_names_in_files():
+    spec = seeing(WINDOWS)
     merger = adapted_by(spec, target_modules=r"model\.visual\.merger\.mlp\.0")
     assert merger == {f"visual.merger.mlp.0.lora_{part}.weight" for part in "AB"}
 
@@ -130,6 +137,13 @@ def test_a_quantized_projector_cannot_be_trained_whole():
     spec = treat_linears(seeing(WINDOWS), ["visual.merger.mlp.0"], stored="a format")
     with pytest.raises(UserError, match=r"visual\.merger\.mlp\.0\.weight is quantized"):
         trained_with(spec, modules_to_save=(r"visual.merger.mlp.0",))
+
+
+@pytest.mark.parametrize("entry", [{"vision_feature_layer": -2}, {"projector_hidden_act": "silu"}])
+def test_a_projector_that_is_not_computed_is_refused(entry):
+    (name,) = entry
+    with pytest.raises(UserError, match=f"{name}=.* is not supported"):
+        read_spec(described(MISTRAL) | entry, vision=True)
 
 
 def test_something_is_trained(one_device):
@@ -194,6 +208,8 @@ def test_the_layout_of_experts_is_seen_though_a_matrix_is_square(swapped, size, 
             "sum of 8, half of the 16 features",
         ),
         (DEEPSTACK, "text_config", {"rope_parameters": {"mrope_section": [4, 4]}}, "must be three numbers"),
+        (MISTRAL, "vision_config", {"num_attention_heads": 8}, "hidden_size=16 is not num_attention_heads=8 times"),
+        (MISTRAL, "vision_config", {"rope_parameters": {"rope_type": "default"}}, "rope_type='default' is not"),
     ],
 )
 def test_a_malformed_tower_is_refused(name, part, change, message):
