@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,11 +14,10 @@ from tiny import byte_tokenizer
 
 from jaxtune.data.images.image_reader import load_processor
 
-WORDS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -56,14 +56,94 @@ def write_samples(home: Path, count: int) -> None:
     (home / "chat.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
 
 
+class Family(NamedTuple):
+    """A family of models that see.
+
+    Attributes:
+        written: the text that the chat template writes for an image.
+        expanded: that text in the prompt, with the image token once for each of the 16 tokens of a picture.
+        special: the image token, and the other special tokens of images.
+        numbers: the entry of config.json for each special token.
+        types: the argument of transformers' model that says which tokens are of images.
+        text, vision, whole: entries of config.json: of the decoder, of the tower, of both.
+    """
+
+    written: str
+    expanded: str
+    special: tuple[str, ...]
+    numbers: tuple[str, ...]
+    types: str
+    text: dict
+    vision: dict
+    whole: dict
+
+
+FAMILIES = {
+    "qwen3_vl": Family(
+        written="<|vision_start|><|image_pad|><|vision_end|>",
+        expanded=f"<|vision_start|>{'<|image_pad|>' * 16}<|vision_end|>",
+        special=("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+        numbers=("image_token_id", "vision_start_token_id", "vision_end_token_id"),
+        types="mm_token_type_ids",
+        text={"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}},
+        vision={
+            "depth": 2,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+        },
+        whole={},
+    ),
+    "gemma3": Family(
+        written="<start_of_image>",
+        expanded=f"\n\n<start_of_image>{'<image_soft_token>' * 16}<end_of_image>\n\n",
+        special=("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+        numbers=("image_token_index", "boi_token_index", "eoi_token_index"),
+        types="token_type_ids",
+        text={
+            "model_type": "gemma3_text",
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 48,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        vision={
+            "model_type": "siglip_vision_model",
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "vision_use_head": False,
+        },
+        whole={"mm_tokens_per_image": 16},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.nightly)])
+def family(request):
+    """Return the name of a family."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """Return a folder with a tiny Qwen3-VL and forty samples."""
+def home(family, tmp_path_factory):
+    """Return a folder with a tiny model of the family and forty samples."""
     pytest.importorskip("torch", reason="making the model needs torch (Python 3.11 here)")
     home = tmp_path_factory.mktemp("home")
-    folder = home / "model"
-    tokenizer = byte_tokenizer(folder, TEMPLATE, ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *WORDS))
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS["qwen3_vl"][0]))
+    save_model(home / "model", family)
+    write_samples(home, 40)
+    return home
+
+
+def save_model(folder: Path, family: str) -> None:
+    """Save a tiny model of random weights, with its tokenizer and its image processor."""
+    import torch
+    import transformers
+
+    one = FAMILIES[family]
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *one.special)
+    tokenizer = byte_tokenizer(folder, TEMPLATE.replace("IMAGE", one.written), special)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[family][0]))
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
@@ -73,43 +153,28 @@ def home(tmp_path_factory):
         "num_key_value_heads": 2,
         "head_dim": 16,
         "max_position_embeddings": 512,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]},
     }
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "patch_size": 4,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
-    }
-    names = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
-    numbers = dict(zip(names, map(tokenizer.convert_tokens_to_ids, WORDS), strict=True))
-    save_qwen3_vl(folder, text_config=text, vision_config=vision, tie_word_embeddings=True, **numbers)
-    write_samples(home, 40)
-    return home
-
-
-def save_qwen3_vl(folder: Path, **entries) -> None:
-    """Save a Qwen3-VL of random weights."""
-    import torch
-    import transformers
-
+    vision = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 4}
+    numbers = dict(zip(one.numbers, map(tokenizer.convert_tokens_to_ids, one.special), strict=True))
+    entries = {"text_config": text | one.text, "vision_config": vision | one.vision, "tie_word_embeddings": True}
+    config = transformers.AutoConfig.for_model(family, **entries, **numbers, **one.whole)
     torch.manual_seed(0)
-    model = transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(**entries))
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("mm_input_projection_weight"):  # zeros at first: no image would be seen
+            torch.nn.init.normal_(parameter, std=0.05)
     model.save_pretrained(folder)
 
 
-def loss_in_transformers(folder: Path, data: Path) -> tuple[float, float]:
+def loss_in_transformers(family: str, folder: Path, data: Path) -> tuple[float, float]:
     """Return the mean loss of the answers' tokens, and the share that is the likeliest, one sample after the other."""
     import torch
     import transformers
 
+    one, losses, right = FAMILIES[family], [], []
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer, processor = transformers.AutoTokenizer.from_pretrained(folder), load_processor(folder)
-    image_token, losses, right = tokenizer.convert_tokens_to_ids(WORDS[0]), [], []
+    image_token = tokenizer.convert_tokens_to_ids(one.special[0])
     for line in data.read_text().splitlines():
         messages = json.loads(line)["messages"]
         inputs, text = {}, tokenizer.apply_chat_template(messages, tokenize=False)
@@ -117,19 +182,19 @@ def loss_in_transformers(folder: Path, data: Path) -> tuple[float, float]:
         if isinstance(messages[0]["content"], list):
             file = data.parent / messages[0]["content"][0]["path"]
             inputs = dict(processor(Image.open(file), return_tensors="pt"))
-            tokens = WORDS[0] * int(inputs["image_grid_thw"].prod() // 4)
-            text, prompt = (each.replace(WORDS[0], tokens) for each in (text, prompt))
+            inputs.pop("num_crops", None)  # of Gemma's processor, not of its model
+            text, prompt = (each.replace(one.written, one.expanded) for each in (text, prompt))
         ids, start = torch.tensor([tokenizer(text).input_ids]), len(tokenizer(prompt).input_ids)
         stop = start + len(tokenizer(messages[-1]["content"] + "<|im_end|>").input_ids)
         with torch.no_grad():
-            types = (ids == image_token).int()
-            logits = model(input_ids=ids, mm_token_type_ids=types, **inputs).logits[0, start - 1 : stop - 1]
+            inputs[one.types] = (ids == image_token).int()
+            logits = model(input_ids=ids, **inputs).logits[0, start - 1 : stop - 1]
         losses += torch.nn.functional.cross_entropy(logits, ids[0, start:stop], reduction="none").tolist()
         right += (logits.argmax(-1) == ids[0, start:stop]).tolist()
     return float(np.mean(losses)), float(np.mean(right))
 
 
-def test_adapters_of_a_model_that_sees_are_resumed_exported_and_loaded(home):
+def test_adapters_of_a_model_that_sees_are_resumed_exported_and_loaded(family, home):
     """The merged model has in transformers, sample by sample, the loss of our evaluation of packed rows."""
     samples = home / "chat.jsonl"
     options = {**OPTIONS, "data.validation_split": 0.0, "data.eval_datasets": samples}
@@ -137,11 +202,11 @@ def test_adapters_of_a_model_that_sees_are_resumed_exported_and_loaded(home):
     merged = home / "merged"
     call("jaxtune.export", f"--run={folder}", f"--output={merged}", "--merge")
     ours = [row["eval_loss"] for row in metrics(folder) if "eval_loss" in row][-1]
-    assert abs(loss_in_transformers(merged, samples)[0] - ours) <= 1e-5 * ours
+    assert abs(loss_in_transformers(family, merged, samples)[0] - ours) <= 1e-5 * ours
 
 
 @pytest.mark.nightly
-def test_a_model_learns_to_answer_questions_about_pictures(home):
+def test_a_model_learns_to_answer_questions_about_pictures(family, home):
     """Trained from random weights, tower included; then adapters on the result, which still sees in transformers."""
     write_samples(home, 1500)
     options = {**OPTIONS, "data.validation_split": 0.05, "train.micro_batch_size": 4, "memory.remat": "none"}
@@ -157,7 +222,8 @@ def test_a_model_learns_to_answer_questions_about_pictures(home):
     call(*recipe_command(trained, "qwen_lora.py", "lora", **options, **{"optim.learning_rate": 1e-4}))
     ours, merged = accuracy(trained / "runs" / "lora"), trained / "merged"
     call("jaxtune.export", f"--run={trained / 'runs' / 'lora'}", f"--output={merged}", "--merge")
-    assert ours > 0.95 and loss_in_transformers(merged, trained / "chat.jsonl")[1] == pytest.approx(ours, abs=1e-6)
+    theirs = loss_in_transformers(family, merged, trained / "chat.jsonl")[1]
+    assert ours > 0.95 and theirs == pytest.approx(ours, abs=1e-6)
 
 
 def accuracy(folder: Path) -> float:
