@@ -23,6 +23,7 @@ class ImageLayout:
         rope_axes: whether the decoder's rotary positions have three axes: time, height, width (M-RoPE, Qwen2-VL).
         bidirectional: whether the tokens of an image see each other in the decoder (Gemma 3).
         channels: colours of a pixel.
+        side: rows, and columns, of patches of every image; None: images differ in size.
     """
 
     patch: int
@@ -32,6 +33,7 @@ class ImageLayout:
     rope_axes: bool = False
     bidirectional: bool = False
     channels: int = 3
+    side: int | None = None
 
     @property
     def patch_values(self) -> int:

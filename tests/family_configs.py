@@ -571,8 +571,9 @@ FAMILIES = {
     "gemma3, inside a model that sees": (
         "Gemma3Config",
         dict(
-            vision_config=SIGLIP,
-            mm_tokens_per_image=4,
+            vision_config=SIGLIP | dict(num_hidden_layers=2, image_size=24, patch_size=4),
+            mm_tokens_per_image=9,
+            image_token_index=VOCABULARY - 1,
             text_config=dict(
                 model_type="gemma3_text",
                 num_hidden_layers=2,

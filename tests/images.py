@@ -59,6 +59,8 @@ def image_batch(samples: list[Sample], layout: ImageLayout, patches: int, length
         columns[column.name] = np.full(column.shape(1, length), column.padding, column.dtype)
     if layout.rope_axes:
         columns["rope_positions"][:] = batch["positions"][..., None]
+    if layout.bidirectional:
+        columns["key_end"][0, : len(tokens)] = np.arange(len(tokens)) + 1
     first, start, merge = 0, 0, layout.merge
     inside = np.stack(np.meshgrid(np.arange(merge), np.arange(merge), indexing="ij"), -1).reshape(-1, 2)
     for sample in samples:
@@ -80,6 +82,8 @@ def image_batch(samples: list[Sample], layout: ImageLayout, patches: int, length
             at = placed[done : done + count]
             raster = np.lexsort((blocks[:, 1], blocks[:, 0]))
             columns["image_place"][0, start + at] = first // merge**2 + raster
+            if layout.bidirectional:
+                columns["key_end"][0, start + at] = start + at[-1] + 1
             # As transformers' get_rope_index: text continues after the largest position of the image.
             base = moved[at[0], 0]
             moved[at] = base
@@ -102,13 +106,15 @@ def torch_inputs(sample: Sample, layout: ImageLayout, dtype, frames: int = 2) ->
     tokens = torch.tensor(sample.tokens)[None]
     inputs = {"input_ids": tokens, "mm_token_type_ids": (tokens == layout.token).int()}
     if not frames:
-        del inputs["mm_token_type_ids"]
+        types = inputs.pop("mm_token_type_ids")
+        inputs |= {"token_type_ids": types} if layout.bidirectional else {}
     if sample.images and not frames:
         sizes = np.array([image.grid for image in sample.images]) * layout.patch
         pixels = np.zeros((len(sizes), layout.channels, *sizes.max(axis=0)))
         for picture, image, (height, width) in zip(pixels, sample.images, sizes):
             picture[:, :height, :width] = whole_image(image, layout)
-        inputs["pixel_values"], inputs["image_sizes"] = torch.tensor(pixels, dtype=dtype), torch.tensor(sizes)
+        inputs["pixel_values"] = torch.tensor(pixels, dtype=dtype)
+        inputs |= {"image_sizes": torch.tensor(sizes)} if layout.side is None else {}
     elif sample.images:
         patches = np.concatenate([in_blocks(image, layout) for image in sample.images])
         patches = patches.reshape(len(patches), layout.channels, 1, layout.patch**2).repeat(frames, 2)

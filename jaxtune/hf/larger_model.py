@@ -23,6 +23,7 @@ def with_untouched(
 
 def named_as_in_files(folder: Path, tensors: Iterable[OutputTensor]) -> Iterator[OutputTensor]:
     """Yield the tensors under the names that a Hugging Face folder has for them."""
-    rename = older_name(open_sources(weight_files(folder)))
+    files = open_sources(weight_files(folder))
+    rename = older_name(files)
     for tensor in tensors:
-        yield tensor._replace(name=rename(tensor.name))
+        yield tensor if tensor.name in files else tensor._replace(name=rename(tensor.name))

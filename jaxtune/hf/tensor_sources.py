@@ -43,9 +43,12 @@ _READ_AS = DTYPES | dict.fromkeys(("U8", "F8_E4M3"), np.dtype(np.uint8))
 # Nemotron-H.
 _OLDER = (
     {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."},
+    {"vision_tower.vision_model.": "model.vision_tower."},  # of SigLIP; the next one by transformers 4.52 to 4.57
+    {"model.vision_tower.vision_model.": "model.vision_tower."},
     {"vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector."},
     {"backbone.": "model."},
 )
+_NOW = {older: now for renamed in _OLDER for older, now in renamed.items()}
 CHECKSUM = "xxh3_64"  # key in __metadata__ of exported files: hash, in hex, of all bytes after the header
 _COMPARED = 2**24  # bytes compared at a time
 _LFS_POINTER = b"version https://git-lfs"
@@ -182,20 +185,26 @@ def open_weights(folder: Path) -> dict[str, TensorSource]:
 
 def current_name(name: str) -> str:
     """Return transformers' current name of a tensor that may have an older name in files."""
-    return _with_prefix(name, {older: now for renamed in _OLDER for older, now in renamed.items()})
+    return _with_prefix(name, _NOW)
 
 
 def older_name(files: Iterable[str]) -> Callable[[str], str]:
     """Return a function from a tensor's current name to its name in a folder whose tensors are named in `files`."""
-    files = tuple(files)
-    found = [one for one in _OLDER if any(name.startswith(tuple(one)) for name in files)]
-    return functools.partial(_with_prefix, prefixes={now: older for one in found for older, now in one.items()})
+    found = {_prefix_of(name, _NOW) for name in files}
+    renamed = [one for one in _OLDER if not found.isdisjoint(one)]
+    # Reversed, so that of two older prefixes of the same one the first is taken, as when files are read.
+    prefixes = {now: older for one in reversed(renamed) for older, now in one.items()}
+    return functools.partial(_with_prefix, prefixes=prefixes)
 
 
 def _with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
     """Return the name with the first prefix that it has replaced by the other one."""
-    prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+    prefix = _prefix_of(name, prefixes)
     return prefixes.get(prefix, "") + name.removeprefix(prefix)
+
+
+def _prefix_of(name: str, prefixes: Iterable[str]) -> str:
+    return next((prefix for prefix in prefixes if name.startswith(prefix)), "")
 
 
 def open_sources(files: Iterable[Path]) -> dict[str, TensorSource]:

@@ -211,11 +211,12 @@ class Vision:
         patch_bias: whether the patch embedding has a bias.
         positions: side of the square grid of learned position embeddings, which is interpolated to the grid of each
             image; 0: there are none.
-        projected: hidden features of the projector.
+        projected: hidden features of the projector; 0: it is a `PatchAverage`, which has none.
         out: features of its outputs, as many as the decoder's embeddings have.
         projector_bias: whether the projector's linear layers have biases.
         projector_norm: the norm of the projector; None: as the tower's.
         input_norm: whether the embeddings of patches are normalised before the first layer (Pixtral).
+        output_norm: whether the outputs of the last layer are normalised before the projector (SigLIP).
         merged: whether the joined patches of a block are projected to `hidden` features before the projector's two
             layers (Mistral 3). Each feature has its values of all patches side by side then.
         deepstack: numbers of layers, in ascending order, whose outputs have projectors of their own; they are added to
@@ -235,6 +236,7 @@ class Vision:
     projector_bias: bool = True
     projector_norm: Norm | None = None
     input_norm: bool = False
+    output_norm: bool = False
     merged: bool = False
     deepstack: tuple[int, ...] = ()
     initializer_range: float = 0.02

@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from image_processors import PROCESSORS
 from journey import check_resumed_run
+from nightly_rows import nightly_except
 from PIL import Image
 from runs import call, metrics, recipe_command
 from safetensors.numpy import load_file
@@ -14,11 +16,10 @@ from tiny import byte_tokenizer
 
 from jaxtune.data.images.image_reader import load_processor
 
-WORDS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -57,14 +58,111 @@ def write_samples(home: Path, count: int) -> None:
     (home / "chat.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
 
 
+class Family(NamedTuple):
+    """A family of models that see.
+
+    Attributes:
+        written: the text that the chat template writes for an image.
+        expanded: that text in the prompt, with the image token once for each of the 16 tokens of a picture.
+        special: the image token, and the other special tokens of images.
+        numbers: the entry of config.json for each special token.
+        types: the argument of transformers' model that says which tokens are of images; None: it has none.
+        text, vision, whole: entries of config.json: of the decoder, of the tower, of both.
+        rate: the learning rate from random weights.
+        preprocessing: arguments of the image processor that config.json decides.
+    """
+
+    written: str
+    expanded: str
+    special: tuple[str, ...]
+    numbers: tuple[str, ...]
+    types: str | None
+    text: dict
+    vision: dict
+    whole: dict
+    rate: float = 3e-3
+    preprocessing: dict = {}
+
+
+FAMILIES = {
+    "qwen3_vl": Family(
+        written="<|vision_start|><|image_pad|><|vision_end|>",
+        expanded=f"<|vision_start|>{'<|image_pad|>' * 16}<|vision_end|>",
+        special=("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+        numbers=("image_token_id", "vision_start_token_id", "vision_end_token_id"),
+        types="mm_token_type_ids",
+        text={"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}},
+        vision={
+            "depth": 2,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+        },
+        whole={},
+    ),
+    "gemma3": Family(
+        written="<start_of_image>",
+        expanded=f"\n\n<start_of_image>{'<image_soft_token>' * 16}<end_of_image>\n\n",
+        special=("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+        numbers=("image_token_index", "boi_token_index", "eoi_token_index"),
+        types="token_type_ids",
+        text={
+            "model_type": "gemma3_text",
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 48,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        vision={
+            "model_type": "siglip_vision_model",
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "vision_use_head": False,
+        },
+        whole={"mm_tokens_per_image": 16},
+        rate=1e-3,  # embeddings, multiplied by 8, would change too fast
+    ),
+    "mistral3": Family(
+        written="[IMG]",
+        expanded="[IMG_BREAK]".join(["[IMG]" * 4] * 4) + "[IMG_END]",  # a token ends each row of blocks
+        special=("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        numbers=("image_token_index", "image_break_token_id", "image_end_token_id"),
+        types=None,
+        text={"model_type": "ministral3", "pad_token_id": None},
+        vision={"model_type": "pixtral", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_act": "silu"},
+        whole={},
+        preprocessing={"patch_size": {"height": 8, "width": 8}},
+    ),
+}
+OF_ONE_FAMILY = nightly_except(["qwen3_vl"], FAMILIES)
+
+
+@pytest.fixture(scope="module", params=OF_ONE_FAMILY)
+def family(request):
+    """Return the name of a family."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """Return a folder with a tiny Qwen3-VL and forty samples."""
+def home(family, tmp_path_factory):
+    """Return a folder with a tiny model of the family and forty samples."""
     pytest.importorskip("torch", reason="making the model needs torch (Python 3.11 here)")
     home = tmp_path_factory.mktemp("home")
-    folder = home / "model"
-    tokenizer = byte_tokenizer(folder, TEMPLATE, ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *WORDS))
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS["qwen3_vl"][0]))
+    save_model(home / "model", family)
+    write_samples(home, 40)
+    return home
+
+
+def save_model(folder: Path, family: str) -> None:
+    """Save a tiny model of random weights, with its tokenizer and its image processor."""
+    import torch
+    import transformers
+
+    one = FAMILIES[family]
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *one.special)
+    tokenizer = byte_tokenizer(folder, TEMPLATE.replace("IMAGE", one.written), special)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[family][0]))
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
@@ -74,76 +172,77 @@ def home(tmp_path_factory):
         "num_key_value_heads": 2,
         "head_dim": 16,
         "max_position_embeddings": 512,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]},
     }
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "patch_size": 4,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
-    }
-    names = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
-    numbers = dict(zip(names, map(tokenizer.convert_tokens_to_ids, WORDS), strict=True))
-    save_qwen3_vl(folder, text_config=text, vision_config=vision, tie_word_embeddings=True, **numbers)
-    write_samples(home, 40)
-    return home
-
-
-def save_qwen3_vl(folder: Path, **entries) -> None:
-    """Save a Qwen3-VL of random weights."""
-    import torch
-    import transformers
-
+    vision = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 4}
+    numbers = dict(zip(one.numbers, map(tokenizer.convert_tokens_to_ids, one.special), strict=True))
+    entries = {"text_config": text | one.text, "vision_config": vision | one.vision, "tie_word_embeddings": True}
+    config = transformers.AutoConfig.for_model(family, **entries, **numbers, **one.whole)
     torch.manual_seed(0)
-    model = transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(**entries))
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("mm_input_projection_weight"):  # zeros at first: no image would be seen
+            torch.nn.init.normal_(parameter, std=0.05)
     model.save_pretrained(folder)
 
 
-def see_qwen3_vl(processor, image: Image.Image) -> tuple[dict, str]:
-    """Return the inputs of the model for an image, and its tokens."""
-    inputs = dict(processor(image, return_tensors="pt"))
-    return inputs, WORDS[0] * int(inputs["image_grid_thw"].prod() // 4)
+class InTransformers:
+    """A model of a family in transformers, float32, with its tokenizer and image processor."""
+
+    def __init__(self, family: str, folder: Path):
+        import torch
+        import transformers
+
+        self.family, self.processor = FAMILIES[family], load_processor(folder)
+        self.model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self.image_token = self.tokenizer.convert_tokens_to_ids(self.family.special[0])
+
+    def inputs(self, messages: list[dict], home: Path, **template) -> dict:
+        """Return the inputs of the model for messages; template: options of the chat template."""
+        import torch
+
+        inputs, text = {}, self.tokenizer.apply_chat_template(messages, tokenize=False, **template)
+        if isinstance(messages[0]["content"], list):
+            image = Image.open(home / messages[0]["content"][0]["path"])
+            inputs = dict(self.processor(image, return_tensors="pt", **self.family.preprocessing))
+            inputs.pop("num_crops", None)  # of Gemma's processor, not of its model
+            text = text.replace(self.family.written, self.family.expanded)
+        ids = torch.tensor([self.tokenizer(text).input_ids])
+        types = {} if self.family.types is None else {self.family.types: (ids == self.image_token).int()}
+        return {"input_ids": ids, **types, **inputs}
 
 
-def see_mistral3(processor, image: Image.Image) -> tuple[dict, str]:
-    """As `see_qwen3_vl`; a token ends each row of blocks, and another one the image."""
-    inputs = dict(processor(image, return_tensors="pt", patch_size={"height": 8, "width": 8}))
-    rows, columns = (int(side) // 8 for side in inputs["image_sizes"][0])
-    return inputs, "[IMG_BREAK]".join(["[IMG]" * columns] * rows) + "[IMG_END]"
-
-
-def loss_in_transformers(folder: Path, data: Path, word=WORDS[0], see=see_qwen3_vl) -> tuple[float, float]:
+def loss_in_transformers(family: str, folder: Path, data: Path) -> tuple[float, float]:
     """Return the mean loss of the answers' tokens, and the share that is the likeliest, one sample after the other."""
     import torch
-    import transformers
 
-    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer, processor = transformers.AutoTokenizer.from_pretrained(folder), load_processor(folder)
-    image_token, losses, right = tokenizer.convert_tokens_to_ids(word), [], []
+    one, losses, right = InTransformers(family, folder), [], []
     for line in data.read_text().splitlines():
         messages = json.loads(line)["messages"]
-        inputs, text = {}, tokenizer.apply_chat_template(messages, tokenize=False)
-        prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-        if isinstance(messages[0]["content"], list):
-            file = data.parent / messages[0]["content"][0]["path"]
-            inputs, tokens = see(processor, Image.open(file))
-            text, prompt = (each.replace(word, tokens) for each in (text, prompt))
-        ids, start = torch.tensor([tokenizer(text).input_ids]), len(tokenizer(prompt).input_ids)
-        stop = start + len(tokenizer(messages[-1]["content"] + "<|im_end|>").input_ids)
-        if "image_grid_thw" in inputs:
-            inputs["mm_token_type_ids"] = (ids == image_token).int()
+        inputs = one.inputs(messages, data.parent)
+        ids = inputs["input_ids"]
+        start = one.inputs(messages[:-1], data.parent, add_generation_prompt=True)["input_ids"].shape[1]
+        stop = start + len(one.tokenizer(messages[-1]["content"] + "<|im_end|>").input_ids)
         with torch.no_grad():
-            logits = model(input_ids=ids, **inputs).logits[0, start - 1 : stop - 1]
+            logits = one.model(**inputs).logits[0, start - 1 : stop - 1]
         losses += torch.nn.functional.cross_entropy(logits, ids[0, start:stop], reduction="none").tolist()
         right += (logits.argmax(-1) == ids[0, start:stop]).tolist()
     return float(np.mean(losses)), float(np.mean(right))
 
 
-def test_adapters_of_a_model_that_sees_are_resumed_exported_and_loaded(home):
+def answers_in_transformers(family: str, folder: Path, data: Path) -> list[str]:
+    """Return the greedy answer to the first message of each sample, one sample after the other."""
+    one, answers = InTransformers(family, folder), []
+    for line in data.read_text().splitlines():
+        messages = json.loads(line)["messages"][:-1]
+        inputs = one.inputs(messages, data.parent, add_generation_prompt=True)
+        how = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": one.tokenizer.eos_token_id}
+        made = one.model.generate(**inputs, **how)  # pyright: ignore
+        answers.append(one.tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return answers
+
+
+def test_adapters_of_a_model_that_sees_are_resumed_exported_and_loaded(family, home):
     """The merged model has in transformers, sample by sample, the loss of our evaluation of packed rows."""
     samples = home / "chat.jsonl"
     options = {**OPTIONS, "data.validation_split": 0.0, "data.eval_datasets": samples}
@@ -151,47 +250,20 @@ def test_adapters_of_a_model_that_sees_are_resumed_exported_and_loaded(home):
     merged = home / "merged"
     call("jaxtune.export", f"--run={folder}", f"--output={merged}", "--merge")
     ours = [row["eval_loss"] for row in metrics(folder) if "eval_loss" in row][-1]
-    assert abs(loss_in_transformers(merged, samples)[0] - ours) <= 1e-5 * ours
+    assert abs(loss_in_transformers(family, merged, samples)[0] - ours) <= 1e-5 * ours
 
 
 @pytest.mark.nightly
-def test_a_model_whose_images_are_rows_of_tokens_is_trained_and_exported(tmp_path):
-    """Every tensor of a Ministral 3 is trained, and transformers finds the loss of our evaluation."""
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("torch", reason="making the model needs torch (Python 3.11 here)")
-    folder, samples, words = tmp_path / "model", tmp_path / "chat.jsonl", ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
-    template = TEMPLATE.replace("".join((WORDS[1], WORDS[0], WORDS[2])), words[0])
-    tokenizer = byte_tokenizer(folder, template, ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *words))
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS["mistral3"][0]))
-    text = {"model_type": "ministral3", "vocab_size": len(tokenizer), "num_key_value_heads": 2, "pad_token_id": None}
-    vision = {"model_type": "pixtral", "patch_size": 4, "hidden_act": "silu"}
-    sizes = {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.Mistral3Config(
-        text_config=text | sizes | {"hidden_size": 64, "head_dim": 16},
-        vision_config=vision | sizes | {"hidden_size": 32},
-        image_token_index=tokenizer.convert_tokens_to_ids(words[0]),
-    )
-    transformers.Mistral3ForConditionalGeneration(config).save_pretrained(folder)
-    write_samples(tmp_path, 40)
-    steps = {"train.max_steps": 4, "ckpt.save_steps": 4, "eval.steps": 4, "vision.train": "tower"}
-    options = {**OPTIONS, **steps, "data.validation_split": 0.0, "data.eval_datasets": samples}
-    call(*recipe_command(tmp_path, "qwen_full.py", "full", **options))
-    run = tmp_path / "runs" / "full"
-    before, after = (load_file(one / "model.safetensors") for one in (folder, run / "export"))
-    assert before.keys() == after.keys()
-    assert [name for name, value in before.items() if np.array_equal(value, after[name])] == []
-    ours = [row["eval_loss"] for row in metrics(run) if "eval_loss" in row][-1]
-    theirs = loss_in_transformers(run / "export", samples, words[0], see_mistral3)[0]
-    assert abs(theirs - ours) <= 1e-5 * ours
-
-
-@pytest.mark.nightly
-def test_a_model_learns_to_answer_questions_about_pictures(home):
+def test_a_model_learns_to_answer_questions_about_pictures(family, home):
     """Trained from random weights, tower included; then adapters on the result, which still sees in transformers."""
     write_samples(home, 1500)
     options = {**OPTIONS, "data.validation_split": 0.05, "train.micro_batch_size": 4, "memory.remat": "none"}
-    more = {"vision.train": "tower", "train.max_steps": 800, "ckpt.save_steps": 800, "optim.learning_rate": 3e-3}
+    more = {"vision.train": "tower", "train.max_steps": 800, "ckpt.save_steps": 800}
+    more["optim.learning_rate"] = FAMILIES[family].rate
     call(*recipe_command(home, "qwen_full.py", "scratch", **options, **more))
+    before, after = (load_file(one / "model.safetensors") for one in (home / "model", home / "runs/scratch/export"))
+    assert before.keys() == after.keys()
+    assert [name for name, value in before.items() if np.array_equal(value, after[name])] == []
     assert accuracy(home / "runs" / "scratch") > 0.95
     trained = home / "trained"
     trained.mkdir()
@@ -202,9 +274,30 @@ def test_a_model_learns_to_answer_questions_about_pictures(home):
     call(*recipe_command(trained, "qwen_lora.py", "lora", **options, **{"optim.learning_rate": 1e-4}))
     ours, merged = accuracy(trained / "runs" / "lora"), trained / "merged"
     call("jaxtune.export", f"--run={trained / 'runs' / 'lora'}", f"--output={merged}", "--merge")
-    assert ours > 0.95 and loss_in_transformers(merged, trained / "chat.jsonl")[1] == pytest.approx(ours, abs=1e-6)
+    theirs = loss_in_transformers(family, merged, trained / "chat.jsonl")[1]
+    assert ours > 0.95 and theirs == pytest.approx(ours, abs=1e-6)
 
 
 def accuracy(folder: Path) -> float:
     """Return the share of the answers' tokens that the last evaluation of a run found the likeliest."""
     return [row["eval_token_accuracy"] for row in metrics(folder) if "eval_token_accuracy" in row][-1]
+
+
+@pytest.mark.nightly
+def test_transformers_answers_about_pictures_as_jaxtune_generate_does(family, home):
+    """The greedy answers of a merged export are equal, to every picture and to a question without one."""
+    samples, merged, output = home / "chat.jsonl", home / "answering", home / "answers.jsonl"
+    # Few steps: the answers are no words yet, but differ between pictures.
+    call(*recipe_command(home, "qwen_lora.py", "answering", **OPTIONS))
+    run = home / "runs" / "answering"
+    call("jaxtune.export", f"--run={run}", f"--output={merged}", "--merge")
+    how = ("--temperature=0", "--max_new_tokens=12", f"--input={samples}")
+    call("jaxtune.generate", f"--model={merged}", f"--output={output}", *how)
+    ours = [json.loads(line)["completion"] for line in output.read_text().splitlines()]
+    expected = answers_in_transformers(family, merged, samples)
+    assert ours == expected and len(set(ours)) > 1
+    call("jaxtune.generate", f"--model={run}", f"--output={output}", *how)
+    assert [json.loads(line)["completion"] for line in output.read_text().splitlines()] == expected
+    text = json.loads(samples.read_text().splitlines()[1])["messages"][0]["content"][1]["text"]
+    shown = call("jaxtune.generate", f"--model={merged}", f"--image={home / '1.png'}", f"--prompt={text}", *how[:2])
+    assert shown == expected[1] + "\n"

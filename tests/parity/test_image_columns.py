@@ -92,8 +92,14 @@ def test_patches_are_in_the_windows_of_qwen2_5_vl(parts, window):
 @pytest.mark.parametrize("parts", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_image_tokens_see_the_keys_that_gemma3_shows_them(parts):
     row, tokens, _ = build(parts, ImageLayout(2, 2, TOKEN, bidirectional=True))
-    config = Gemma3TextConfig(layer_types=["full_attention"], num_hidden_layers=1, attn_implementation="eager")
+    kinds = ["full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(
+        layer_types=kinds, num_hidden_layers=2, sliding_window=7, attn_implementation="eager"
+    )  # an image of ten tokens is longer than the window, and is not seen whole
     blocks = get_block_sequence_ids_for_mask(torch.from_numpy(tokens == TOKEN).int()[None])
     masks = create_masks_for_vision_model(config, torch.zeros(1, len(tokens), 4), None, None, None, blocks)
     keys = np.arange(len(tokens))
-    assert np.array_equal(keys < row["key_end"][: len(tokens), None], (masks["full_attention"][0, 0] == 0).numpy())
+    before_end = keys < row["key_end"][: len(tokens), None]
+    in_window = keys > keys[:, None] - config.sliding_window
+    for kind, seen in zip(kinds, (before_end, before_end & in_window)):
+        assert np.array_equal(seen, (masks[kind][0, 0] == 0).numpy())

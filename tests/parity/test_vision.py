@@ -26,8 +26,9 @@ SEEING = (
     "qwen3_5, inside a model that sees",
     "qwen3_5_moe, inside a model that sees",
     "mistral3, inside a model that sees, untied",
+    "gemma3, inside a model that sees",
 )
-PATCHES, LENGTH = 96, 72
+PATCHES, LENGTH = 108, 72
 
 
 def read_seeing(folder, mesh, **vision):
@@ -56,6 +57,8 @@ def documents(case, one_device):
     assert vision is not None
     layout = vision.layout
     grids = [[], [(2, 4), (6, 4)], [(4, 4)]]
+    if layout.side is not None:
+        grids = [[(layout.side, layout.side) for _ in one] for one in grids]
     return layout, [draw_sample(layout, 13, one, number) for number, one in enumerate(grids)]
 
 
@@ -68,7 +71,7 @@ def test_logits_loss_and_gradients_of_packed_documents(case, documents, one_devi
     # Torch groups experts only in float32.
     dtype = torch.float32 if model.spec.has_experts else torch.float64
     reference.to(dtype).zero_grad()
-    frames = 0 if model.spec.family == "mistral3" else 2
+    frames = 0 if model.spec.family in ("mistral3", "gemma3") else 2
     loss, targets, expected = torch.zeros((), dtype=torch.float64), 0, []
     for sample in samples:
         logits = reference(**torch_inputs(sample, layout, dtype, frames)).logits[0]

@@ -106,6 +106,13 @@ class ImageReader:
             raise UserError(f"the least pixels, {least_name}={least}, are more than the most, {most_name}={most}")
         if not processor.do_resize:
             raise UserError(f"{self.folder}: its image processor does not resize images (do_resize), which is needed")
+        if self.layout.side is not None and self._kind == "fixed":
+            size, wanted = self._resize("", (1, 1)), self.layout.side * self.layout.patch
+            if size != (wanted, wanted):
+                raise UserError(
+                    f"{self.folder}: its image processor makes images of {size[1]}x{size[0]} pixels, and the vision "
+                    f"tower sees images of {wanted}x{wanted}; size in {FILES[0]} must be the image_size of config.json"
+                )
 
     @property
     def _processor(self) -> Any:

@@ -50,7 +50,8 @@ _PATTERN = Kind(
 
 _NAMES = {
     _LAYERS: "num_hidden_layers depth",
-    _SIZE: "window_size num_heads in_channels num_channels patch_size spatial_merge_size temporal_patch_size "
+    _SIZE: "image_size mm_tokens_per_image "
+    "window_size num_heads in_channels num_channels patch_size spatial_merge_size temporal_patch_size "
     "out_hidden_size num_position_embeddings vocab_size_per_layer_input mamba_d_ssm "
     "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads num_key_value_heads "
     "head_dim global_head_dim num_global_key_value_heads sliding_window kv_lora_rank q_lora_rank qk_nope_head_dim "

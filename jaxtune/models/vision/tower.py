@@ -22,6 +22,7 @@ from jaxtune.models.mixers import Heads
 from jaxtune.models.spec import ModelSpec
 from jaxtune.models.stack import Stack
 from jaxtune.models.vision.image_tokens import ImageTokens
+from jaxtune.models.vision.patch_average import PatchAverage
 from jaxtune.models.vision.patch_merger import PatchMerger
 from jaxtune.models.vision.patches import PatchEmbedding, PositionEmbedding
 from jaxtune.parallel.layout import by_residual, by_token
@@ -40,7 +41,8 @@ class Tower(nnx.Module):
         self.positions = PositionEmbedding(vision) if vision.positions else None
         self.norm = NormLayer(vision.hidden, vision.norm) if vision.input_norm else None
         self.stacks = nnx.List([Stack(spec, stack) for stack in spec.tower_stacks])
-        self.projector = PatchMerger(spec, vision, "vision.projector")
+        self.output_norm = NormLayer(vision.hidden, vision.norm) if vision.output_norm else None
+        self.projector = (PatchMerger if vision.projected else PatchAverage)(spec, vision, "vision.projector")
         self.deepstack = nnx.List(
             [
                 PatchMerger(spec, vision, f"vision.deepstack.{number}", late_norm=True)
@@ -78,6 +80,8 @@ class Tower(nnx.Module):
             x, _, _ = stack(x, inputs, None, call)
             if stack.stack.end in ends:
                 added.append(self.deepstack[len(added)](jax.reshard(x, by_token(None)), call))
+        if self.output_norm is not None:
+            x = self.output_norm(x)
         return ImageTokens(batch["image_place"], self.projector(jax.reshard(x, by_token(None)), call), tuple(added))
 
     def _inputs(self, columns: Mapping[str, Array], call: ForwardOptions) -> Inputs:

@@ -1,5 +1,6 @@
 """Images: their sizes from headers, and their patches, equal to transformers' image processors'."""
 
+import dataclasses
 import json
 import pickle
 
@@ -122,6 +123,13 @@ def test_a_limit_without_effect_is_refused(limits, message, tmp_path):
         image_reader("qwen3_vl", tmp_path / "qwen", max_pixels=200).check()
     with pytest.raises(UserError, match="vision.min_pixels=5000, .*" + of_processor.format("longest_edge") + "=4096"):
         image_reader("qwen3_vl", tmp_path / "qwen", min_pixels=5000).check()
+
+
+def test_images_have_the_size_that_the_tower_sees(tmp_path):
+    reader = image_reader("gemma3", tmp_path)
+    dataclasses.replace(reader, layout=dataclasses.replace(reader.layout, side=8)).check()
+    with pytest.raises(UserError, match=r"images of 32x32 pixels, and the vision tower sees images of 28x28; size in"):
+        dataclasses.replace(reader, layout=dataclasses.replace(reader.layout, side=7)).check()
 
 
 def with_exif(orientation):

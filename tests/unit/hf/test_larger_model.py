@@ -8,7 +8,7 @@ from safetensors import deserialize
 
 from jaxtune import hf
 from jaxtune.errors import UserError
-from jaxtune.hf.tensor_sources import ALL_DTYPES, open_sources
+from jaxtune.hf.tensor_sources import ALL_DTYPES, current_name, older_name, open_sources
 
 NOW = ("model.language_model.layers.0.mlp.down_proj.weight", "model.language_model.norm.weight", "lm_head.weight")
 OLDER = tuple(f"language_model.{name.replace('model.language_model', 'model')}" for name in NOW)
@@ -46,6 +46,23 @@ def test_tensors_of_every_dtype_and_shape_are_copied_bit_by_bit(tmp_path, names)
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(UserError, match="its data does not agree with its checksum"):
         list(whole())
+
+
+@pytest.mark.parametrize("tower", ["vision_tower.vision_model", "model.vision_tower.vision_model", "vision_tower"])
+def test_a_tower_keeps_the_names_of_its_files(tmp_path, tower):
+    projector = f"{'model.' if tower.startswith('model') else ''}multi_modal_projector.norm.weight"
+    now = {
+        f"{tower}.layers.0.weight": "model.vision_tower.layers.0.weight",
+        projector: "model.multi_modal_projector.norm.weight",
+        "lm_head.weight": "lm_head.weight",
+    }
+    assert {name: current_name(name) for name in now} == now
+    assert [older_name(now)(name) for name in now.values()] == [*now]
+    # A tensor that is copied has its name already.
+    value = np.zeros(1, np.float32)
+    hf.write(tmp_path, [tensor(name, value) for name in now])
+    copied = hf.named_as_in_files(tmp_path, [tensor(name, value) for name in now])
+    assert [one.name for one in copied] == [*now]
 
 
 def test_a_dtype_that_is_not_known_is_an_error_before_anything_is_trained(tmp_path):

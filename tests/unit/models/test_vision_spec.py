@@ -33,7 +33,8 @@ from jaxtune.weights.values import config_for_model
 
 WINDOWS, DEEPSTACK = "qwen2_5_vl, windows", "qwen3_vl, deepstack"
 MIXED, MISTRAL = "qwen3_vl_moe, a dense layer", "mistral3, inside a model that sees, untied"
-EVERY = pytest.mark.parametrize("name", [WINDOWS, DEEPSTACK, MISTRAL])
+GEMMA = "gemma3, inside a model that sees"
+EVERY = pytest.mark.parametrize("name", [WINDOWS, DEEPSTACK, MISTRAL, GEMMA])
 TOWER = r"visual|vision_tower|multi_modal_projector"
 
 
@@ -97,7 +98,7 @@ def test_a_kernel_of_patches_has_moments_in_float32(one_device):
     assert float32_moments(kernels) == ["vision.patches.kernel [1280, 3, 2, 14, 14]"]
 
 
-@pytest.mark.parametrize("name", [WINDOWS, MISTRAL, "mistral3, a mistral4 inside a model that sees"])
+@pytest.mark.parametrize("name", [WINDOWS, MISTRAL, "mistral3, a mistral4 inside a model that sees", GEMMA])
 def test_the_names_of_a_tower_in_a_loaded_model_are_those_of_transformers(name):
     import torch
     import transformers
@@ -105,7 +106,8 @@ def test_the_names_of_a_tower_in_a_loaded_model_are_those_of_transformers(name):
     spec = seeing(name)
     with torch.device("meta"):
         model = transformers.AutoModelForImageTextToText.from_config(transformers_config(name))
-    names = {name for name, _ in model.named_parameters() if re.search(rf"\b({TOWER})\.", name)}
+    # The decoder does not see the outputs of SigLIP's head.
+    names = {name for name, _ in model.named_parameters() if re.search(rf"\b({TOWER})\.(?!head\.)", name)}
     assert {loaded_names(spec)[name] for name in of_tower(spec)} == names
 
 
@@ -144,6 +146,14 @@ def test_a_projector_that_is_not_computed_is_refused(entry):
     (name,) = entry
     with pytest.raises(UserError, match=f"{name}=.* is not supported"):
         read_spec(described(MISTRAL) | entry, vision=True)
+
+
+def test_the_product_of_gemma_s_projector_has_no_adapter():
+    spec = seeing(GEMMA)
+    with pytest.raises(UserError, match=r"peft cannot load LoRA of model\.multi_modal_projector\.mm_input_projection"):
+        adapted_by(spec, target_modules=r"multi_modal_projector")
+    adapted = adapted_by(spec, target_modules=r"vision_tower.*fc1")
+    assert "model.vision_tower.encoder.layers.1.mlp.fc1.lora_A.weight" in adapted
 
 
 def test_something_is_trained(one_device):
@@ -210,6 +220,10 @@ def test_the_layout_of_experts_is_seen_though_a_matrix_is_square(swapped, size, 
         (DEEPSTACK, "text_config", {"rope_parameters": {"mrope_section": [4, 4]}}, "must be three numbers"),
         (MISTRAL, "vision_config", {"num_attention_heads": 8}, "hidden_size=16 is not num_attention_heads=8 times"),
         (MISTRAL, "vision_config", {"rope_parameters": {"rope_type": "default"}}, "rope_type='default' is not"),
+        (GEMMA, "vision_config", {"num_attention_heads": 3}, "hidden_size=16 is not a multiple of num_attention_hea"),
+        (GEMMA, "vision_config", {"image_size": 26}, "image_size=26, patch_size=4, .* must be divided into whole"),
+        (GEMMA, "vision_config", {"image_size": 32}, "image_size=32, .*=9: an image must be divided"),
+        (GEMMA, "vision_config", {"model_type": "clip_vision_model"}, "model_type='clip_vision_model' is not support"),
     ],
 )
 def test_a_malformed_tower_is_refused(name, part, change, message):
