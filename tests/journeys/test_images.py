@@ -163,3 +163,45 @@ def test_a_model_learns_to_answer_questions_about_pictures(home):
 def accuracy(folder: Path) -> float:
     """Return the share of the answers' tokens that the last evaluation of a run found the likeliest."""
     return [row["eval_token_accuracy"] for row in metrics(folder) if "eval_token_accuracy" in row][-1]
+
+
+@pytest.mark.nightly
+def test_transformers_answers_about_pictures_as_jaxtune_generate_does(home):
+    """The greedy answers of a merged export are equal, to every picture and to a question without one."""
+    samples, merged, output = home / "chat.jsonl", home / "answering", home / "answers.jsonl"
+    # Few steps: the answers are no words yet, but differ between pictures.
+    call(*recipe_command(home, "qwen_lora.py", "answering", **OPTIONS))
+    run = home / "runs" / "answering"
+    call("jaxtune.export", f"--run={run}", f"--output={merged}", "--merge")
+    how = ("--temperature=0", "--max_new_tokens=12", f"--input={samples}")
+    call("jaxtune.generate", f"--model={merged}", f"--output={output}", *how)
+    ours = [json.loads(line)["completion"] for line in output.read_text().splitlines()]
+    expected = answers_in_transformers(merged, samples)
+    assert ours == expected and len(set(ours)) > 1
+    call("jaxtune.generate", f"--model={run}", f"--output={output}", *how)
+    assert [json.loads(line)["completion"] for line in output.read_text().splitlines()] == expected
+    text = json.loads(samples.read_text().splitlines()[1])["messages"][0]["content"][1]["text"]
+    shown = call("jaxtune.generate", f"--model={merged}", f"--image={home / '1.png'}", f"--prompt={text}", *how[:2])
+    assert shown == expected[1] + "\n"
+
+
+def answers_in_transformers(folder: Path, data: Path) -> list[str]:
+    """Return the greedy answer to the first message of each sample, one sample after the other."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer, processor = transformers.AutoTokenizer.from_pretrained(folder), load_processor(folder)
+    image_token, answers = tokenizer.convert_tokens_to_ids(WORDS[0]), []
+    for line in data.read_text().splitlines():
+        messages = json.loads(line)["messages"][:-1]
+        inputs, prompt = {}, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if isinstance(messages[0]["content"], list):
+            file = data.parent / messages[0]["content"][0]["path"]
+            inputs = dict(processor(Image.open(file), return_tensors="pt"))
+            prompt = prompt.replace(WORDS[0], WORDS[0] * int(inputs["image_grid_thw"].prod() // 4))
+        ids = torch.tensor([tokenizer(prompt).input_ids])
+        how = {"mm_token_type_ids": (ids == image_token).int(), "eos_token_id": tokenizer.eos_token_id}
+        made = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False, **how, **inputs)
+        answers.append(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
+    return answers
