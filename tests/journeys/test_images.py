@@ -202,6 +202,6 @@ def answers_in_transformers(folder: Path, data: Path) -> list[str]:
             prompt = prompt.replace(WORDS[0], WORDS[0] * int(inputs["image_grid_thw"].prod() // 4))
         ids = torch.tensor([tokenizer(prompt).input_ids])
         how = {"mm_token_type_ids": (ids == image_token).int(), "eos_token_id": tokenizer.eos_token_id}
-        made = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False, **how, **inputs)
+        made = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False, **how, **inputs)  # pyright: ignore
         answers.append(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
     return answers
