@@ -87,6 +87,8 @@ def _generate(values: flags.FlagValues) -> None:
     text("model", None, "Hugging Face folder, hub id, adapter, or run folder", required=True)
     text("adapter", None, "folder of a PEFT adapter whose base is --model")
     text("prompt", None, "text to continue, or to answer with --chat")
+    meaning = "picture that --prompt asks about, a file or URL; may be given several times"
+    flags.DEFINE_multi_string("image", [], meaning, flag_values=values)
     text("input", None, "file of prompts: jsonl, json, csv, parquet, or a dataset on the hub")
     text("output", None, "JSON lines file for the answers to --input; default: the terminal")
     flags.DEFINE_bool("chat", False, "format text prompts with the chat template", flag_values=values)

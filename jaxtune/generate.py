@@ -4,7 +4,13 @@
     python -m jaxtune.generate --model=MODEL --adapter=runs/mine/export --input=prompts.jsonl --output=answers.jsonl
 
 Samples of --input have a column `prompt` (text or messages) or `messages`; an answer at the end of `messages` is left
-out. Each line of the output is the sample with `completion` and `finish_reason` (stop or length).
+out. They may have images, as in training (docs/guides/images.md). Each line of the output is the sample with
+`completion` and `finish_reason` (stop or length).
+
+    python -m jaxtune.generate --model=runs/mine --image=cat.png --prompt="What is it?"
+
+With --image, which may be given several times, --prompt is a message of the user about pictures. They come before its
+text, or where it says <image>.
 
     python -m jaxtune.generate --model=runs/qwen_decision --decide --input=questions.jsonl
 
@@ -29,8 +35,9 @@ from typing import Any, TextIO
 from absl import flags
 
 from jaxtune.config.schema import Dataset
+from jaxtune.data.formats.image_messages import PLACEHOLDER, has_images
 from jaxtune.data.reading.sources import open_source
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, counted
 from jaxtune.host.missing_kernels import explain_missing_kernels
 from jaxtune.host.preflight import check_writable
 from jaxtune.host.run_folder import RunFolder
@@ -45,6 +52,26 @@ def _samples(path: str, columns: Set[str]) -> Iterator[tuple[str, Any]]:
         if taken := columns & sample.keys():
             raise UserError(f"{where}: it has a column {min(taken)!r}, which the answer would replace; rename it")
         yield where, sample
+
+
+def _asks_about_images(path: str) -> bool:
+    """Return whether a sample of --input has an image, which needs the model's vision tower."""
+    return any(has_images(sample) for _, sample in open_source(Dataset(path=path)).read(_raise))
+
+
+def _check_images(values: flags.FlagValues) -> None:
+    """Raise UserError if --image does not fit the other flags."""
+    if not values.image:
+        return
+    if values.prompt is None:
+        raise UserError("--image needs --prompt; samples of --input name their images themselves")
+    if values["chat"].present and not values.chat:
+        raise UserError("--nochat with --image: a prompt with images is a message, in the chat template")
+    if (places := values.prompt.count(PLACEHOLDER)) not in (0, len(values.image)):
+        raise UserError(
+            f"--prompt has {counted(places, PLACEHOLDER)} for {counted(len(values.image), 'image')} (--image): "
+            "write one for each, or none, and the images come first"
+        )
 
 
 def _raise(error: UserError) -> None:
@@ -97,8 +124,10 @@ def run_command(values: flags.FlagValues, _: None) -> None:
     manner = SamplingOptions(
         **{name: getattr(values, name) for name in BOUNDS}, stop=tuple(values.stop), chat=values.chat
     )
+    _check_images(values)
     mesh, options = mesh_of(values.mesh), (values.adapter, values.step, values.quant, values.plugin)
-    opened = open_model(values.model, mesh, *options, decides=values.decide)
+    sees = bool(values.image) or (not values.decide and values.input is not None and _asks_about_images(values.input))
+    opened = open_model(values.model, mesh, *options, decides=values.decide, sees=sees)
     if values.decide:
         return _decide(values, opened)
     answering = AnswerGenerator(opened, manner)
@@ -114,7 +143,7 @@ def run_command(values: flags.FlagValues, _: None) -> None:
             cut = finished.count(False)
             print(f"{len(finished)} answers in {values.output}" + (f", {cut} cut at --max_new_tokens" if cut else ""))
         return
-    for text in answering.stream(values.prompt):
+    for text in answering.stream(values.prompt, values.image):
         print(text, end="", flush=True)
     print()
 

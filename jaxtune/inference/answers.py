@@ -11,10 +11,13 @@ import jax
 
 from jaxtune import hf
 from jaxtune.config.schema import Config, DataOptions, Dataset, ModelOptions
+from jaxtune.data.formats.image_messages import ImageMessages
 from jaxtune.data.formats.prompts import Prompt, Prompts, Sample
+from jaxtune.data.images.image_reader import open_reader
+from jaxtune.data.reading.readers import folder_of
 from jaxtune.errors import UserError
 from jaxtune.host.run_folder import RunFolder
-from jaxtune.inference.decode import Sampling
+from jaxtune.inference.decode import NextTokens, Sampling
 from jaxtune.inference.generation import (
     Generate,
     collect_completions,
@@ -25,6 +28,7 @@ from jaxtune.inference.generation import (
     stream_text,
     take_until,
 )
+from jaxtune.inference.prompt_images import PromptImages
 from jaxtune.inference.sampling import SamplingOptions
 from jaxtune.models.decoder import Parameters
 from jaxtune.parallel.layout import AXES
@@ -35,7 +39,7 @@ from jaxtune.weights.base import read_base
 from jaxtune.weights.class_labels import resolve_labels
 from jaxtune.weights.model import Model, declare_model
 from jaxtune.weights.served_linears import serve_weights
-from jaxtune.weights.trusted_code import with_plugins
+from jaxtune.weights.trusted_code import with_plugins, with_tower
 from jaxtune.weights.values import config_for_model, initial_parameters, open_run, read_parameters, tokenizer_folder
 
 
@@ -77,6 +81,7 @@ def open_model(
     quant: str | None = None,
     plugins: Sequence[str] = (),
     decides: bool = False,
+    sees: bool = False,
 ) -> Opened:
     """Open a language model on a mesh, or a decision model.
 
@@ -89,9 +94,10 @@ def open_model(
         plugins: Plugins to run, for example for a custom model family; the plugins in a run's config.json are not run.
         decides: Whether the model answers questions: then a run of a decision model may have a linear head, and the
             config has decision.label_tokens.
+        sees: Whether prompts have images. A run with vision.patches_per_row reads its vision tower anyway.
 
     Raises:
-        UserError: The model is a classifier, or the arguments do not fit each other.
+        UserError: The model is a classifier or does not see, or the arguments do not fit each other.
     """
     folder = RunFolder(Path(name))
     if folder.checkpoints.is_dir():
@@ -99,7 +105,7 @@ def open_model(
             if value is not None:
                 raise UserError(f"--{flag}: {name} is a run, whose own adapter and formats are used")
         _refuse_classifier(name, folder.read_config(), decides)
-        run = open_run(folder, mesh, step, plugins)
+        run = open_run(folder, mesh, step, plugins, patches=_patches(mesh) if sees else None)
         config = with_labels(run.config) if decides else run.config
         return Opened(config, run.model, {**run.frozen, **run.trained}, run.model.folders.tokenizer)
     if step is not None:
@@ -115,12 +121,22 @@ def open_model(
     config = dataclasses.replace(config, quant=QuantOptions(quant))  # type: ignore[arg-type]
     _refuse_classifier(name, config)
     config = with_labels(config) if decides else config
+    if sees:
+        config = with_tower(config, _patches(mesh))
     # Nothing is trained, so every weight is stored in model.dtype.
     model = declare_model(read_base(config), config, mesh, train=False)
     parameters = read_parameters(model, model.whole)
     if config.lora.enabled:
         parameters |= initial_parameters(model, config)
     return Opened(config, model, parameters, tokenizer_folder(model, config))
+
+
+def _patches(mesh: jax.sharding.Mesh) -> int:
+    """Return a vision.patches_per_row that blocks of patches of any family and the mesh divide.
+
+    It only makes the tower part of the model: patches of a row are as many as the prompts' images have.
+    """
+    return 144 * mesh.size
 
 
 def with_labels(config: Config) -> Config:
@@ -163,7 +179,14 @@ class AnswerGenerator:
         how = {"max_new_tokens": manner.max_new_tokens, "dtype": dtype, "sampling": sampling, "seed": manner.seed}
         weights = serve_weights(opened.model.linears, opened.parameters)
         self._generate: Generate = partial(make_generate(opened.model.graph, opened.model.spec, **how), weights)
-        self._prompts = Prompts(self._tokenizer, config.chat, manner.chat)
+        vision = opened.model.spec.vision
+        self._reader = self._images = None
+        if vision is not None:
+            folders, family = opened.model.folders, opened.model.spec.family
+            self._reader = open_reader(config.vision, folders.tokenizer, family, vision.layout)
+        if self._reader is not None:
+            self._images = ImageMessages(self._reader, self._tokenizer)
+        self._prompts = Prompts(self._tokenizer, config.chat, manner.chat, images=self._images)
         self._stop = stop_tokens(opened.home, self._tokenizer)
         self._most = opened.model.spec.max_positions - manner.max_new_tokens  # tokens of a prompt
 
@@ -177,19 +200,31 @@ class AnswerGenerator:
         while chunk := list(islice(numbered, at_once)):
             prompts = [self._prompt(where, sample) for _, (where, sample) in chunk]
             # The last prompt is repeated to fill the batch, so that only one number of rows is compiled.
-            rows = [prompts[min(row, len(prompts) - 1)].tokens for row in range(at_once)]
+            rows = [prompts[min(row, len(prompts) - 1)] for row in range(at_once)]
             numbers = [chunk[min(row, len(chunk) - 1)][0] for row in range(at_once)]
-            completions = collect_completions(self._generate(rows, numbers), len(prompts), ended)
+            completions = collect_completions(self._tokens(rows, numbers), len(prompts), ended)
             for prompt, completion in zip(prompts, completions):
                 text = prompt.begun + completion_text(completion, self._tokenizer, self._manner.stop, prompt.continued)
                 yield Answer(prompt, text, completion.finished)
 
-    def stream(self, text: str) -> Iterator[str]:
-        """Yield the generated continuation of a text, in parts as they become certain."""
-        prompt = self._prompts(Dataset(), {"prompt": text})
+    def stream(self, text: str, images: Sequence[str] = ()) -> Iterator[str]:
+        """Yield the generated continuation of a text, in parts as they become certain.
+
+        With images, paths or URLs, it answers the text as a message of the user.
+        """
+        prompt = self._prompts(Dataset(), {"prompt": text, **({"images": list(images)} if images else {})})
+        self._check_length(prompt)
         yield prompt.begun
-        tokens = take_until(self._generate([prompt.tokens]), self._ends(turns=self._manner.chat))
+        tokens = take_until(self._tokens([prompt]), self._ends(turns=self._manner.chat or bool(images)))
         yield from stream_text(self._tokenizer, tokens, self._manner.stop, prompt.continued)
+
+    def _tokens(self, prompts: Sequence[Prompt], numbers: Sequence[int] | None = None) -> Iterator[NextTokens]:
+        """Return the next tokens of prompts, whose random numbers are those of `numbers`."""
+        rows = [prompt.tokens for prompt in prompts]
+        seen = [prompt.images for prompt in prompts]
+        if self._reader is None or not any(seen):
+            return self._generate(rows, numbers)
+        return self._generate(rows, numbers, images=PromptImages(self._reader, seen))
 
     def _ends(self, turns: bool) -> frozenset[int]:
         """Return the tokens that end an answer; with `turns`, also the token that ends a turn of the chat template."""
@@ -197,13 +232,24 @@ class AnswerGenerator:
         return self._stop if turn_end is None else self._stop | {self._tokenizer.added_tokens_encoder[turn_end]}
 
     def _prompt(self, where: str, sample: Any) -> Prompt:
+        if self._images is not None:
+            self._images.folder = folder_of(where)
         try:
             prompt = self._prompts(Dataset(), sample)
+            self._check_length(prompt)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
-        if len(prompt.tokens) > self._most:
-            raise UserError(
-                f"{where}: {len(prompt.tokens)} tokens of prompt, and the model's positions leave {self._most} "
-                "after --max_new_tokens"
-            )
         return prompt
+
+    def _check_length(self, prompt: Prompt) -> None:
+        """Raise UserError for a prompt with too many tokens for the model."""
+        if len(prompt.tokens) <= self._most:
+            return
+        of_images = ""
+        if prompt.images and self._reader is not None:
+            block = self._reader.layout.merge**2
+            of_images = f" ({sum(image.patches for image in prompt.images) // block} of images: make these smaller)"
+        raise UserError(
+            f"{len(prompt.tokens)} tokens of prompt{of_images}, and the model's positions leave {self._most} after "
+            "--max_new_tokens"
+        )

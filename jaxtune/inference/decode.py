@@ -4,6 +4,7 @@ Shape letters: b rows that are decoded together, s new tokens of a row, v tokens
 """
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.head.score import logits
 from jaxtune.models.layers import recurrence, short_conv
 from jaxtune.models.layers.attend import attend_cached
+from jaxtune.models.layers.attention import Inputs
 from jaxtune.models.mixers import DeltaNet, Heads, Hybrid, Mamba2, Mixer, ShortConv
 from jaxtune.models.spec import ModelSpec
 from jaxtune.parallel.layout import P, Rules, by_head, by_token
@@ -71,12 +73,15 @@ class Decoding(NamedTuple):
         index: number of positions so far, including padding.
         start: position of each row's first token; positions before it are padding.
         seen: which tokens already occur in each row; None without a repetition penalty.
+        turned: the rotary position of a row's next token less its place among the row's tokens: below 0 after an image
+            (`rope_deltas` of transformers). None: they are equal.
     """
 
     cache: Any
     index: Int[Array, ""]
     start: Int[Array, " b"]
     seen: Bool[Array, "b v"] | None
+    turned: Int[Array, " b"] | None = None
 
 
 def rules_of_decoding(rules: Rules) -> Rules:
@@ -114,16 +119,24 @@ def begin(
     sampling: Sampling,
     length: int,
     call: ForwardOptions,
+    images: Mapping[str, Array] | None = None,
 ) -> tuple[NextTokens, Decoding]:
-    """Return the first token after prompts, padded on the left, and the state, with room for `length` positions."""
-    seen = None
+    """Return the first token after prompts, padded on the left, and the state, with room for `length` positions.
+
+    images: the columns of the prompts' images, `columns.image_columns`; None: there are none.
+    """
+    seen = turned = None
+    if images is not None and "rope_positions" in images:
+        # The next token follows the largest position along any axis. Padding has 0.
+        turned = jnp.max(images["rope_positions"], axis=(1, 2)) + 1 - (tokens.shape[1] - start)
     if sampling.repetition_penalty != 1:
         # Padding marks nothing, and max keeps a mark that another position of the same token has set.
         there = jnp.arange(tokens.shape[1]) >= start[:, None]
         rows = jnp.arange(len(tokens))[:, None]
         seen = jnp.zeros((len(tokens), decoder.spec.vocabulary), bool).at[rows, tokens].max(there)
     cache = empty_cache(decoder.spec, len(tokens), length, call.dtype)
-    return advance(decoder, tokens, Decoding(cache, jnp.zeros((), jnp.int32), start, seen), keys, sampling, call)
+    decoding = Decoding(cache, jnp.zeros((), jnp.int32), start, seen, turned)
+    return advance(decoder, tokens, decoding, keys, sampling, call, images)
 
 
 def advance(
@@ -133,8 +146,12 @@ def advance(
     keys: Key[Array, " b"],
     sampling: Sampling,
     call: ForwardOptions,
+    images: Mapping[str, Array] | None = None,
 ) -> tuple[NextTokens, Decoding]:
-    """Return the token after `tokens`, on every device, and the next state; `keys`: random keys of the rows."""
+    """Return the token after `tokens`, on every device, and the next state; `keys`: random keys of the rows.
+
+    images: as in `begin`, whose prompts alone have them.
+    """
     index, start = decoding.index, decoding.start
     numbers = index + jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     valid, end = numbers >= start[:, None], index + tokens.shape[1]
@@ -143,7 +160,10 @@ def advance(
     # Positions count from a row's first token, so that rotary embedding does not depend on the padding.
     placed = (jax.reshard(x, by_token()) for x in (tokens, jnp.maximum(numbers - start[:, None], 0), key_start, valid))
     tokens, positions, key_start, valid = placed
-    inputs = inputs_of(decoder.spec, positions, attend_cached(index, key_start), valid)
+    inputs = _inputs(decoder, positions, key_start, valid, decoding, images)
+    if images is not None:
+        assert decoder.vision is not None
+        inputs = inputs._replace(images=decoder.vision(images, call))
     hidden, cache, recorded = decoder(tokens, inputs, call, decoding.cache)
     rows = P(by_token()[0])
     # Prompts are padded on the left, so the last position is the last token of every row.
@@ -157,7 +177,26 @@ def advance(
     chosen = jax.reshard(chosen, P())
     if seen is not None:
         seen = seen.at[jnp.arange(len(chosen.tokens)), chosen.tokens].set(True)
-    return chosen, Decoding(cache, end, start, seen)
+    return chosen, Decoding(cache, end, start, seen, decoding.turned)
+
+
+def _inputs(
+    decoder: Decoder,
+    positions: Int[Array, "b s"],
+    key_start: Int[Array, "b s"],
+    valid: Bool[Array, "b s"],
+    decoding: Decoding,
+    images: Mapping[str, Array] | None,
+) -> Inputs:
+    """Return the inputs that all layers share, with the rotary positions and ends of keys that images give."""
+    key_end = turning = None
+    if images is not None:
+        turning, key_end = images.get("rope_positions"), images.get("key_end")
+        turning = None if turning is None else jax.reshard(turning, by_token(None))
+    elif decoding.turned is not None:
+        turning = positions + jax.reshard(decoding.turned[:, None], by_token())  # along all axes
+    attend = attend_cached(decoding.index, key_start, key_end)
+    return inputs_of(decoder.spec, positions, attend, valid, rope_positions=turning)
 
 
 def keep_rows(
@@ -173,8 +212,9 @@ def keep_rows(
         array.delete()
         return kept
 
-    tokens, start, seen = jax.tree.map(lambda array: array[places], (tokens, decoding.start, decoding.seen))
-    return tokens, Decoding(jax.tree.map(keep, decoding.cache), decoding.index, start, seen)
+    of_rows = tokens, decoding.start, decoding.seen, decoding.turned
+    tokens, start, seen, turned = jax.tree.map(lambda array: array[places], of_rows)
+    return tokens, Decoding(jax.tree.map(keep, decoding.cache), decoding.index, start, seen, turned)
 
 
 @jax.jit

@@ -16,6 +16,7 @@ from jaxtune import hf
 from jaxtune.errors import UserError
 from jaxtune.host.process import compiler_options
 from jaxtune.inference.decode import NextTokens, Sampling, advance, begin, keep_rows, rules_of_decoding
+from jaxtune.inference.prompt_images import PromptImages
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.spec import ModelSpec
@@ -69,7 +70,8 @@ class DecodePrograms(NamedTuple):
     """The jitted functions of decoding, traced with the layout rules of `rules_of_decoding`.
 
     Attributes:
-        first: (tokens, start, numbers, indices, parameters) -> (NextTokens, Decoding), of prompts (rows, length).
+        first: (tokens, start, numbers, indices, parameters, images) -> (NextTokens, Decoding), of prompts (rows,
+            length); images: as in `begin`.
         following: (tokens, decoding, numbers, indices, parameters) -> (NextTokens, Decoding), of one token a row; the
             decoding is donated.
     """
@@ -101,10 +103,10 @@ def decode_programs(
         return jax.vmap(row_key)(numbers, indices)
 
     @partial(jax.jit, compiler_options=compiler_options())
-    def first(tokens, start, numbers, indices, parameters):
+    def first(tokens, start, numbers, indices, parameters, images=None):
         length = tokens.shape[1] + max_new_tokens  # positions of the cache
         decoder = bind(graph, parameters)
-        return begin(decoder, tokens, start, keys(numbers, indices), sampling, length, call)
+        return begin(decoder, tokens, start, keys(numbers, indices), sampling, length, call, images)
 
     @partial(jax.jit, donate_argnums=1, compiler_options=compiler_options())
     def following(tokens, decoding, numbers, indices, parameters):
@@ -114,13 +116,14 @@ def decode_programs(
 
 
 def make_generate(graph: nnx.GraphDef, spec: ModelSpec, *, max_new_tokens: int, **options: Any) -> Generate:
-    """Make a function (parameters, prompts, numbers, written, going) -> an iterator over each prompt's next tokens.
+    """Make a function (parameters, prompts, numbers, written, going, images) -> an iterator over prompts' next tokens.
 
     The iterator continues all prompts together. It does not stop at the end of an answer: the caller drops later
     tokens (`take_until`, `collect_completions`) and may stop iterating. `written`: the number of tokens at the end
     of each prompt that its completion already has, at most max_new_tokens; it lacks the rest. `going`: the prompts
     that need more tokens, from which the caller removes those that have ended; the iterator continues with fewer rows
-    when these are enough (`rows_to_keep`), and the tokens of prompts without a row are 0. None: all need more. Random
+    when these are enough (`rows_to_keep`), and the tokens of prompts without a row are 0. None: all need more.
+    `images`: the images of the prompts; None: they have none. Random
     numbers depend only on the seed, the prompt's number (its index, unless `numbers` is given) and the token's index
     in the completion, not on the other prompts. `options` go to `decode_programs`. Rows are sharded over the axes of
     the current mesh, except for axes that shard features. The iterator raises UserError for a prompt without tokens
@@ -134,13 +137,15 @@ def make_generate(graph: nnx.GraphDef, spec: ModelSpec, *, max_new_tokens: int, 
         numbers: Sequence[int] | None = None,
         written: Sequence[int] | None = None,
         going: Set[int] | None = None,
+        images: PromptImages | None = None,
     ) -> Iterator[NextTokens]:
         lacking = [max_new_tokens - there for there in written or [0] * len(prompts)]
         tokens, start = _pad(prompts, lacking, spec)
         numbered = np.resize(np.array(range(len(prompts)) if numbers is None else numbers, np.int32), len(tokens))
         index = max_new_tokens - np.resize(np.array(lacking, np.int32), len(tokens))  # tokens written so far
         with RULES(rules_of_decoding(RULES.value)):
-            upcoming, decoding = first(tokens, start, numbered, index, parameters)
+            seen = () if images is None else (images.columns(tokens, start),)
+            upcoming, decoding = first(tokens, start, numbered, index, parameters, *seen)
         rows = np.arange(len(tokens))  # the prompt of each; those past the last prompt are padding
         parts = row_shards()
         for count in range(1, max(lacking) + 1):

@@ -154,11 +154,11 @@ def inputs_of(
     attend: Attend,
     valid: Bool[Array, "b s"],
     place: Int[Array, "b s"] | None = None,
-    rope_positions: Int[Array, "b s axes"] | None = None,
+    rope_positions: Int[Array, "b s"] | Int[Array, "b s axes"] | None = None,
 ) -> Inputs:
     """Make the inputs that all layers of a decoder share; each rope is computed once.
 
-    rope_positions: positions along each axis of the ropes; None: they are `positions` along all axes.
+    rope_positions: positions along each axis of the ropes, or along all of them; None: they are `positions`.
     """
     mixers = dict.fromkeys(mixer for layer in spec.layers + spec.mtp for mixer in layer.mixers)
     heads = [mixer for mixer in mixers if isinstance(mixer, Heads)]

@@ -20,14 +20,31 @@ def with_plugins(config: Config, plugins: Sequence[str]) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, plugins=tuple(plugins)))
 
 
-def base_of_run(folder: RunFolder, plugins: Sequence[str]) -> tuple[Config, Base]:
+def with_tower(config: Config, patches: int) -> Config:
+    """Return a config whose model has its vision tower, with a vision.patches_per_row unless it has one.
+
+    Raises:
+        UserError: the model was made from random weights without a tower.
+    """
+    if config.vision.patches_per_row is not None:
+        return config
+    if config.model.from_scratch:
+        reason = "was trained from random weights without vision.patches_per_row, so it has no vision tower"
+        raise UserError(f"the prompt has an image, and the model {reason}")
+    return dataclasses.replace(config, vision=dataclasses.replace(config.vision, patches_per_row=patches))
+
+
+def base_of_run(folder: RunFolder, plugins: Sequence[str], patches: int | None = None) -> tuple[Config, Base]:
     """Return the config of a run and its base model, running only the plugins that the command names.
+
+    patches: as in `with_tower`; None: as the run was trained.
 
     Raises:
         UserError: As `read_base`; the message adds that plugins of the run were not run, if it has any.
     """
     saved = folder.read_config()
     config = with_plugins(saved, plugins)
+    config = config if patches is None else with_tower(config, patches)
     try:
         return config, read_base(config)
     except UserError as error:

@@ -270,6 +270,7 @@ def open_run(
     plugins: Sequence[str] = (),
     low_precision: bool = False,
     reference: bool = False,
+    patches: int | None = None,
 ) -> TrainedModel:
     """The model of a run at a step, or at its newest good checkpoint.
 
@@ -280,8 +281,9 @@ def open_run(
         plugins: files that may be executed; plugins of the run that are not among them are refused.
         low_precision: whether to compute in the run's low precision.
         reference: whether to read the reference values, if the run's state holds them.
+        patches: read the vision tower too, with this vision.patches_per_row if the run has none.
     """
-    config, base = base_of_run(folder, plugins)
+    config, base = base_of_run(folder, plugins, patches)
     model = declare_model(base, config, mesh, low_precision=low_precision)
     compared = abstract_reference(model, config) if reference else {}
     checkpoints = CheckpointManager(folder.checkpoints)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtune.data.chat.chat_template import ChatTemplate
@@ -22,7 +22,7 @@ COLUMNS = ("images", "image")
 TYPES = ("conversation", "instruction", "preference", "unpaired_preference")
 """Types of samples that may have images."""
 
-_PLACEHOLDER = "<image>"  # of LLaVA, LLaMA-Factory and ms-swift
+PLACEHOLDER = "<image>"  # of LLaVA, LLaMA-Factory and ms-swift
 
 
 class ImageMessages:
@@ -54,21 +54,32 @@ class ImageMessages:
             UserError: the numbers of placeholders and images differ, an image cannot be read, or the template writes
                 another number of images.
         """
+        return self._render(lambda shown: template.render(shown, tools), messages, sample)
+
+    def prompt(
+        self, template: ChatTemplate, messages: list[Message], tools: list[Any] | None, sample: Mapping[str, Any]
+    ) -> Rendered:
+        """Render the prompt of the assistant's next message; arguments and errors as in `render`."""
+        return self._render(lambda shown: Rendered(template.text(shown, tools, answered=False)), messages, sample)
+
+    def _render(
+        self, write: Callable[[list[Message]], Rendered], messages: list[Message], sample: Mapping[str, Any]
+    ) -> Rendered:
         listed = images_in(sample)
         sources: list[Any] = []
         shown: list[Message] = []
         for message in messages if listed or any(message.get("images") for message in messages) else ():
             of_parts = iter(message.get("images", ()))
-            marks = re.findall(f"{IMAGE}|{_PLACEHOLDER}", message["content"])
+            marks = re.findall(f"{IMAGE}|{PLACEHOLDER}", message["content"])
             sources += [next(of_parts) if mark == IMAGE else None for mark in marks]
-            shown.append({**message, "content": message["content"].replace(_PLACEHOLDER, IMAGE)})
+            shown.append({**message, "content": message["content"].replace(PLACEHOLDER, IMAGE)})
         shown = shown or messages
         chosen = [_index(source, len(listed)) for source in sources]
         unchosen = [image for i, image in enumerate(listed) if i not in chosen]
         if (placeholders := sources.count(None)) != len(unchosen):
             raise UserError(
                 f"{counted(placeholders, 'placeholder')} for {counted(len(unchosen), 'image')}: each image of the "
-                f"column {' or '.join(map(repr, COLUMNS))} needs one {_PLACEHOLDER} in a message, where it belongs"
+                f"column {' or '.join(map(repr, COLUMNS))} needs one {PLACEHOLDER} in a message, where it belongs"
             )
         rest = iter(unchosen)
         sources = [source if i is None else listed[i] for source, i in zip(sources, chosen)]
@@ -76,7 +87,7 @@ class ImageMessages:
         if sample.get("objects"):
             sizes = [sizes for _, *sizes in found]
             shown = fill_boxes(shown, sample["objects"], sizes, self._scale, self._vocabulary)
-        return self._expand(template.render(shown, tools), tuple(ref for ref, *_ in found))
+        return self._expand(write(shown), tuple(ref for ref, *_ in found))
 
     def _expand(self, rendered: Rendered, images: Sequence[ImageRef]) -> Rendered:
         """Return a text in which each placeholder is the tokens of an image, outside the trained spans."""
@@ -129,8 +140,18 @@ def holds_image(message: Message) -> bool:
     content = message.get("content")
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict)]
-        return any(part.get("type") in IMAGE_PARTS or _PLACEHOLDER in str(part.get("text")) for part in parts)
-    return isinstance(content, str) and _PLACEHOLDER in content
+        return any(part.get("type") in IMAGE_PARTS or PLACEHOLDER in str(part.get("text")) for part in parts)
+    return isinstance(content, str) and PLACEHOLDER in content
+
+
+def has_images(sample: Mapping[str, Any]) -> bool:
+    """Return whether a sample has images, in a column of images or as parts of messages in another column."""
+    if any(sample.get(column) for column in COLUMNS):
+        return True
+    lists = [value for value in sample.values() if isinstance(value, list)]
+    contents = [one.get("content") for value in lists for one in value if isinstance(one, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    return any(part.get("type") in IMAGE_PARTS for part in parts)
 
 
 def images_in(sample: Mapping[str, Any]) -> list[Any]:

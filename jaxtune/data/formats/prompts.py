@@ -11,9 +11,11 @@ from jaxtune.data.chat.chat_template import ChatTemplate
 from jaxtune.data.chat.encoding import Encoded, Encoder, Rendered
 from jaxtune.data.chat.messages import Message, check_messages, check_tools, clip
 from jaxtune.data.formats.dialects import HISTORY, normalise_conversation, read_history
+from jaxtune.data.formats.image_messages import PLACEHOLDER, ImageMessages, images_in
 from jaxtune.data.formats.templates import fill, is_template
 from jaxtune.data.reading import sources
 from jaxtune.errors import UserError
+from jaxtune.image_layout import ImageRef
 from jaxtune.tokenizer_type import Tokenizer
 
 log = logging.getLogger("jaxtune")
@@ -37,6 +39,7 @@ class Prompt(NamedTuple):
         document: the prompt with the answer in the data; None if it is not read.
         messages: of a chat, with its system prompt; empty for a text that is not a message.
         tools: descriptions of the tools of a chat.
+        images: the images, in the order of their tokens.
     """
 
     given: str | list[Message]
@@ -48,6 +51,7 @@ class Prompt(NamedTuple):
     document: Encoded | None = None
     messages: Sequence[Message] = ()
     tools: Sequence[Any] = ()
+    images: tuple[ImageRef, ...] = ()
 
 
 class RowTools(NamedTuple):
@@ -71,6 +75,7 @@ class Prompts:
         chat: ChatOptions,
         texts_are_chat: bool | None = None,
         row_tools: RowTools | None = None,
+        images: ImageMessages | None = None,
     ):
         """Read the chat template.
 
@@ -79,12 +84,14 @@ class Prompts:
             chat: the section chat.
             texts_are_chat: whether a text is a message of the user; None: if the tokenizer has a chat template.
             row_tools: the tools of the run; None: the data's tools.
+            images: finds the images of messages. A text of a sample with images is a message of the user; if no
+                <image> in it says where they belong, they come before it. None: messages with images are refused.
         """
         has_template = bool(tokenizer.chat_template)
         self._texts_are_chat = has_template if texts_are_chat is None else texts_are_chat
         self._template = ChatTemplate(tokenizer, chat=chat) if has_template or texts_are_chat else None
         self._encode, self._begun = Encoder(tokenizer), chat.response_prefix or ""
-        self._row_tools = row_tools
+        self._row_tools, self._images = row_tools, images
         self._found: dict[tuple[Any, ...], Dataset] = {}
 
     @property
@@ -111,20 +118,30 @@ class Prompts:
             raise UserError(f"it has no prompt; its columns are {', '.join(sample)}")
         if self._template is None and self._row_tools is not None:
             raise UserError("tools and environments need a chat, and the tokenizer has no template: set chat.template")
-        if isinstance(given, str) and not self._texts_are_chat:
+        listed = [] if self._images is None else images_in(sample)
+        if isinstance(given, str) and not self._texts_are_chat and not listed:
             tokens = self._encode([Rendered(given)])[0].tokens.tolist()
             return Prompt(given, tokens, sample, continued=tokens)
         if self._template is None:
             raise UserError("it holds messages, and the tokenizer has no chat template: set chat.template")
         if not isinstance(given, str) and given[-1]["role"] == "assistant":
             given = given[:-1]  # the answer in the data
-        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        messages, tools = with_system_and_tools(messages, entry, sample)
+        if isinstance(given, str):
+            before = "" if PLACEHOLDER in given else PLACEHOLDER * len(listed)
+            messages = [{"role": "user", "content": before + given}]
+        else:
+            messages = given
+        messages, tools = with_system_and_tools(messages, entry, sample, self._images is not None)
         if self._row_tools is not None:
             tools = self._row_tools.schemas(sample) or None
-        tokens = self._template.prompt(messages, tools)
+        if self._images is None:
+            tokens, images = self._template.prompt(messages, tools), ()
+        else:
+            rendered = self._images.prompt(self._template, messages, tools, sample)
+            tokens, images = self._template.encode(rendered.text), rendered.images
         continued = tokens if self._begun else ()  # a prefix is text that the answer continues
-        return Prompt(given, tokens, sample, self._begun, continued, messages=messages, tools=tools or ())
+        chat = {"messages": messages, "tools": tools or (), "images": images}
+        return Prompt(given, tokens, sample, self._begun, continued, **chat)
 
     def _with_columns(self, entry: Dataset, sample: Sample) -> Dataset:
         """Return the entry with the columns to use, found once for all samples that fill the same columns."""

@@ -85,8 +85,8 @@ def _with_tower(spec: ModelSpec, config: Entries) -> ModelSpec:
     with_towers = [name for name, family in FAMILIES.items() if hasattr(family, "VISION")]
     if spec.family not in with_towers:
         raise UserError(
-            f"vision.patches_per_row: model_type={spec.family!r} is not trained on images here; "
-            f"{', '.join(with_towers)} are"
+            f"vision.patches_per_row, or a prompt with images: model_type={spec.family!r} sees none here; "
+            f"{', '.join(with_towers)} do"
         )
     vision = tower_of(spec).read(config)
     if vision.out != spec.hidden or len(vision.deepstack) > len(spec.layers):

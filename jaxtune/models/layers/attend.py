@@ -94,8 +94,12 @@ def attend_packed(
     return attend
 
 
-def attend_cached(index: Int[Array, ""], key_start: Int[Array, "b s"]) -> Attend:
+def attend_cached(
+    index: Int[Array, ""], key_start: Int[Array, "b s"], key_end: Int[Array, "b s"] | None = None
+) -> Attend:
     """Make attention that writes keys and values at `index` of a cache; queries see keys from `key_start` to their own.
+
+    With `key_end` they see the keys up to it instead, of the keys that are written so far.
 
     A layer with keys and values gets a slot (`CacheSlot`), and returns the updated arrays of all repeats. Another one
     reads the keys and values that an earlier layer has written, and returns none.
@@ -112,7 +116,7 @@ def attend_cached(index: Int[Array, ""], key_start: Int[Array, "b s"]) -> Attend
         cache: Any,
         call: ForwardOptions,
     ) -> tuple[Array, Any]:
-        def kernel(q, k, v, keys, values, key_start, sinks, index, place):
+        def kernel(q, k, v, keys, values, key_start, key_end, sinks, index, place):
             stacked = None
             if k is not None:
                 stacked = tuple(  # (repeats, b, t, n, d), at this layer and these positions
@@ -120,7 +124,13 @@ def attend_cached(index: Int[Array, ""], key_start: Int[Array, "b s"]) -> Attend
                     for old, new in ((keys, k), (values, v))
                 )
                 keys, values = (jax.lax.dynamic_index_in_dim(one, place, keepdims=False) for one in stacked)
-            mask = MaskSpec(window=mixer.window, key_start=key_start, query_offset=index)
+            mask = MaskSpec(
+                causal=key_end is None,
+                window=mixer.window,
+                key_start=key_start,
+                key_end=key_end,
+                query_offset=index,
+            )
             how = mask, mixer.scale, mixer.soft_cap, sinks
             if q.shape[1] == 1:
                 return attend_one(q, keys, values, *how), stacked
@@ -131,7 +141,9 @@ def attend_cached(index: Int[Array, ""], key_start: Int[Array, "b s"]) -> Attend
         k, v = (None if x is None else to_heads(x, x.shape[2]) for x in (k, v))
         sinks = None if sinks is None else to_heads(sinks, mixer.heads, axis=0)
         (keys, values), place = (cache, None) if k is None else cache
-        arguments = (q, k, v, keys, values, jax.reshard(key_start, P(*by_head()[:2])), sinks, index, place)
+        by_position = P(*by_head()[:2])
+        ends = None if key_end is None else jax.reshard(key_end, by_position)
+        arguments = (q, k, v, keys, values, jax.reshard(key_start, by_position), ends, sinks, index, place)
         specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
         outs = by_head(), None if k is None else P(None, *by_head())
         attended, stacked = jax.shard_map(kernel, in_specs=specs, out_specs=outs)(*arguments)

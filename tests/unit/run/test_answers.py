@@ -57,7 +57,7 @@ def answering(tokenizer, tmp_path, monkeypatch, chat: bool, prefix: str | None =
 
     monkeypatch.setattr(answers, "make_generate", lambda *_, **__: generate)
     tokenizer.save_pretrained(tmp_path)
-    model: Any = SimpleNamespace(graph=None, spec=SimpleNamespace(max_positions=1000), linears=None)
+    model: Any = SimpleNamespace(graph=None, spec=SimpleNamespace(max_positions=1000, vision=None), linears=None)
     parameters: Any = {"embed.weight": np.zeros(1)}
     config = Config(chat=ChatOptions(response_prefix=prefix))
     return answers.AnswerGenerator(
