@@ -68,8 +68,8 @@ class Family(NamedTuple):
         numbers: the entry of config.json for each special token.
         types: the argument of transformers' model that says which tokens are of images; None: it has none.
         text, vision, whole: entries of config.json: of the decoder, of the tower, of both.
-        rate: the learning rate from random weights.
         preprocessing: arguments of the image processor that config.json decides.
+        rate: the learning rate from random weights.
     """
 
     written: str
@@ -80,8 +80,8 @@ class Family(NamedTuple):
     text: dict
     vision: dict
     whole: dict
+    preprocessing: dict
     rate: float = 3e-3
-    preprocessing: dict = {}
 
 
 FAMILIES = {
@@ -100,6 +100,7 @@ FAMILIES = {
             "deepstack_visual_indexes": [0],
         },
         whole={},
+        preprocessing={},
     ),
     "gemma3": Family(
         written="<start_of_image>",
@@ -121,6 +122,7 @@ FAMILIES = {
             "vision_use_head": False,
         },
         whole={"mm_tokens_per_image": 16},
+        preprocessing={},
         rate=1e-3,  # embeddings, multiplied by 8, would change too fast
     ),
     "mistral3": Family(
@@ -254,6 +256,26 @@ def test_adapters_of_a_model_that_sees_are_resumed_exported_and_loaded(family, h
 
 
 @pytest.mark.nightly
+def test_transformers_answers_about_pictures_as_jaxtune_generate_does(family, home):
+    """The greedy answers of a merged export are equal, to every picture and to a question without one."""
+    samples, merged, output = home / "chat.jsonl", home / "answering", home / "answers.jsonl"
+    # Few steps: the answers are no words yet, but differ between pictures.
+    call(*recipe_command(home, "qwen_lora.py", "answering", **OPTIONS))
+    run = home / "runs" / "answering"
+    call("jaxtune.export", f"--run={run}", f"--output={merged}", "--merge")
+    how = ("--temperature=0", "--max_new_tokens=12", f"--input={samples}")
+    call("jaxtune.generate", f"--model={merged}", f"--output={output}", *how)
+    ours = [json.loads(line)["completion"] for line in output.read_text().splitlines()]
+    expected = answers_in_transformers(family, merged, samples)
+    assert ours == expected and len(set(ours)) > 1
+    call("jaxtune.generate", f"--model={run}", f"--output={output}", *how)
+    assert [json.loads(line)["completion"] for line in output.read_text().splitlines()] == expected
+    text = json.loads(samples.read_text().splitlines()[1])["messages"][0]["content"][1]["text"]
+    shown = call("jaxtune.generate", f"--model={merged}", f"--image={home / '1.png'}", f"--prompt={text}", *how[:2])
+    assert shown == expected[1] + "\n"
+
+
+@pytest.mark.nightly
 def test_a_model_learns_to_answer_questions_about_pictures(family, home):
     """Trained from random weights, tower included; then adapters on the result, which still sees in transformers."""
     write_samples(home, 1500)
@@ -281,23 +303,3 @@ def test_a_model_learns_to_answer_questions_about_pictures(family, home):
 def accuracy(folder: Path) -> float:
     """Return the share of the answers' tokens that the last evaluation of a run found the likeliest."""
     return [row["eval_token_accuracy"] for row in metrics(folder) if "eval_token_accuracy" in row][-1]
-
-
-@pytest.mark.nightly
-def test_transformers_answers_about_pictures_as_jaxtune_generate_does(family, home):
-    """The greedy answers of a merged export are equal, to every picture and to a question without one."""
-    samples, merged, output = home / "chat.jsonl", home / "answering", home / "answers.jsonl"
-    # Few steps: the answers are no words yet, but differ between pictures.
-    call(*recipe_command(home, "qwen_lora.py", "answering", **OPTIONS))
-    run = home / "runs" / "answering"
-    call("jaxtune.export", f"--run={run}", f"--output={merged}", "--merge")
-    how = ("--temperature=0", "--max_new_tokens=12", f"--input={samples}")
-    call("jaxtune.generate", f"--model={merged}", f"--output={output}", *how)
-    ours = [json.loads(line)["completion"] for line in output.read_text().splitlines()]
-    expected = answers_in_transformers(family, merged, samples)
-    assert ours == expected and len(set(ours)) > 1
-    call("jaxtune.generate", f"--model={run}", f"--output={output}", *how)
-    assert [json.loads(line)["completion"] for line in output.read_text().splitlines()] == expected
-    text = json.loads(samples.read_text().splitlines()[1])["messages"][0]["content"][1]["text"]
-    shown = call("jaxtune.generate", f"--model={merged}", f"--image={home / '1.png'}", f"--prompt={text}", *how[:2])
-    assert shown == expected[1] + "\n"
