@@ -19,9 +19,10 @@ from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.data.formats.units import Documents, TokenisedDataset
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models import families
-from jaxtune.models.mixers import Heads, Rope
 from jaxtune.models.parameters import Parameter, declare
-from jaxtune.models.spec import FeedForward, Layer, ModelSpec, Norm
+from jaxtune.models.structure.layer_spec import FeedForward, Layer, Norm
+from jaxtune.models.structure.mixers import Heads, Rope
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.quant.options import QuantOptions
 from jaxtune.weights.base import read_base

@@ -19,8 +19,8 @@ from jaxtune.models.head.score import logits
 from jaxtune.models.layers import recurrence, short_conv
 from jaxtune.models.layers.attend import attend_cached
 from jaxtune.models.layers.attention import Inputs
-from jaxtune.models.mixers import DeltaNet, Heads, Hybrid, Mamba2, Mixer, ShortConv
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.mixers import DeltaNet, Heads, Hybrid, Mamba2, Mixer, ShortConv
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.parallel.layout import P, Rules, by_head, by_token
 from jaxtune.parallel.sequence import heads_on_devices
 

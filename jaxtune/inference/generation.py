@@ -19,7 +19,7 @@ from jaxtune.inference.decode import NextTokens, Sampling, advance, begin, keep_
 from jaxtune.inference.prompt_images import PromptImages
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.parallel.layout import RULES, shards
 from jaxtune.weights.model import Model
 from jaxtune.weights.served_linears import serve_weights

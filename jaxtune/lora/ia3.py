@@ -13,7 +13,7 @@ from jaxtune.errors import UserError
 from jaxtune.models.declared import declare_parameter
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.linear import Linear
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.models.treatment import linears as linears_of
 
 

@@ -12,7 +12,7 @@ from jaxtune.lora.options import LoraOptions
 from jaxtune.models import families
 from jaxtune.models.parameters import loaded_names, sites
 from jaxtune.models.selection import select
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.models.treatment import linears, treat, treat_linears, treat_sites
 
 

@@ -21,9 +21,10 @@ from jaxtune.models.layers.layer_embedding import LayerEmbeddings
 from jaxtune.models.layers.lookup import lookup
 from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.layers.rope import rotation
-from jaxtune.models.mixers import Heads
-from jaxtune.models.spec import ModelSpec, StackSpec
 from jaxtune.models.stack import Stack, Sums, join_sums
+from jaxtune.models.structure.mixers import Heads
+from jaxtune.models.structure.model_spec import ModelSpec
+from jaxtune.models.structure.stack_spec import StackSpec
 from jaxtune.models.vision.tower import Tower
 from jaxtune.parallel.layout import P, by_residual, by_token
 from jaxtune.parallel.random import neftune

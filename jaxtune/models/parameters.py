@@ -16,10 +16,11 @@ from jaxtyping import Array, Float
 from jaxtune.models.declared import Init, Kind
 from jaxtune.models.decoder import Decoder, Parameters
 from jaxtune.models.families import names_of
-from jaxtune.models.mixers import DeltaNet, Heads, Mamba2, OneMixer, ShortConv
 from jaxtune.models.places import Place, Tensor
-from jaxtune.models.spec import Experts, Layer, ModelSpec, Treatment, with_every_layer
 from jaxtune.models.stack import make_block
+from jaxtune.models.structure.layer_spec import Experts, Layer, Treatment
+from jaxtune.models.structure.mixers import DeltaNet, Heads, Mamba2, OneMixer, ShortConv
+from jaxtune.models.structure.model_spec import ModelSpec, with_every_layer
 from jaxtune.parallel.layout import RULES, Axes, axes_in, axes_of, by_head, sharding
 from jaxtune.parallel.layout import spec as partition_spec
 from jaxtune.parallel.mesh import misfit

@@ -17,8 +17,8 @@ from jaxtune.models.decoder import Decoder, inputs_of
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.attend import attend_packed
 from jaxtune.models.layers.attention import Inputs
-from jaxtune.models.spec import ModelSpec
 from jaxtune.models.stack import Stack, Sums, join_sums
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.parallel.layout import RULES, P, by_head, by_residual, by_token
 from jaxtune.parallel.pipeline_schedule import by_stage, from_one, shift_stages
 from jaxtune.parallel.random import Noise, StepNoise

@@ -25,9 +25,11 @@ from jaxtune.models.layers.mamba2 import Mamba2Mixer
 from jaxtune.models.layers.mlp import MLP
 from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.layers.short_conv import GatedShortConv
-from jaxtune.models.mixers import DeltaNet, Heads, Hybrid, Mamba2, ShortConv
 from jaxtune.models.mixture.experts import ExpertsLayer
-from jaxtune.models.spec import Experts, FeedForward, Layer, ModelSpec, StackSpec
+from jaxtune.models.structure.layer_spec import Experts, FeedForward, Layer
+from jaxtune.models.structure.mixers import DeltaNet, Heads, Hybrid, Mamba2, ShortConv
+from jaxtune.models.structure.model_spec import ModelSpec
+from jaxtune.models.structure.stack_spec import StackSpec
 from jaxtune.parallel.layout import GATHERED, P, by_residual, by_token
 from jaxtune.parallel.offload import copy_to_device
 from jaxtune.parallel.random import dropout

@@ -7,7 +7,8 @@ from typing import Any
 from jaxtune.errors import UserError
 from jaxtune.models.parameters import Site, sites
 from jaxtune.models.selection import select
-from jaxtune.models.spec import ModelSpec, with_every_layer, with_treatment
+from jaxtune.models.structure.layer_spec import with_treatment
+from jaxtune.models.structure.model_spec import ModelSpec, with_every_layer
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.precision.recipes import matmul_format
 from jaxtune.quant.options import QuantOptions

@@ -21,7 +21,7 @@ from jaxtune.inference.generation import (
     stop_tokens,
 )
 from jaxtune.models.decoder import Parameters
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.parallel import multihost
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import recipe_of

@@ -14,7 +14,7 @@ from typing import Any
 from jaxtune.data.chat.messages import clip
 from jaxtune.errors import UserError
 from jaxtune.inference.generation import Completion
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.rollout.routed_experts_field import read_routed_experts
 from jaxtune.rollout.server_pool import ServerPool
 from jaxtune.rollout.server_request import Wait, call, entries_of, in_parallel, not_openai

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int16
 
 from jaxtune.errors import UserError
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 
 FLAG = "--enable-return-routed-experts"
 

@@ -21,7 +21,7 @@ from jaxtune.host.process import compiler_options
 from jaxtune.models.decoder import Parameters, cast_like
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.parameters import abstract
-from jaxtune.models.spec import Experts
+from jaxtune.models.structure.layer_spec import Experts
 from jaxtune.objectives.balanced import add_balancing
 from jaxtune.objectives.classification import classification
 from jaxtune.objectives.cross_entropy import cross_entropy, dynamic_fine_tuning, token_accuracy

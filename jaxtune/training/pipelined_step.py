@@ -37,8 +37,9 @@ from jaxtune.models.pipeline import (
     slice_chunk,
     zeros_like,
 )
-from jaxtune.models.spec import ModelSpec, StackSpec
 from jaxtune.models.stack import Sums as Emitted
+from jaxtune.models.structure.model_spec import ModelSpec
+from jaxtune.models.structure.stack_spec import StackSpec
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.parallel.layout import P, reshard_to
 from jaxtune.parallel.pipeline_schedule import Schedule, by_stage, from_one, schedule, shift_stages

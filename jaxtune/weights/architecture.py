@@ -11,9 +11,9 @@ from jaxtune.errors import UserError
 from jaxtune.models import families
 from jaxtune.models.families.entries import Entries
 from jaxtune.models.families.llama import ROPE_ENTRIES
-from jaxtune.models.mixers import Heads
 from jaxtune.models.parameters import declare
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.mixers import Heads
+from jaxtune.models.structure.model_spec import ModelSpec
 
 
 def spec_of(described: Mapping[str, Any], saved: Mapping[str, Any], config: Config) -> ModelSpec:

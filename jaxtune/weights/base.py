@@ -12,7 +12,7 @@ from jaxtune.errors import UserError
 from jaxtune.host import plugins
 from jaxtune.models import families
 from jaxtune.models.places import Tensor
-from jaxtune.models.spec import ModelSpec, classifier
+from jaxtune.models.structure.model_spec import ModelSpec, classifier
 from jaxtune.weights.architecture import spec_of
 from jaxtune.weights.mtp_files import check_modules
 

@@ -10,9 +10,10 @@ import jax
 
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
-from jaxtune.models.mixers import DeltaNet, Heads, Hybrid, Mamba2, OneMixer
 from jaxtune.models.parameters import Parameter, find_undivided, undivided_blocks
-from jaxtune.models.spec import Layer, ModelSpec, Vision, with_every_layer
+from jaxtune.models.structure.layer_spec import Layer
+from jaxtune.models.structure.mixers import DeltaNet, Heads, Hybrid, Mamba2, OneMixer
+from jaxtune.models.structure.model_spec import ModelSpec, Vision, with_every_layer
 from jaxtune.parallel.layout import RULES, axes_of, shards
 from jaxtune.parallel.mesh import misfit
 from jaxtune.precision.linears import Linears

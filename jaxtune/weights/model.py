@@ -15,9 +15,10 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.lora.inject import inject
 from jaxtune.lora.lora import FROM_WEIGHT, LoRA
-from jaxtune.models.mixers import DeltaNet, Heads, Mamba2, OneMixer
 from jaxtune.models.parameters import Parameter, adapter_parts, declare
-from jaxtune.models.spec import Experts, ModelSpec
+from jaxtune.models.structure.layer_spec import Experts
+from jaxtune.models.structure.mixers import DeltaNet, Heads, Mamba2, OneMixer
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.models.treatment import (
     freeze,
     freeze_body,

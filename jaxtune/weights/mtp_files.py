@@ -7,7 +7,7 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
 from jaxtune.models import families
 from jaxtune.models.places import Tensor
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 
 
 def check_modules(spec: ModelSpec, folder: Path, scheme: hf.Scheme | None) -> None:

@@ -9,7 +9,7 @@ from jaxtune.hf.quantized.written import ALL_EXPERTS_FORMATS, EXPERT_FORMATS, fu
 from jaxtune.models.families import names_of
 from jaxtune.models.parameters import Parameter, loaded_names
 from jaxtune.models.places import Place
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.quant.format import Format
 from jaxtune.quant.format_names import format_of
 from jaxtune.quant.options import QuantOptions

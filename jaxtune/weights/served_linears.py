@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 from jaxtune.hf.quantized.written import fusion_group
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.parameters import Parameter, adapter_parts
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.precision.linears import Amax, Scales, StepWeights
 from jaxtune.precision.served import ServedWeight
 from jaxtune.quant.array import QuantizedArray

@@ -21,10 +21,11 @@ from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptio
 from jaxtune.exports.write import export_full
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models.layers.lookup import lookup, lookup_in_parts
-from jaxtune.models.mixers import DeltaNet, Heads, Hybrid, Latent, Mamba2, Rope, ShortConv
 from jaxtune.models.options import ExpertsOptions as Options
 from jaxtune.models.parameters import Parameter, randomize
-from jaxtune.models.spec import ClampedSilu, Experts, FeedForward, Layer, ModelSpec, Norm
+from jaxtune.models.structure.layer_spec import ClampedSilu, Experts, FeedForward, Layer, Norm
+from jaxtune.models.structure.mixers import DeltaNet, Heads, Hybrid, Latent, Mamba2, Rope, ShortConv
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.objectives.options import MtpOptions
 from jaxtune.optim.options import OptimizerName, OptimOptions
 from jaxtune.parallel import layout

@@ -8,7 +8,7 @@ from mesh.products import LAYERS, MESHES, NUMBERS, SHAPES, assert_eight_devices_
 
 from jaxtune.models.parameters import Parameter, undivided_blocks
 from jaxtune.models.places import Place
-from jaxtune.models.spec import Treatment
+from jaxtune.models.structure.layer_spec import Treatment
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 

@@ -30,9 +30,10 @@ from jaxtune.errors import UserError
 from jaxtune.models.families.entries import Entries
 from jaxtune.models.families.mtp_tensors import MtpTensors, add_modules
 from jaxtune.models.families.vision_tensors import VisionTensors
-from jaxtune.models.mixers import Heads, Rope
 from jaxtune.models.places import Tensor
-from jaxtune.models.spec import Experts, Layer, ModelSpec
+from jaxtune.models.structure.layer_spec import Experts, Layer
+from jaxtune.models.structure.mixers import Heads, Rope
+from jaxtune.models.structure.model_spec import ModelSpec
 
 MOST_EXPERTS = 100_000
 """Largest number of experts in all layers together; DeepSeek-V3 has 14,848."""

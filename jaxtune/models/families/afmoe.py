@@ -4,7 +4,8 @@ from typing import Any
 
 from jaxtune.models.families import gemma2, glm4_moe, llama, qwen3, qwen3_moe
 from jaxtune.models.families.entries import require
-from jaxtune.models.spec import Experts, ModelSpec, Norm
+from jaxtune.models.structure.layer_spec import Experts, Norm
+from jaxtune.models.structure.model_spec import ModelSpec
 
 NORMS = {name: hf.replace("feedforward", "mlp") for name, hf in gemma2.NORMS.items()}
 ROUTER = {

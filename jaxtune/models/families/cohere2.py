@@ -3,7 +3,8 @@
 from typing import Any
 
 from jaxtune.models.families import llama
-from jaxtune.models.spec import ModelSpec, Norm
+from jaxtune.models.structure.layer_spec import Norm
+from jaxtune.models.structure.model_spec import ModelSpec
 
 NAMES, IGNORABLE = llama.NAMES, llama.IGNORABLE
 DEFAULTS = {"sliding_window": 4096, "logit_scale": 0.0625, "layer_norm_eps": 1e-5, "tie_word_embeddings": True}

@@ -4,7 +4,8 @@ from typing import Any
 
 from jaxtune.models.families import glm4_moe, glm4_moe_lite, llama, qwen3_moe
 from jaxtune.models.families.entries import choose, require
-from jaxtune.models.spec import Experts, ModelSpec, Norm
+from jaxtune.models.structure.layer_spec import Experts, Norm
+from jaxtune.models.structure.model_spec import ModelSpec
 
 NAMES, IGNORABLE = llama.NAMES | qwen3_moe.MIXTURE | glm4_moe.SHARED, llama.IGNORABLE
 DEFAULTS = {

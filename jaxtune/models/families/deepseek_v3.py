@@ -5,8 +5,9 @@ from typing import Any
 from jaxtune.errors import UserError
 from jaxtune.models.families import glm4_moe, llama, mtp_tensors, qwen3_moe
 from jaxtune.models.families.entries import require
-from jaxtune.models.mixers import Latent, Rope
-from jaxtune.models.spec import Experts, FeedForward, ModelSpec
+from jaxtune.models.structure.layer_spec import Experts, FeedForward
+from jaxtune.models.structure.mixers import Latent, Rope
+from jaxtune.models.structure.model_spec import ModelSpec
 
 CLASSIFIER = "DeepseekV3"
 

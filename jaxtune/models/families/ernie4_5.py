@@ -3,8 +3,8 @@
 from typing import Any
 
 from jaxtune.models.families import llama
-from jaxtune.models.mixers import Rope
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.mixers import Rope
+from jaxtune.models.structure.model_spec import ModelSpec
 
 NAMES, IGNORABLE = llama.NAMES, llama.IGNORABLE
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}

@@ -8,7 +8,8 @@ from jaxtune.errors import UserError
 from jaxtune.models.families import ernie4_5, glm4_moe, llama, qwen3_moe
 from jaxtune.models.families.mtp_tensors import LAYER, MtpTensors
 from jaxtune.models.places import Tensor
-from jaxtune.models.spec import Experts, Layer, ModelSpec
+from jaxtune.models.structure.layer_spec import Experts, Layer
+from jaxtune.models.structure.model_spec import ModelSpec
 
 CORRECTION = Tensor("model.layers.{layer}.mlp.moe_statics.e_score_correction_bias", stacked=True)
 NAMES = llama.NAMES | qwen3_moe.MIXTURE | glm4_moe.SHARED | {"mlp.router.correction": CORRECTION}

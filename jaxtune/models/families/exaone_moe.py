@@ -7,7 +7,8 @@ from typing import Any
 from jaxtune.errors import UserError
 from jaxtune.models.families import exaone4, glm4_moe, glm4_moe_lite, llama, mtp_tensors, qwen3, qwen3_moe
 from jaxtune.models.families.entries import require
-from jaxtune.models.spec import Layer, ModelSpec
+from jaxtune.models.structure.layer_spec import Layer
+from jaxtune.models.structure.model_spec import ModelSpec
 
 CORRECTION = {"mlp.router.correction": "model.layers.{layer}.mlp.e_score_correction_bias"}
 NAMES = llama.NAMES | qwen3.QK_NORMS | qwen3_moe.MIXTURE | glm4_moe.SHARED | CORRECTION

@@ -6,8 +6,9 @@ from typing import Any, cast
 from jaxtune.errors import UserError
 from jaxtune.models.families import granitemoehybrid, llama, nemotron_h
 from jaxtune.models.families.entries import require
-from jaxtune.models.mixers import Heads, Hybrid
-from jaxtune.models.spec import FeedForward, ModelSpec
+from jaxtune.models.structure.layer_spec import FeedForward
+from jaxtune.models.structure.mixers import Heads, Hybrid
+from jaxtune.models.structure.model_spec import ModelSpec
 
 LAYER = "model.layers.{layer}"
 NAMES = (

@@ -5,8 +5,9 @@ from typing import Any
 
 from jaxtune.errors import UserError
 from jaxtune.models.families import llama
-from jaxtune.models.mixers import Rope
-from jaxtune.models.spec import FeedForward, ModelSpec, Norm
+from jaxtune.models.structure.layer_spec import FeedForward, Norm
+from jaxtune.models.structure.mixers import Rope
+from jaxtune.models.structure.model_spec import ModelSpec
 
 CLASSIFIER = "Gemma2"
 

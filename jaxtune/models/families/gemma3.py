@@ -10,9 +10,10 @@ from jaxtune.image_layout import ImageLayout
 from jaxtune.models.families import gemma3_text, llama, vision_wrapper
 from jaxtune.models.families.entries import choose
 from jaxtune.models.families.vision_tensors import VisionTensors
-from jaxtune.models.mixers import Heads
 from jaxtune.models.places import Tensor
-from jaxtune.models.spec import FeedForward, Layer, ModelSpec, Norm, Vision
+from jaxtune.models.structure.layer_spec import FeedForward, Layer, Norm
+from jaxtune.models.structure.mixers import Heads
+from jaxtune.models.structure.model_spec import ModelSpec, Vision
 
 NAMES, IGNORABLE = vision_wrapper.names(gemma3_text.NAMES), gemma3_text.IGNORABLE
 UNTOUCHED = r"^(model\.)?(vision_tower|multi_modal_projector)\."

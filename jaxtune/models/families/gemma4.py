@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxtune.models.families import gemma4_text, vision_wrapper
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 
 NAMES, IGNORABLE = vision_wrapper.names(gemma4_text.NAMES), gemma4_text.IGNORABLE
 UNTOUCHED = r"^model\.(vision_tower|audio_tower|embed_vision|embed_audio)\."

@@ -5,9 +5,10 @@ from typing import Any, cast
 
 from jaxtune.errors import UserError
 from jaxtune.models.families import gemma3_text, llama
-from jaxtune.models.mixers import Heads
 from jaxtune.models.places import Tensor
-from jaxtune.models.spec import Experts, FeedForward, ModelSpec, Norm
+from jaxtune.models.structure.layer_spec import Experts, FeedForward, Norm
+from jaxtune.models.structure.mixers import Heads
+from jaxtune.models.structure.model_spec import ModelSpec
 
 LAYER = "model.layers.{layer}"
 GATE_UP = Tensor(f"{LAYER}.experts.gate_up_proj", stacked=True)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxtune.models.families import gemma4_text
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 
 NAMES, IGNORABLE = gemma4_text.NAMES, gemma4_text.IGNORABLE
 DEFAULTS = {name: value for name, value in gemma4_text.DEFAULTS.items() if "per_layer_input" not in name} | {

@@ -3,7 +3,8 @@
 from typing import Any
 
 from jaxtune.models.families import llama, mtp_tensors, qwen3, qwen3_moe
-from jaxtune.models.spec import Experts, FeedForward, ModelSpec
+from jaxtune.models.structure.layer_spec import Experts, FeedForward
+from jaxtune.models.structure.model_spec import ModelSpec
 
 SHARED = {
     f"mlp.shared.{name}.weight": f"model.layers.{{layer}}.mlp.shared_experts.{name}_proj.weight"

@@ -5,7 +5,8 @@ from typing import Any
 from jaxtune.errors import UserError
 from jaxtune.models.families import deepseek_v3, glm4_moe, llama
 from jaxtune.models.families.entries import check_kinds, require
-from jaxtune.models.spec import Experts, FeedForward, ModelSpec
+from jaxtune.models.structure.layer_spec import Experts, FeedForward
+from jaxtune.models.structure.model_spec import ModelSpec
 
 NAMES, IGNORABLE, MORE_TOKENS = deepseek_v3.NAMES, deepseek_v3.IGNORABLE, glm4_moe.MORE_TOKENS
 MTP = deepseek_v3.MTP

@@ -4,7 +4,8 @@ from typing import Any
 
 from jaxtune.models.families import llama, qwen3_moe
 from jaxtune.models.places import Tensor
-from jaxtune.models.spec import ClampedSilu, Experts, ModelSpec, Norm
+from jaxtune.models.structure.layer_spec import ClampedSilu, Experts, Norm
+from jaxtune.models.structure.model_spec import ModelSpec
 
 CLASSIFIER = "GptOss"
 

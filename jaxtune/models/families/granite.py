@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtune.models.families import llama
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 
 NAMES, IGNORABLE = llama.NAMES, llama.IGNORABLE
 

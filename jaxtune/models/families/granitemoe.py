@@ -4,7 +4,8 @@ from typing import Any
 
 from jaxtune.models.families import granite, llama, qwen3_moe
 from jaxtune.models.places import Tensor
-from jaxtune.models.spec import Experts, ModelSpec
+from jaxtune.models.structure.layer_spec import Experts
+from jaxtune.models.structure.model_spec import ModelSpec
 
 MOE = "model.layers.{layer}.block_sparse_moe"
 GATE_UP = Tensor(f"{MOE}.input_linear.weight", stacked=True, loaded=f"{MOE}.experts.gate_up_proj")

@@ -5,8 +5,9 @@ from typing import Any
 from jaxtune.errors import UserError
 from jaxtune.models.families import granite, granitemoe, granitemoeshared, llama, nemotron_h
 from jaxtune.models.families.entries import check_kinds, require
-from jaxtune.models.mixers import Mamba2
-from jaxtune.models.spec import FeedForward, ModelSpec
+from jaxtune.models.structure.layer_spec import FeedForward
+from jaxtune.models.structure.mixers import Mamba2
+from jaxtune.models.structure.model_spec import ModelSpec
 
 MLP = {f"mlp.{name}.weight": granitemoeshared.NAMES[f"mlp.shared.{name}.weight"] for name in ("gate", "up", "down")}
 NAMES = granitemoeshared.NAMES | MLP | nemotron_h.mamba_names("model.layers.{layer}.mamba")

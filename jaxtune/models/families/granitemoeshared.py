@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxtune.models.families import granitemoe
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 
 SHARED = "model.layers.{layer}.shared_mlp"
 NAMES = granitemoe.NAMES | {

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxtune.models.families import deepseek_v3
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 
 NAMES, IGNORABLE, MTP = deepseek_v3.NAMES, deepseek_v3.IGNORABLE, deepseek_v3.MTP
 

@@ -5,8 +5,9 @@ from typing import Any
 
 from jaxtune.models.families import llama
 from jaxtune.models.families.entries import check_kinds, require
-from jaxtune.models.mixers import ShortConv
-from jaxtune.models.spec import Experts, FeedForward, ModelSpec, Norm
+from jaxtune.models.structure.layer_spec import Experts, FeedForward, Norm
+from jaxtune.models.structure.mixers import ShortConv
+from jaxtune.models.structure.model_spec import ModelSpec
 
 LAYER = "model.layers.{layer}"
 # The projections b, c and x are parts of one matrix.

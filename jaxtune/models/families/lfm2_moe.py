@@ -6,7 +6,8 @@ from typing import Any
 from jaxtune.errors import UserError
 from jaxtune.models.families import lfm2, qwen3_moe
 from jaxtune.models.families.entries import require
-from jaxtune.models.spec import FeedForward, ModelSpec
+from jaxtune.models.structure.layer_spec import FeedForward
+from jaxtune.models.structure.model_spec import ModelSpec
 
 MOE = f"{lfm2.LAYER}.feed_forward"
 MIXTURE = {

@@ -6,8 +6,9 @@ from typing import Any
 
 from jaxtune.errors import UserError
 from jaxtune.models.families.entries import Entries, check_kinds
-from jaxtune.models.mixers import Heads, Rope
-from jaxtune.models.spec import Activation, Experts, FeedForward, Layer, ModelSpec, Norm
+from jaxtune.models.structure.layer_spec import Activation, Experts, FeedForward, Layer, Norm
+from jaxtune.models.structure.mixers import Heads, Rope
+from jaxtune.models.structure.model_spec import ModelSpec
 
 CLASSIFIER = "Llama"
 

@@ -5,7 +5,8 @@ from typing import Any
 from jaxtune.errors import UserError
 from jaxtune.models.families import llama, mixtral, qwen3
 from jaxtune.models.families.entries import require
-from jaxtune.models.spec import Experts, ModelSpec
+from jaxtune.models.structure.layer_spec import Experts
+from jaxtune.models.structure.model_spec import ModelSpec
 
 NAMES = mixtral.NAMES | qwen3.QK_NORMS | {"mlp.router.correction": f"{mixtral.MOE}.e_score_correction_bias"}
 IGNORABLE = llama.IGNORABLE

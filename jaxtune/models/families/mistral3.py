@@ -7,8 +7,9 @@ from jaxtune.image_layout import ImageLayout
 from jaxtune.models.families import llama, ministral3, mistral, mistral4, qwen_vision, vision_wrapper
 from jaxtune.models.families.entries import choose, require
 from jaxtune.models.families.vision_tensors import VisionTensors
-from jaxtune.models.mixers import Heads, Rope
-from jaxtune.models.spec import FeedForward, Layer, ModelSpec, Norm, Vision
+from jaxtune.models.structure.layer_spec import FeedForward, Layer, Norm
+from jaxtune.models.structure.mixers import Heads, Rope
+from jaxtune.models.structure.model_spec import ModelSpec, Vision
 
 NAMES, IGNORABLE = vision_wrapper.names(mistral.NAMES | mistral4.NAMES), mistral.IGNORABLE
 UNTOUCHED = r"^(model\.)?(vision_tower|multi_modal_projector)\."

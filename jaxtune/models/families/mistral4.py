@@ -5,9 +5,9 @@ from typing import Any
 
 from jaxtune.models.families import deepseek_v3, glm4_moe, llama
 from jaxtune.models.families.entries import Entries, require
-from jaxtune.models.mixers import Rope
 from jaxtune.models.places import Tensor
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.mixers import Rope
+from jaxtune.models.structure.model_spec import ModelSpec
 
 CLASSIFIER = "Mistral4"
 

@@ -4,7 +4,8 @@ from typing import Any
 
 from jaxtune.errors import UserError
 from jaxtune.models.families import llama, qwen3_moe
-from jaxtune.models.spec import Experts, ModelSpec
+from jaxtune.models.structure.layer_spec import Experts
+from jaxtune.models.structure.model_spec import ModelSpec
 
 CLASSIFIER = "Mixtral"
 

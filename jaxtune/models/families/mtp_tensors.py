@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtune.errors import UserError
-from jaxtune.models.mixers import Heads
 from jaxtune.models.places import Tensor
-from jaxtune.models.spec import Layer, ModelSpec
+from jaxtune.models.structure.layer_spec import Layer
+from jaxtune.models.structure.mixers import Heads
+from jaxtune.models.structure.model_spec import ModelSpec
 
 LAYER = "model.layers.{layer}."
 

@@ -9,8 +9,9 @@ from jaxtune.errors import UserError
 from jaxtune.models.families import llama
 from jaxtune.models.families.entries import require
 from jaxtune.models.families.mtp_tensors import MtpTensors
-from jaxtune.models.mixers import Heads, Mamba2, RandomSteps
-from jaxtune.models.spec import Experts, FeedForward, Layer, ModelSpec, Norm
+from jaxtune.models.structure.layer_spec import Experts, FeedForward, Layer, Norm
+from jaxtune.models.structure.mixers import Heads, Mamba2, RandomSteps
+from jaxtune.models.structure.model_spec import ModelSpec
 
 # The mixer, the feed-forward or the experts of a layer are all its "mixer".
 LAYER, MIXER = "model.layers.{layer}", "model.layers.{layer}.mixer"

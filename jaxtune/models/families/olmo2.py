@@ -3,7 +3,8 @@
 from typing import Any
 
 from jaxtune.models.families import gemma2, llama, qwen3
-from jaxtune.models.spec import ModelSpec, Norm
+from jaxtune.models.structure.layer_spec import Norm
+from jaxtune.models.structure.model_spec import ModelSpec
 
 CLASSIFIER = "Olmo2"
 

@@ -5,8 +5,8 @@ from typing import Any
 from jaxtune.errors import UserError
 from jaxtune.models.families import llama, olmo2, qwen3_next
 from jaxtune.models.families.entries import require
-from jaxtune.models.mixers import RandomSteps, Rope
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.mixers import RandomSteps, Rope
+from jaxtune.models.structure.model_spec import ModelSpec
 
 NET = qwen3_next.NET
 # Published files have a convolution for each of queries, keys and values. transformers joins them, and writes them in

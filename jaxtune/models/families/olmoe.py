@@ -4,7 +4,8 @@ from typing import Any
 
 from jaxtune.errors import UserError
 from jaxtune.models.families import llama, qwen3, qwen3_moe
-from jaxtune.models.spec import Experts, ModelSpec
+from jaxtune.models.structure.layer_spec import Experts
+from jaxtune.models.structure.model_spec import ModelSpec
 
 NAMES, IGNORABLE = llama.NAMES | qwen3.QK_NORMS | qwen3_moe.MIXTURE, llama.IGNORABLE
 DEFAULTS = {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8}

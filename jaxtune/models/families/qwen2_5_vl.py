@@ -9,9 +9,10 @@ from jaxtune.image_layout import ImageLayout
 from jaxtune.models.families import llama, qwen2, qwen3_vl, qwen_vision, vision_wrapper
 from jaxtune.models.families.entries import Entries
 from jaxtune.models.families.vision_tensors import VisionTensors
-from jaxtune.models.mixers import Heads, Rope
 from jaxtune.models.places import Tensor
-from jaxtune.models.spec import FeedForward, Layer, ModelSpec, Norm, Vision
+from jaxtune.models.structure.layer_spec import FeedForward, Layer, Norm
+from jaxtune.models.structure.mixers import Heads, Rope
+from jaxtune.models.structure.model_spec import ModelSpec, Vision
 
 # The files keep the names from before transformers 4.52; only peft sees the new ones.
 _INSIDE = vision_wrapper.names(qwen2.NAMES)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxtune.models.families import llama, qwen2, qwen3_moe, qwen3_next
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 
 CLASSIFIER = "Qwen2Moe"
 

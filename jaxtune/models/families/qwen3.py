@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxtune.models.families import llama
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 
 CLASSIFIER = "Qwen3"
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxtune.models.families import qwen3_5, qwen3_5_moe_text, vision_wrapper
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 
 NAMES, IGNORABLE = vision_wrapper.names(qwen3_5_moe_text.NAMES), qwen3_5_moe_text.IGNORABLE
 MTP, VISION = qwen3_5_moe_text.MTP, qwen3_5.VISION

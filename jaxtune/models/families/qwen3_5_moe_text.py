@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxtune.models.families import mtp_tensors, qwen3_5_text, qwen3_moe, qwen3_next
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 
 NAMES = qwen3_5_text.NAMES | qwen3_next.MIXTURE
 IGNORABLE, MORE_TOKENS = qwen3_next.IGNORABLE, qwen3_next.MORE_TOKENS

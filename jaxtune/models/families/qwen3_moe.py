@@ -3,7 +3,8 @@
 from typing import Any
 
 from jaxtune.models.families import llama, qwen3
-from jaxtune.models.spec import Experts, FeedForward, ModelSpec
+from jaxtune.models.structure.layer_spec import Experts, FeedForward
+from jaxtune.models.structure.model_spec import ModelSpec
 
 CLASSIFIER = "Qwen3Moe"
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from jaxtune.models.families import llama, mtp_tensors, qwen3, qwen3_moe
 from jaxtune.models.families.entries import check_kinds
-from jaxtune.models.mixers import DeltaNet
-from jaxtune.models.spec import Experts, ModelSpec, Norm
+from jaxtune.models.structure.layer_spec import Experts, Norm
+from jaxtune.models.structure.mixers import DeltaNet
+from jaxtune.models.structure.model_spec import ModelSpec
 
 CLASSIFIER = "Qwen3Next"
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from jaxtune.models.families import llama, qwen3, qwen_vision, vision_wrapper
-from jaxtune.models.mixers import Rope
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.mixers import Rope
+from jaxtune.models.structure.model_spec import ModelSpec
 
 NAMES, IGNORABLE = vision_wrapper.names(qwen3.NAMES), qwen3.IGNORABLE
 UNTOUCHED, VISION = qwen_vision.TENSORS, qwen_vision.tensors(151655)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtune.models.families import llama, qwen3, qwen3_moe, qwen3_vl, vision_wrapper
 from jaxtune.models.places import Tensor
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 
 EXPERTS = {
     f"mlp.experts.{name}.weight": Tensor(f"{qwen3_moe.MLP}.experts.{hf}_proj", stacked=True, transposed=True)

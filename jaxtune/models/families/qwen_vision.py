@@ -10,8 +10,9 @@ from jaxtune.image_layout import ImageLayout
 from jaxtune.models.families import llama
 from jaxtune.models.families.entries import choose
 from jaxtune.models.families.vision_tensors import VisionTensors
-from jaxtune.models.mixers import Heads, Rope
-from jaxtune.models.spec import FeedForward, Layer, Norm, Vision
+from jaxtune.models.structure.layer_spec import FeedForward, Layer, Norm
+from jaxtune.models.structure.mixers import Heads, Rope
+from jaxtune.models.structure.model_spec import Vision
 
 BLOCK = "model.visual.blocks.{layer}"
 PARTS = ("weight", "bias")

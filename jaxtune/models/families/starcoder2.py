@@ -3,7 +3,8 @@
 from typing import Any
 
 from jaxtune.models.families import llama
-from jaxtune.models.spec import FeedForward, ModelSpec, Norm
+from jaxtune.models.structure.layer_spec import FeedForward, Norm
+from jaxtune.models.structure.model_spec import ModelSpec
 
 CLASSIFIER = "Starcoder2"
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtune.models.places import Tensor
-from jaxtune.models.spec import Vision
+from jaxtune.models.structure.model_spec import Vision
 
 Names = Mapping[str, str | Tensor]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtune.errors import UserError
 from jaxtune.models.places import Tensor
-from jaxtune.models.spec import ModelSpec
+from jaxtune.models.structure.model_spec import ModelSpec
 
 ReadSpec = Callable[[dict[str, Any]], ModelSpec]
 

@@ -13,7 +13,7 @@ from jaxtune.errors import UserError
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.attention import Attend
 from jaxtune.models.layers.attention_dropout import attend_dropping, bits_of
-from jaxtune.models.mixers import Heads
+from jaxtune.models.structure.mixers import Heads
 from jaxtune.parallel.layout import RULES, P, by_head
 from jaxtune.parallel.sequence import from_heads, gather_positions, to_heads
 from pallas_kernels.flash_attention import MaskSpec, flash_attention

@@ -17,8 +17,9 @@ from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.linear import Linear, run_linears
 from jaxtune.models.layers.norm import NormLayer, divide_by_rms
 from jaxtune.models.layers.rope import Rotation, rotate
-from jaxtune.models.mixers import Heads, Rope
-from jaxtune.models.spec import Layer, ModelSpec
+from jaxtune.models.structure.layer_spec import Layer
+from jaxtune.models.structure.mixers import Heads, Rope
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.models.vision.image_tokens import ImageTokens
 from jaxtune.parallel.layout import by_token
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxtune.models.mixers import Heads
+from jaxtune.models.structure.mixers import Heads
 from jaxtune.parallel.layout import P
 from jaxtune.parallel.random import Noise
 from pallas_kernels.flash_attention import MaskSpec

@@ -19,9 +19,10 @@ from jaxtune.models.layers.attention import Inputs, merge_heads
 from jaxtune.models.layers.linear import Linear, run_linears
 from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.layers.recurrence import RecurrentCache, convolve_heads, draw_step_biases, run_recurrence
-from jaxtune.models.mixers import DeltaNet
-from jaxtune.models.spec import Layer, ModelSpec
-from jaxtune.models.spec import Norm as NormSpec
+from jaxtune.models.structure.layer_spec import Layer
+from jaxtune.models.structure.layer_spec import Norm as NormSpec
+from jaxtune.models.structure.mixers import DeltaNet
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.parallel.layout import by_token
 from pallas_kernels.gated_delta_rule import gated_delta_rule
 

@@ -17,9 +17,10 @@ from jaxtune.models.layers.attention import Inputs
 from jaxtune.models.layers.linear import Linear, run_linears
 from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.layers.rope import rotate
-from jaxtune.models.mixers import Heads, Latent
-from jaxtune.models.spec import Layer, ModelSpec
-from jaxtune.models.spec import Norm as NormSpec
+from jaxtune.models.structure.layer_spec import Layer
+from jaxtune.models.structure.layer_spec import Norm as NormSpec
+from jaxtune.models.structure.mixers import Heads, Latent
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.parallel.layout import by_token
 
 LATENT_NORM = NormSpec(1e-6)  # as in transformers, not the epsilon of the model's other norms

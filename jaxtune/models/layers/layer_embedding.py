@@ -17,7 +17,8 @@ from jaxtune.models.layers.linear import Linear, scale
 from jaxtune.models.layers.lookup import lookup_in_parts
 from jaxtune.models.layers.mlp import ACTIVATIONS
 from jaxtune.models.layers.norm import NormLayer
-from jaxtune.models.spec import Activation, Layer, ModelSpec
+from jaxtune.models.structure.layer_spec import Activation, Layer
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.parallel.layout import by_token
 
 

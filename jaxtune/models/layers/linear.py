@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 
 from jaxtune.models.declared import Kind, declare_parameter
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.spec import Layer, ModelSpec
+from jaxtune.models.structure.layer_spec import Layer
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.parallel.layout import RULES, P, by_token, gather, gathered_entry, shards
 from jaxtune.parallel.random import Noise
 from jaxtune.precision.matmul import LowPrecision

@@ -17,8 +17,9 @@ from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.attention import Inputs, merge_heads
 from jaxtune.models.layers.linear import Linear, run_linears, scale
 from jaxtune.models.layers.recurrence import RecurrentCache, convolve_heads, draw_step_biases, run_recurrence
-from jaxtune.models.mixers import Mamba2
-from jaxtune.models.spec import Layer, ModelSpec
+from jaxtune.models.structure.layer_spec import Layer
+from jaxtune.models.structure.mixers import Mamba2
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.parallel.layout import P, axes_in, by_token, gathered_entry, shards
 from pallas_kernels.mamba2_scan import mamba2_scan
 

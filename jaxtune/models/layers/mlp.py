@@ -13,7 +13,8 @@ from jaxtyping import Array, Float
 
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.linear import Linear, run_linears, scale
-from jaxtune.models.spec import Activation, ClampedSilu, FeedForward, Layer, ModelSpec
+from jaxtune.models.structure.layer_spec import Activation, ClampedSilu, FeedForward, Layer
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.parallel.layout import P, axes_in, by_token, shards
 from jaxtune.precision.matmul import LowPrecision
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxtune.models import spec as specs
 from jaxtune.models.declared import declare_parameter
+from jaxtune.models.structure import layer_spec
 from jaxtune.parallel.layout import P
 
 
@@ -16,7 +16,7 @@ class NormLayer(nnx.Module):
     `axis` is the logical name of that dimension.
     """
 
-    def __init__(self, size: int, options: specs.Norm, axis: str | None = None):
+    def __init__(self, size: int, options: layer_spec.Norm, axis: str | None = None):
         start = nnx.initializers.zeros if options.offset else nnx.initializers.ones
         self.weight = declare_parameter((size,), (axis,), start, "vector")
         self.bias = declare_parameter((size,), (axis,), nnx.initializers.zeros, "vector") if options.bias else None

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxtune.models.layers.attention import Inputs
 from jaxtune.models.layers.convolution import convolve
-from jaxtune.models.mixers import DeltaNet, Mamba2, RandomSteps
+from jaxtune.models.structure.mixers import DeltaNet, Mamba2, RandomSteps
 from jaxtune.parallel.layout import P, by_head
 from jaxtune.parallel.sequence import deal_positions, from_heads, gather_positions, to_heads
 

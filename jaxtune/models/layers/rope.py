@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxtune.models.mixers import Rope
+from jaxtune.models.structure.mixers import Rope
 
 
 class Rotation(NamedTuple):

@@ -16,8 +16,9 @@ from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.attention import Inputs
 from jaxtune.models.layers.convolution import convolve
 from jaxtune.models.layers.linear import Linear, run_linears
-from jaxtune.models.mixers import ShortConv
-from jaxtune.models.spec import Layer, ModelSpec
+from jaxtune.models.structure.layer_spec import Layer
+from jaxtune.models.structure.mixers import ShortConv
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.parallel.layout import P, by_head
 from jaxtune.parallel.sequence import deal_positions, from_heads, gather_positions, to_heads
 

@@ -14,7 +14,6 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxtune.errors import UserError
-from jaxtune.models import spec as specs
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.linear import Linear
 from jaxtune.models.layers.mlp import MLP
@@ -22,6 +21,8 @@ from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.mixture.expert_all_to_all import through_experts
 from jaxtune.models.mixture.expert_sort import from_rows, to_rows
 from jaxtune.models.mixture.router import Router, Routing
+from jaxtune.models.structure import layer_spec
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.parallel.layout import RULES, Axes, Layout, P, Rules, axes_of, by_token, gather, shards
 from jaxtune.parallel.random import Noise
 from jaxtune.precision.matmul import LowPrecision
@@ -43,9 +44,9 @@ class ExpertsLayer(nnx.Module):
     Each parameter of the experts has a leading axis of experts.
     """
 
-    def __init__(self, spec: specs.ModelSpec, layer: specs.Layer, options: specs.Experts):
+    def __init__(self, spec: ModelSpec, layer: layer_spec.Layer, options: layer_spec.Experts):
         def feed_forward(size: int, name: str, width: int | None = None) -> MLP:
-            one = specs.FeedForward(size, options.bias, options.activation, options.gated)
+            one = layer_spec.FeedForward(size, options.bias, options.activation, options.gated)
             return MLP(spec, layer, one, f"mlp.{name}", width)
 
         def latent(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]) -> Linear | None:

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxtune.models import spec as specs
 from jaxtune.models.declared import declare_parameter
 from jaxtune.models.layers.norm import divide_by_rms
+from jaxtune.models.structure import layer_spec
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.parallel.layout import P, gather
 
 
@@ -36,7 +37,7 @@ class Routing(NamedTuple):
 class Router(nnx.Module):
     """Chooses experts for each token by their scores."""
 
-    def __init__(self, spec: specs.ModelSpec, options: specs.Experts):
+    def __init__(self, spec: ModelSpec, options: layer_spec.Experts):
         init = nnx.initializers.normal(spec.initializer_range)
         self.weight = declare_parameter(
             (options.count, spec.hidden), (None, "embed"), init, "router", float32=options.float32
@@ -84,7 +85,7 @@ class Router(nnx.Module):
         # Sigmoid scores do not sum to 1, and balancing losses need a distribution over experts.
         probability = scores
         if options.scores == "sigmoid":
-            probability = scores / (scores.sum(-1, keepdims=True) + specs.ROUTER_EPSILON)
+            probability = scores / (scores.sum(-1, keepdims=True) + layer_spec.ROUTER_EPSILON)
         return Routing(probability, chosen, weights * options.scale, jax.nn.logsumexp(logits, axis=-1))
 
     def _rank(self, scores: Float[Array, "b s e"]) -> Float[Array, "b s e"]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.linear import Linear
 from jaxtune.models.layers.norm import NormLayer
-from jaxtune.models.spec import ModelSpec, Vision
+from jaxtune.models.structure.model_spec import ModelSpec, Vision
 from jaxtune.parallel.layout import by_token
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxtune.models.declared import declare_parameter
 from jaxtune.models.layers.lookup import lookup
-from jaxtune.models.spec import Vision
+from jaxtune.models.structure.model_spec import Vision
 from jaxtune.parallel.layout import P, by_token
 
 

@@ -18,9 +18,9 @@ from jaxtune.models.layers.attend import attend_packed
 from jaxtune.models.layers.attention import Attend, Inputs
 from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.layers.rope import rotation
-from jaxtune.models.mixers import Heads
-from jaxtune.models.spec import ModelSpec
 from jaxtune.models.stack import Stack
+from jaxtune.models.structure.mixers import Heads
+from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.models.vision.image_tokens import ImageTokens
 from jaxtune.models.vision.patch_average import PatchAverage
 from jaxtune.models.vision.patch_merger import PatchMerger

@@ -15,7 +15,7 @@ from jaxtune.checkpoint.manager import FORMAT
 from jaxtune.checkpoint.regroup import pieces
 from jaxtune.errors import UserError
 from jaxtune.host.run_folder import RunFolder
-from jaxtune.models.spec import StackSpec
+from jaxtune.models.structure.stack_spec import StackSpec
 from jaxtune.optim.build import Trained, build
 from jaxtune.optim.options import OptimOptions
 from jaxtune.parallel.mesh import make_mesh
@@ -217,7 +217,7 @@ def test_a_run_goes_on_and_is_opened_in_other_stacks(tmp_path, monkeypatch):
         return tuple(StackSpec(number, (layer,), 1) for number, layer in enumerate(spec.layers))
 
     before, names = opened()
-    monkeypatch.setattr("jaxtune.models.spec.ModelSpec.stacks", property(one_each))
+    monkeypatch.setattr("jaxtune.models.structure.model_spec.ModelSpec.stacks", property(one_each))
     after, other_names = opened()
     assert names < other_names and before.keys() == after.keys()
     jax.tree.map(np.testing.assert_array_equal, before, after)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxtune.models.layers.attention_dropout import Bits, attend_dropping
-from jaxtune.models.mixers import Heads
+from jaxtune.models.structure.mixers import Heads
 from jaxtune.parallel.random import Noise, dropout, make_step_noise, neftune
 from pallas_kernels.flash_attention import MaskSpec, flash_attention
 

@@ -19,7 +19,7 @@ from jaxtune.models.decoder import bind
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.head.score import score
 from jaxtune.models.options import ExpertsOptions as Options
-from jaxtune.models.spec import ClampedSilu, Experts
+from jaxtune.models.structure.layer_spec import ClampedSilu, Experts
 from jaxtune.parallel.layout import by_token
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions

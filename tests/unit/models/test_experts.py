@@ -15,7 +15,7 @@ from jaxtune.errors import UserError
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models.options import ExpertsOptions as Options
 from jaxtune.models.parameters import randomize
-from jaxtune.models.spec import Experts
+from jaxtune.models.structure.layer_spec import Experts
 from jaxtune.models.treatment import treat
 from jaxtune.optim.options import OptimOptions
 from jaxtune.precision.options import PrecisionOptions

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 from tiny import layer, spec
 
-from jaxtune.models.mixers import DeltaNet, Mamba2, RandomSteps
 from jaxtune.models.parameters import declare, draw_parameter, randomize
-from jaxtune.models.spec import Layer
+from jaxtune.models.structure.layer_spec import Layer
+from jaxtune.models.structure.mixers import DeltaNet, Mamba2, RandomSteps
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 

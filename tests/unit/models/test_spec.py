@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import layer
 
-from jaxtune.models.spec import stacks
+from jaxtune.models.structure.stack_spec import stacks
 
 A, B = layer(), layer(window=8)
 

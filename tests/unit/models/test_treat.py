@@ -7,7 +7,7 @@ from tiny import spec
 
 from jaxtune.errors import UserError
 from jaxtune.models.parameters import declare
-from jaxtune.models.spec import stacks
+from jaxtune.models.structure.stack_spec import stacks
 from jaxtune.models.treatment import freeze, linears, select_linears, treat_linears
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.quant.options import QuantOptions

@@ -16,7 +16,7 @@ from jaxtune.models.decoder import bind
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.head.score import Scores
 from jaxtune.models.options import ExpertsOptions as Options
-from jaxtune.models.spec import Experts
+from jaxtune.models.structure.layer_spec import Experts
 from jaxtune.objectives.balanced import sequence_loss, z_loss
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.precision.options import PrecisionOptions

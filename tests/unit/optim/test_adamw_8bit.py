@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxtune.models.parameters import Parameter
 from jaxtune.models.places import Place
-from jaxtune.models.spec import Treatment
+from jaxtune.models.structure.layer_spec import Treatment
 from jaxtune.optim import rules
 from jaxtune.optim.adamw_8bit import adamw_8bit, block_of, float32_moments, undivided_moments
 from jaxtune.optim.rules import Hyperparameters, Rule

@@ -18,7 +18,7 @@ from jaxtune.lora.lora import LoRA
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.linear import Linear
 from jaxtune.models.parameters import declare
-from jaxtune.models.spec import Treatment
+from jaxtune.models.structure.layer_spec import Treatment
 from jaxtune.models.treatment import multiply, select_linears, treat_linears
 from jaxtune.parallel.layout import by_token
 from jaxtune.precision.options import Fp8Options, Nvfp4Options, PrecisionOptions

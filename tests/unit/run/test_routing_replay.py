@@ -24,7 +24,7 @@ from jaxtune.inference.generation import Completion
 from jaxtune.models.decoder import bind
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.head.score import ScoreOptions, hidden_states, score
-from jaxtune.models.spec import Experts
+from jaxtune.models.structure.layer_spec import Experts
 from jaxtune.objectives.options import GrpoOptions
 from jaxtune.optim.options import OptimOptions
 from jaxtune.parallel.mesh import make_mesh
