@@ -194,7 +194,13 @@ FORMS: dict[str, dict[str, Any]] = {
             max_position_embeddings=131_072, model_type="mistral", num_attention_heads=32, num_hidden_layers=4,
             num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e9, sliding_window=None, vocab_size=131_072,
         ),
+        vision_config=dict(
+            attention_dropout=0.0, head_dim=64, hidden_act="silu", hidden_size=1024, image_size=1540,
+            initializer_range=0.02, intermediate_size=4096, model_type="pixtral", num_attention_heads=16,
+            num_channels=3, num_hidden_layers=24, patch_size=14, rope_theta=10_000.0,
+        ),
         projector_hidden_act="gelu", spatial_merge_size=2, image_token_index=10, multimodal_projector_bias=False,
+        vision_feature_layer=-1,
     ),
     # No publisher's file was found: the defaults of transformers' class.
     "mistral4": _form(

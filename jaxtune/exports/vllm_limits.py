@@ -17,8 +17,8 @@ _FORMATS = {
 
 def adapter_limit(model: Model, config: Config) -> str | None:
     """Return why vLLM cannot serve an adapter, or the flag that it needs; None: it serves it as it is."""
-    lora, adapted = config.lora, [p for p in model.frozen.values() if isinstance(p.treatment.adapter, LoRA)]
-    rank = max([parameter.treatment.adapter.exported[0] for parameter in adapted], default=0)
+    lora, adapted = config.lora, {n: p for n, p in model.frozen.items() if isinstance(p.treatment.adapter, LoRA)}
+    rank = max([parameter.treatment.adapter.exported[0] for parameter in adapted.values()], default=0)
     reasons = {
         "it is (IA)³": lora.kind == "ia3",
         "it has DoRA (lora.use_dora)": lora.use_dora,
@@ -31,8 +31,10 @@ def adapter_limit(model: Model, config: Config) -> str | None:
     limits = []
     if rank > DEFAULT_RANK:
         limits.append(f"vLLM needs --max-lora-rank={min(most for most in RANKS if most >= rank)} for this adapter")
-    if any(len(parameter.lead) > 1 for parameter in adapted):
+    if any(len(parameter.lead) > 1 for parameter in adapted.values()):
         limits.append(f"{TRIED} on CPUs cannot serve adapters of experts: export with --merge for them")
+    if any(name.startswith("vision.") for name in adapted):
+        limits.append("vLLM ignores a vision tower's adapters without --enable-tower-connector-lora (not tried)")
     return "; ".join(limits) or None
 
 

@@ -39,7 +39,7 @@ ALL_DTYPES = DTYPES | {
 }
 _READ_AS = DTYPES | dict.fromkeys(("U8", "F8_E4M3"), np.dtype(np.uint8))
 # Name prefixes in files that differ from those in transformers and peft now: of the decoder in a vision-language model
-# and of its tower, in files by transformers before 4.52 (or by a later version that had read such files), and of
+# and of its tower, as transformers before 4.52 wrote them and later versions still write for some families, and of
 # Nemotron-H.
 _OLDER = (
     {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."},

@@ -19,7 +19,7 @@ from pallas_kernels.adamw_8bit import BACKENDS, adamw_8bit, reference, triton, x
 from pallas_kernels.gpus import GPUS, Device
 from pallas_kernels.registry import CannotRun, choose
 
-COVERS = ("pallas_kernels", "tests/kernels")
+COVERS = ("pallas_kernels", "tests/kernels", "tests/conftest.py")
 
 H100 = Device("gpu", GPUS["h100"].kind, GPUS["h100"].capability)
 KERNEL = jax.jit(partial(triton.update, adam=ADAM, interpret=True))

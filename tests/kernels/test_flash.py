@@ -20,7 +20,7 @@ from pallas_kernels.flash_attention.packages import flash
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Device
 
-COVERS = ("pallas_kernels", "tests/kernels")
+COVERS = ("pallas_kernels", "tests/kernels", "tests/conftest.py")
 
 A100 = Device("gpu", "NVIDIA A100-SXM4-80GB", (8, 0))
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0))

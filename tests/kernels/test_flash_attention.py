@@ -29,7 +29,7 @@ from pallas_kernels.flash_attention.tiles import Tile, Tiles
 from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import Device
 
-COVERS = ("pallas_kernels", "tests/kernels")
+COVERS = ("pallas_kernels", "tests/kernels", "tests/conftest.py")
 
 # Small blocks, different in the two directions, so that small problems have many; Triton's are interpreted.
 TILES = Tiles(forward=Tile(32, 16, 4, 2), dq=Tile(16, 32, 4, 2), dkdv=Tile(16, 32, 4, 2))

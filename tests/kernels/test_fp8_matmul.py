@@ -20,7 +20,7 @@ from pallas_kernels.fp8_matmul import BACKENDS, block_scales, cublaslt, fp8_matm
 from pallas_kernels.fp8_matmul.request import request_for
 from pallas_kernels.gpus import GPUS, Device
 
-COVERS = ("pallas_kernels", "tests/kernels")
+COVERS = ("pallas_kernels", "tests/kernels", "tests/conftest.py")
 
 CASES = {
     "tensor": Case(),

@@ -25,7 +25,7 @@ from kernels.delta_cases import (
 from pallas_kernels.chunks import CHUNK
 from pallas_kernels.gated_delta_rule import gated_delta_rule, triton, xla
 
-COVERS = ("pallas_kernels", "tests/kernels")
+COVERS = ("pallas_kernels", "tests/kernels", "tests/conftest.py")
 
 BACKENDS = {"xla": xla.gated_delta_rule, "triton": partial(triton.gated_delta_rule, interpret=True)}
 every_backend = pytest.mark.parametrize("backend", BACKENDS)

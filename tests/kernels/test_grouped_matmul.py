@@ -14,7 +14,7 @@ from kernels.grouped_cases import arranged, assert_equal_to_float64
 from pallas_kernels.grouped_matmul import grouped_matmul, triton
 from pallas_kernels.registry import ANY_GPU, Backend, never_refuses
 
-COVERS = ("pallas_kernels", "tests/kernels")
+COVERS = ("pallas_kernels", "tests/kernels", "tests/conftest.py")
 
 CASES = {
     "one huge group and empty ones": [0] * 43 + [3] * 2,

@@ -12,7 +12,7 @@ from pallas_kernels.grouped_matmul import arrange
 from pallas_kernels.grouped_quant_matmul import BACKENDS, fused, grouped_quant_matmul
 from pallas_kernels.registry import Backend, never_refuses
 
-COVERS = ("pallas_kernels", "tests/kernels")
+COVERS = ("pallas_kernels", "tests/kernels", "tests/conftest.py")
 
 EXPERTS = 4
 # Neither is a multiple of a tile, so that a tile would reach into the next expert's rows.

@@ -14,7 +14,7 @@ from pallas_kernels import kept_ir, report
 from pallas_kernels.flash_attention import MaskSpec, flash_attention
 from pallas_kernels.kept_ir import NoKernel
 
-COVERS = ("pallas_kernels", "tests/kernels/kept_ir_cases.py", "tests/kernels/test_kept_ir.py")
+COVERS = ("pallas_kernels", "tests/kernels/kept_ir_cases.py", "tests/kernels/test_kept_ir.py", "tests/conftest.py")
 
 # A case of each op with kernels of Pallas-Triton; the backward pass, if there is one, has the most kernels.
 CASES = {

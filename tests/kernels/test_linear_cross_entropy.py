@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy, reference, xla
 
-COVERS = ("pallas_kernels", "tests/kernels")
+COVERS = ("pallas_kernels", "tests/kernels", "tests/conftest.py")
 
 OPTIONS = dict(soft_cap=3.0, z_loss=1e-2, label_smoothing=0.1)
 

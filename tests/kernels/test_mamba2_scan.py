@@ -15,7 +15,7 @@ from kernels.mamba2_cases import Arguments, Case, arguments, in_float64, outputs
 
 from pallas_kernels.mamba2_scan import mamba2_scan, triton, xla
 
-COVERS = ("pallas_kernels", "tests/kernels")
+COVERS = ("pallas_kernels", "tests/kernels", "tests/conftest.py")
 
 BACKENDS = {"xla": xla.mamba2_scan, "triton": partial(triton.mamba2_scan, interpret=True)}
 every_backend = pytest.mark.parametrize("backend", BACKENDS)

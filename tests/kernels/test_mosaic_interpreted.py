@@ -29,7 +29,7 @@ from pallas_kernels.flash_attention.variant import AttentionRequest, Variant
 from pallas_kernels.gpus import GPUS, Device
 from pallas_kernels.registry import on_hopper
 
-COVERS = ("pallas_kernels", "tests/kernels")
+COVERS = ("pallas_kernels", "tests/kernels", "tests/conftest.py")
 
 pytestmark = pytest.mark.timeout(300)
 interpreted = pytest.mark.skipif(

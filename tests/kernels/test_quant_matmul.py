@@ -17,7 +17,7 @@ from pallas_kernels.gpus import GPUS, Device
 from pallas_kernels.quant_matmul import ELEMENTS, dequantize, fused, quant_matmul, triton, xla
 from pallas_kernels.quant_matmul.layout import layout_of
 
-COVERS = ("pallas_kernels", "tests/kernels")
+COVERS = ("pallas_kernels", "tests/kernels", "tests/conftest.py")
 
 
 @pytest.mark.parametrize("elements", [name for name, kind in ELEMENTS.items() if kind.arithmetic])

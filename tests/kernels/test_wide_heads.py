@@ -19,7 +19,7 @@ from kernels.attention_cases import (
 from pallas_kernels.flash_attention import differentiate, reference, triton_wide
 from pallas_kernels.flash_attention.triton_wide import WideTile, WideTiles
 
-COVERS = ("pallas_kernels", "tests/kernels")
+COVERS = ("pallas_kernels", "tests/kernels", "tests/conftest.py")
 
 # Small blocks, different in the two directions, and several programs for the columns of a block.
 TILES = WideTiles(

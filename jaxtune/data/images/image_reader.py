@@ -232,7 +232,10 @@ def load_processor(folder: Path) -> Any:
     from transformers import AutoImageProcessor  # seconds to import
 
     if not any((folder / name).is_file() for name in FILES):
-        raise UserError(f"{folder} has no {FILES[0]}, which describes the sizes of images (vision.patches_per_row)")
+        raise UserError(
+            f"{folder} has no {' or '.join(FILES)}, which describes the sizes of images (vision.patches_per_row): copy "
+            "it there from a model with the same tower"
+        )
     try:
         processor = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
     except BaseException as error:

@@ -34,7 +34,6 @@ class Placeholder:
 
 # Families by the text around the image tokens: names in the tokenizer of the tokens, and their usual texts.
 _GEMMA = {"boi_token": ("<start_of_image>", "<|image>"), "eoi_token": ("<end_of_image>", "<image|>")}
-_ROWS = ("pixtral", "mistral3")
 _AROUND = {"qwen": ("<|vision_start|>", "<|vision_end|>"), "ernie": ("<|IMAGE_START|>", "<|IMAGE_END|>")}
 
 
@@ -47,7 +46,7 @@ def find_placeholder(family: str, tokenizer: Tokenizer, layout: ImageLayout) -> 
     token = tokenizer.convert_ids_to_tokens(layout.token)
     if not isinstance(token, str):
         raise UserError(f"the tokenizer has no token {layout.token}, the model's image token")
-    if family in _ROWS:
+    if family == "mistral3":
         end_of_row, end = (_known(text, tokenizer) for text in ("[IMG_BREAK]", "[IMG_END]"))
         return Placeholder(token, token, lambda rows, columns: _in_rows(token, end_of_row, end, rows, columns))
     if family.startswith("gemma"):

@@ -35,7 +35,16 @@ _SUPPORTED = (
 )
 _WAY_OUT = "use the unquantized checkpoint instead, and quantize it on loading with quant.format"
 # Fields of quantization_config that an error message quotes to identify the scheme.
-_IDENTIFYING = ("load_in_8bit", "bits", "format", "transform_config", "fmt", "weight_block_size", "quant_algo")
+_IDENTIFYING = (
+    "load_in_8bit",
+    "bits",
+    "format",
+    "transform_config",
+    "fmt",
+    "activation_scheme",
+    "weight_block_size",
+    "quant_algo",
+)
 _FP8_BLOCKS = (64, 128, 256)
 _BITSANDBYTES_BLOCKS = (64, 128, 256, 512)
 _STATE = "weight.quant_state.bitsandbytes__"  # followed by nf4 or fp4

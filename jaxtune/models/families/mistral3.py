@@ -22,7 +22,7 @@ LAYER = (
 )
 OUTSIDE = {
     "patches.kernel": f"{TOWER}.patch_conv.weight",
-    "norm.weight": f"{TOWER}.ln_pre.weight",
+    "input_norm.weight": f"{TOWER}.ln_pre.weight",
     "projector.norm.weight": f"{PROJECTOR}.norm.weight",
     "projector.merge.weight": f"{PROJECTOR}.patch_merger.merging_layer.weight",
 } | {
@@ -50,15 +50,18 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
 
 def read_vision(config: Mapping[str, Any]) -> Vision:
     """Return the tower of a config.json."""
-    own, decoder = DEFAULTS | (config.get("vision_config") or {"patch_size": 14}), read_spec(dict(config))
+    entries, decoder = config.get("vision_config"), read_spec(dict(config))
+    own = DEFAULTS | ({"patch_size": 14} if entries is None else entries)
     require(config, projector_hidden_act="gelu", vision_feature_layer=-1)  # -1: the outputs of the last layer
+    require(own, model_type="pixtral")
     rope = llama.rope_entries(own)
-    choose({"rope_type": "axial"} | rope, "rope_type", "axial")
+    # transformers 5.0 to 5.2 wrote "default", which later versions read as "axial".
+    choose({"rope_type": rope.get("type", "axial")} | rope, "rope_type", "axial", "default")
     hidden, heads = own["hidden_size"], own["num_attention_heads"]
     pairs = qwen_vision.count_pairs(hidden, heads, "num_attention_heads")
     theta = rope.get("rope_theta", own.get("rope_theta", 10_000.0))
     layer = Layer(
-        Heads(heads, heads, hidden // heads, Rope(theta, "dealt", axes=(pairs, pairs))),
+        Heads(heads, heads, hidden // heads, Rope(theta, "axial_alternating", axes=(pairs, pairs))),
         FeedForward(own["intermediate_size"], activation=llama.activation(own)),
         in_tower=True,
     )
@@ -80,7 +83,7 @@ def read_vision(config: Mapping[str, Any]) -> Vision:
         projector_bias=config.get("multimodal_projector_bias") or False,
         projector_norm=Norm(decoder.norm.epsilon),
         input_norm=True,
-        merged=True,
+        joined_projection=True,
         initializer_range=own["initializer_range"],
     )
 

@@ -88,7 +88,7 @@ def _frequencies(rope: Rope, head_dim: int, positions: Array) -> tuple[Array, fl
     if rope.kind == "axial":
         own = np.arange(0, 2 * rope.axes[0], 2, dtype=np.float32) / (2 * rope.axes[0])
         return jnp.asarray(np.tile(1.0 / np.float32(rope.theta) ** own, len(rope.axes))), 1.0
-    if rope.kind == "dealt":
+    if rope.kind == "axial_alternating":
         return jnp.asarray(np.concatenate([base[axis :: len(rope.axes)] for axis in range(len(rope.axes))])), 1.0
     if rope.kind == "linear":
         # Position interpolation (Chen et al. 2023): the same angles as with positions divided by the factor.

@@ -1,4 +1,4 @@
-"""Mixers of a layer, which exchange information between tokens: frozen descriptions, as slots of `spec.Layer`."""
+"""Mixers of a layer, which exchange information between tokens: frozen descriptions, as slots of `layer_spec.Layer`."""
 
 import math
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ class Rope:
     Attributes:
         theta: base of the wavelengths.
         kind: the scaling, transformers' `rope_type`; the fields from `factor` to `truncate` are its parameters. "axial"
-            (vision towers): each of the `axes` has all wavelengths; "dealt" (Pixtral): the wavelengths are dealt to the
-            `axes` in turn.
+            (vision towers): each of the `axes` has all wavelengths; "axial_alternating" (Pixtral): the wavelengths are
+            of the `axes` in turn.
         interleaved: whether the pairs of features are (2i, 2i + 1) instead of (i, i + d/2).
         fraction: the share of a head's features, from the first, that are rotated; with kind "proportional" (Gemma 4)
             the share of the pairs (i, i + d/2) of the whole head.
@@ -24,7 +24,9 @@ class Rope:
     """
 
     theta: float
-    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "proportional", "axial", "dealt"] = "default"
+    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "proportional", "axial", "axial_alternating"] = (
+        "default"
+    )
     factor: float = 1.0
     original_positions: int = 0
     low_frequency_factor: float = 1.0

@@ -29,8 +29,9 @@ class Vision:
         projector_norm: the norm of the projector; None: as the tower's.
         input_norm: whether the embeddings of patches are normalised before the first layer (Pixtral).
         output_norm: whether the outputs of the last layer are normalised before the projector (SigLIP).
-        merged: whether the joined patches of a block are projected to `hidden` features before the projector's two
-            layers (Mistral 3). Each feature has its values of all patches side by side then.
+        joined_projection: whether the joined patches of a block are projected to `hidden` features before the
+            projector's two layers (Mistral 3). Then the values of one feature, from all patches of the block, are side
+            by side.
         deepstack: numbers of layers, in ascending order, whose outputs have projectors of their own; they are added to
             the image tokens after the decoder's first layers (DeepStack, arXiv:2406.04334).
         initializer_range: standard deviation of random weights.
@@ -49,7 +50,7 @@ class Vision:
     projector_norm: Norm | None = None
     input_norm: bool = False
     output_norm: bool = False
-    merged: bool = False
+    joined_projection: bool = False
     deepstack: tuple[int, ...] = ()
     initializer_range: float = 0.02
 

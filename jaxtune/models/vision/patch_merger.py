@@ -18,9 +18,9 @@ from jaxtune.parallel.layout import by_token
 
 
 class PatchMerger(nnx.Module):
-    """down(gelu(up(x))) of a block's patches in one vector; the norm comes before they are joined, or after it.
+    """down(gelu(up(x))) of a block's patches in one vector; the norm is before they are joined, or after.
 
-    With `Vision.merged` it is down(gelu(up(merge(x)))).
+    With `Vision.joined_projection` it is down(gelu(up(merge(x)))).
     """
 
     def __init__(self, spec: ModelSpec, vision: Vision, name: str, late_norm: bool = False):
@@ -29,9 +29,9 @@ class PatchMerger(nnx.Module):
         self.late_norm = late_norm
         self.norm = NormLayer(width if late_norm else vision.hidden, vision.projector_norm or vision.norm)
         shape = (vision.hidden, width)
-        self.merge = Linear(spec, spec, f"{name}.merge", shape, ("embed", None)) if vision.merged else None
-        into = vision.hidden if vision.merged else width
-        self.up = Linear(spec, spec, f"{name}.up", (vision.projected, into), ("mlp", "embed"), bias)
+        self.merge = Linear(spec, spec, f"{name}.merge", shape, ("embed", None)) if vision.joined_projection else None
+        in_features = vision.hidden if vision.joined_projection else width
+        self.up = Linear(spec, spec, f"{name}.up", (vision.projected, in_features), ("mlp", "embed"), bias)
         self.down = Linear(spec, spec, f"{name}.down", (spec.hidden, vision.projected), ("embed", "mlp"), bias)
 
     @jax.named_scope("projector")

@@ -39,7 +39,7 @@ class Tower(nnx.Module):
         self.vision, self.start = vision, spec.tower_start
         self.patches = PatchEmbedding(vision)
         self.positions = PositionEmbedding(vision) if vision.positions else None
-        self.norm = NormLayer(vision.hidden, vision.norm) if vision.input_norm else None
+        self.input_norm = NormLayer(vision.hidden, vision.norm) if vision.input_norm else None
         self.stacks = nnx.List([Stack(spec, stack) for stack in spec.tower_stacks])
         self.output_norm = NormLayer(vision.hidden, vision.norm) if vision.output_norm else None
         self.projector = (PatchMerger if vision.projected else PatchAverage)(spec, vision, "vision.projector")
@@ -72,8 +72,8 @@ class Tower(nnx.Module):
         x = self.patches(columns["patches"], call.dtype)
         if self.positions is not None:
             x += self.positions(columns["patch_positions"], columns["patch_grid"], call.dtype)
-        if self.norm is not None:
-            x = self.norm(x)
+        if self.input_norm is not None:
+            x = self.input_norm(x)
         x, inputs, added = jax.reshard(x, by_residual()), self._inputs(columns, call), []
         ends = {self.start + number + 1 for number in self.vision.deepstack}
         for stack in self.stacks:

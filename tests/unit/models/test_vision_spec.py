@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from published_configs import FORMS
 from safetensors.numpy import save_file
 from tiny import transformers_config
 
@@ -50,6 +51,18 @@ def seeing(name):
 
 def of_tower(spec):
     return {name for name, (site, *_) in sites(spec).items() if site.of_vision(spec)}
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_theta": 1e4}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}]
+)
+def test_mistral_s_published_tower_is_read_in_both_forms(rope):
+    """As transformers 4 and transformers 5.0 to 5.2 write it."""
+    form = FORMS["mistral3"] | {"model_type": "mistral3"}
+    tower = {name: value for name, value in form["vision_config"].items() if name != "rope_theta"} | rope
+    vision = read_spec(form | {"vision_config": tower}, vision=True).vision
+    assert vision is not None and len(vision.layers) == 24 and vision.layout.patch == 14
+    assert vision.layers[0].mixer.rope.axes == (16, 16) and vision.layers[0].mixer.rope.theta == 1e4
 
 
 def trained_with(spec, **options):
@@ -219,7 +232,14 @@ def test_the_layout_of_experts_is_seen_though_a_matrix_is_square(swapped, size, 
         ),
         (DEEPSTACK, "text_config", {"rope_parameters": {"mrope_section": [4, 4]}}, "must be three numbers"),
         (MISTRAL, "vision_config", {"num_attention_heads": 8}, "hidden_size=16 is not num_attention_heads=8 times"),
-        (MISTRAL, "vision_config", {"rope_parameters": {"rope_type": "default"}}, "rope_type='default' is not"),
+        (MISTRAL, "vision_config", {"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' is not"),
+        (
+            MISTRAL,
+            "vision_config",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear"}},
+            "rope_type='linear' is not",
+        ),
+        (MISTRAL, "vision_config", {"model_type": "siglip_vision_model"}, "model_type='siglip_vision_model' is not"),
         (GEMMA, "vision_config", {"num_attention_heads": 3}, "hidden_size=16 is not a multiple of num_attention_hea"),
         (GEMMA, "vision_config", {"image_size": 26}, "image_size=26, patch_size=4, .* must be divided into whole"),
         (GEMMA, "vision_config", {"image_size": 32}, "image_size=32, .*=9: an image must be divided"),
