@@ -27,6 +27,7 @@ if __name__ == "__main__":  # parse flags and recipe before the slow imports bel
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterator, Set
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,8 @@ from jaxtune.inference.answers import AnswerGenerator, Opened, mesh_of, open_mod
 from jaxtune.inference.decisions import Decider, evaluated_temperatures, read_temperatures
 from jaxtune.inference.sampling import BOUNDS, SamplingOptions
 
+log = logging.getLogger("jaxtune")
+
 
 def _samples(path: str, columns: Set[str]) -> Iterator[tuple[str, Any]]:
     """Yield (source, sample) for the samples of --input. Raises UserError if a sample has a column of the output."""
@@ -55,14 +58,23 @@ def _samples(path: str, columns: Set[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _asks_about_images(path: str) -> bool:
-    """Return whether a sample of --input has an image, which needs the model's vision tower."""
-    return any(has_images(sample) for _, sample in open_source(Dataset(path=path)).read(_raise))
+    """Return whether a sample of --input has an image, which needs the model's vision tower.
+
+    A pipe can be read once only, so its samples must not have images.
+    """
+    return not Path(path).is_fifo() and any(
+        has_images(sample) for _, sample in open_source(Dataset(path=path)).read(_raise)
+    )
 
 
 def _check_images(values: flags.FlagValues) -> None:
-    """Raise UserError if --image does not fit the other flags."""
+    """Raise UserError if --image does not fit the other flags; warn of a prompt that may lack it."""
     if not values.image:
+        if PLACEHOLDER in (values.prompt or ""):
+            log.warning("--prompt has %s, and without --image it is text", PLACEHOLDER)
         return
+    if values.decide:
+        raise UserError("--image with --decide: decision models read texts")
     if values.prompt is None:
         raise UserError("--image needs --prompt; samples of --input name their images themselves")
     if values["chat"].present and not values.chat:
@@ -76,6 +88,11 @@ def _check_images(values: flags.FlagValues) -> None:
 
 def _raise(error: UserError) -> None:
     raise error
+
+
+def _without_bytes(value: Any) -> str | None:
+    """Return a value that JSON has no form for as text; images that are stored in a table are left out."""
+    return None if isinstance(value, bytes) else str(value)
 
 
 @contextlib.contextmanager
@@ -137,7 +154,7 @@ def run_command(values: flags.FlagValues, _: None) -> None:
             for answer in answering.each(_samples(values.input, {"completion", "finish_reason"})):
                 finished.append(answer.finished)
                 columns = {"completion": answer.text, "finish_reason": "stop" if answer.finished else "length"}
-                line = json.dumps({**answer.prompt.sample, **columns}, ensure_ascii=False, default=str)
+                line = json.dumps({**answer.prompt.sample, **columns}, ensure_ascii=False, default=_without_bytes)
                 print(line, file=file, flush=True)
         if values.output is not None:
             cut = finished.count(False)

@@ -123,11 +123,10 @@ def make_generate(graph: nnx.GraphDef, spec: ModelSpec, *, max_new_tokens: int, 
     of each prompt that its completion already has, at most max_new_tokens; it lacks the rest. `going`: the prompts
     that need more tokens, from which the caller removes those that have ended; the iterator continues with fewer rows
     when these are enough (`rows_to_keep`), and the tokens of prompts without a row are 0. None: all need more.
-    `images`: the images of the prompts; None: they have none. Random
-    numbers depend only on the seed, the prompt's number (its index, unless `numbers` is given) and the token's index
-    in the completion, not on the other prompts. `options` go to `decode_programs`. Rows are sharded over the axes of
-    the current mesh, except for axes that shard features. The iterator raises UserError for a prompt without tokens
-    and if the model has too few positions.
+    `images`: the images of the prompts; None: they have none. Random numbers depend only on the seed, the prompt's
+    number (its index, unless `numbers` is given) and the token's index in the completion, not on the other prompts.
+    `options` go to `decode_programs`. Rows are sharded over the axes of the current mesh, except for axes that shard
+    features. The iterator raises UserError for a prompt without tokens and if the model has too few positions.
     """
     first, following = decode_programs(graph, spec, max_new_tokens=max_new_tokens, **options)
 

@@ -24,13 +24,21 @@ def with_tower(config: Config, patches: int) -> Config:
     """Return a config whose model has its vision tower, with a vision.patches_per_row unless it has one.
 
     Raises:
-        UserError: the model was made from random weights without a tower.
+        UserError: the model was made from random weights without a tower, or what was trained cannot be told from what
+            would have been trained with the tower.
     """
     if config.vision.patches_per_row is not None:
         return config
     if config.model.from_scratch:
         reason = "was trained from random weights without vision.patches_per_row, so it has no vision tower"
         raise UserError(f"the prompt has an image, and the model {reason}")
+    by_name = config.lora.enabled and config.lora.target_modules != "all-linear"
+    if by_name or config.mtp.weight:
+        option = f"lora.target_modules={config.lora.target_modules!r}" if by_name else f"mtp.weight={config.mtp.weight}"
+        raise UserError(
+            f"the prompt has an image, and the run was trained on texts, with {option}: ask its export instead "
+            "(jaxtune export, then --model=EXPORT)"
+        )
     return dataclasses.replace(config, vision=dataclasses.replace(config.vision, patches_per_row=patches))
 
 

@@ -1,6 +1,7 @@
 """Conversations with images: images found in a sample, and their placeholders expanded to image tokens."""
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -145,13 +146,20 @@ def holds_image(message: Message) -> bool:
 
 
 def has_images(sample: Mapping[str, Any]) -> bool:
-    """Return whether a sample has images, in a column of images or as parts of messages in another column."""
-    if any(sample.get(column) for column in COLUMNS):
-        return True
-    lists = [value for value in sample.values() if isinstance(value, list)]
-    contents = [one.get("content") for value in lists for one in value if isinstance(one, dict)]
-    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
-    return any(part.get("type") in IMAGE_PARTS for part in parts)
+    """Return whether a sample has images, in a column of images or as parts of messages, which may be JSON text."""
+    return any(sample.get(column) for column in COLUMNS) or any(map(_has_image_part, sample.values()))
+
+
+def _has_image_part(value: Any) -> bool:
+    """Return whether a part of a message with an image is somewhere in a value."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return False
+    if isinstance(value, dict):
+        return value.get("type") in IMAGE_PARTS or any(map(_has_image_part, value.values()))
+    return isinstance(value, list) and any(map(_has_image_part, value))
 
 
 def images_in(sample: Mapping[str, Any]) -> list[Any]:

@@ -123,7 +123,8 @@ class Prompts:
             tokens = self._encode([Rendered(given)])[0].tokens.tolist()
             return Prompt(given, tokens, sample, continued=tokens)
         if self._template is None:
-            raise UserError("it holds messages, and the tokenizer has no chat template: set chat.template")
+            held = "messages" if not listed else "images"
+            raise UserError(f"it holds {held}, and the tokenizer has no chat template: set chat.template")
         if not isinstance(given, str) and given[-1]["role"] == "assistant":
             given = given[:-1]  # the answer in the data
         if isinstance(given, str):

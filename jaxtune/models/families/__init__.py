@@ -86,8 +86,8 @@ def _with_tower(spec: ModelSpec, config: Entries) -> ModelSpec:
     with_towers = [name for name, family in FAMILIES.items() if hasattr(family, "VISION")]
     if spec.family not in with_towers:
         raise UserError(
-            f"vision.patches_per_row, or a prompt with images: model_type={spec.family!r} sees none here; "
-            f"{', '.join(with_towers)} do"
+            f"vision.patches_per_row, or a prompt with images: model_type={spec.family!r} has no vision tower here; "
+            f"{', '.join(with_towers)} have one"
         )
     vision = tower_of(spec).read(config)
     if vision.out != spec.hidden or len(vision.deepstack) > len(spec.layers):

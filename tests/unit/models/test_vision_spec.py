@@ -248,6 +248,9 @@ def test_the_layout_of_experts_is_seen_though_a_matrix_is_square(swapped, size, 
 )
 def test_a_malformed_tower_is_refused(name, part, change, message):
     whole = described(name)
-    changed = {key: whole[part][key] | value if isinstance(value, dict) else value for key, value in change.items()}
+    changed = {
+        key: {**(whole[part].get(key) or {}), **value} if isinstance(value, dict) else value
+        for key, value in change.items()
+    }
     with pytest.raises(UserError, match=message):
         read_spec(whole | {part: whole[part] | changed}, vision=True)
