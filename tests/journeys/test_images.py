@@ -256,7 +256,7 @@ def test_adapters_of_a_model_that_sees_are_resumed_exported_and_loaded(family, h
 def test_transformers_answers_about_pictures_as_jaxtune_generate_does(family, home):
     """The greedy answers of a merged export are equal, to every picture and to a question without one."""
     samples, merged, output = home / "chat.jsonl", home / "answering", home / "answers.jsonl"
-    # Few steps: the answers are no words yet, but differ between pictures.
+    # Few steps, so the answers are not words yet.
     call(*recipe_command(home, "qwen_lora.py", "answering", **OPTIONS))
     run = home / "runs" / "answering"
     call("jaxtune.export", f"--run={run}", f"--output={merged}", "--merge")
