@@ -10,7 +10,7 @@ out. They may have images, as in training (docs/guides/images.md). Each line of 
     python -m jaxtune.generate --model=runs/mine --image=cat.png --prompt="What is it?"
 
 With --image, which may be given several times, --prompt is a message of the user about pictures. They come before its
-text, or where it says <image>.
+text, or in place of each <image>.
 
     python -m jaxtune.generate --model=runs/qwen_decision --decide --input=questions.jsonl
 

@@ -220,7 +220,7 @@ class AnswerGenerator:
         yield from stream_text(self._tokenizer, tokens, self._manner.stop, prompt.continued)
 
     def _tokens(self, prompts: Sequence[Prompt], numbers: Sequence[int] | None = None) -> Iterator[NextTokens]:
-        """Return the next tokens of prompts, whose random numbers are those of `numbers`."""
+        """Return the next tokens of prompts; numbers: which random numbers each prompt has."""
         rows = [prompt.tokens for prompt in prompts]
         seen = [prompt.images for prompt in prompts]
         if self._reader is None or not any(seen):

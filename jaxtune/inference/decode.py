@@ -73,15 +73,15 @@ class Decoding(NamedTuple):
         index: number of positions so far, including padding.
         start: position of each row's first token; positions before it are padding.
         seen: which tokens already occur in each row; None without a repetition penalty.
-        turned: the rotary position of a row's next token less its place among the row's tokens: below 0 after an image
-            (`rope_deltas` of transformers). None: they are equal.
+        rope_offset: the rotary position of a row's next token less its place among the row's tokens: below 0 after an
+            image (`rope_deltas` of transformers). None: they are equal.
     """
 
     cache: Any
     index: Int[Array, ""]
     start: Int[Array, " b"]
     seen: Bool[Array, "b v"] | None
-    turned: Int[Array, " b"] | None = None
+    rope_offset: Int[Array, " b"] | None = None
 
 
 def rules_of_decoding(rules: Rules) -> Rules:
@@ -125,17 +125,17 @@ def begin(
 
     images: the columns of the prompts' images, `columns.image_columns`; None: there are none.
     """
-    seen = turned = None
+    seen = rope_offset = None
     if images is not None and "rope_positions" in images:
         # The next token follows the largest position along any axis. Padding has 0.
-        turned = jnp.max(images["rope_positions"], axis=(1, 2)) + 1 - (tokens.shape[1] - start)
+        rope_offset = jnp.max(images["rope_positions"], axis=(1, 2)) + 1 - (tokens.shape[1] - start)
     if sampling.repetition_penalty != 1:
         # Padding marks nothing, and max keeps a mark that another position of the same token has set.
         there = jnp.arange(tokens.shape[1]) >= start[:, None]
         rows = jnp.arange(len(tokens))[:, None]
         seen = jnp.zeros((len(tokens), decoder.spec.vocabulary), bool).at[rows, tokens].max(there)
     cache = empty_cache(decoder.spec, len(tokens), length, call.dtype)
-    decoding = Decoding(cache, jnp.zeros((), jnp.int32), start, seen, turned)
+    decoding = Decoding(cache, jnp.zeros((), jnp.int32), start, seen, rope_offset)
     return advance(decoder, tokens, decoding, keys, sampling, call, images)
 
 
@@ -150,7 +150,7 @@ def advance(
 ) -> tuple[NextTokens, Decoding]:
     """Return the token after `tokens`, on every device, and the next state; `keys`: random keys of the rows.
 
-    images: as in `begin`, whose prompts alone have them.
+    images: as in `begin`; only prompts have images.
     """
     index, start = decoding.index, decoding.start
     numbers = index + jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
@@ -177,7 +177,7 @@ def advance(
     chosen = jax.reshard(chosen, P())
     if seen is not None:
         seen = seen.at[jnp.arange(len(chosen.tokens)), chosen.tokens].set(True)
-    return chosen, Decoding(cache, end, start, seen, decoding.turned)
+    return chosen, Decoding(cache, end, start, seen, decoding.rope_offset)
 
 
 def _inputs(
@@ -189,14 +189,15 @@ def _inputs(
     images: Mapping[str, Array] | None,
 ) -> Inputs:
     """Return the inputs that all layers share, with the rotary positions and ends of keys that images give."""
-    key_end = turning = None
+    key_end = rope_positions = None
     if images is not None:
-        turning, key_end = images.get("rope_positions"), images.get("key_end")
-        turning = None if turning is None else jax.reshard(turning, by_token(None))
-    elif decoding.turned is not None:
-        turning = positions + jax.reshard(decoding.turned[:, None], by_token())  # along all axes
+        rope_positions, key_end = images.get("rope_positions"), images.get("key_end")
+        if rope_positions is not None:
+            rope_positions = jax.reshard(rope_positions, by_token(None))
+    elif decoding.rope_offset is not None:
+        rope_positions = positions + jax.reshard(decoding.rope_offset[:, None], by_token())  # along all axes
     attend = attend_cached(decoding.index, key_start, key_end)
-    return inputs_of(decoder.spec, positions, attend, valid, rope_positions=turning)
+    return inputs_of(decoder.spec, positions, attend, valid, rope_positions=rope_positions)
 
 
 def keep_rows(
@@ -212,9 +213,9 @@ def keep_rows(
         array.delete()
         return kept
 
-    of_rows = tokens, decoding.start, decoding.seen, decoding.turned
-    tokens, start, seen, turned = jax.tree.map(lambda array: array[places], of_rows)
-    return tokens, Decoding(jax.tree.map(keep, decoding.cache), decoding.index, start, seen, turned)
+    of_rows = tokens, decoding.start, decoding.seen, decoding.rope_offset
+    tokens, start, seen, rope_offset = jax.tree.map(lambda array: array[places], of_rows)
+    return tokens, Decoding(jax.tree.map(keep, decoding.cache), decoding.index, start, seen, rope_offset)
 
 
 @jax.jit

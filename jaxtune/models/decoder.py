@@ -159,7 +159,7 @@ def inputs_of(
 ) -> Inputs:
     """Make the inputs that all layers of a decoder share; each rope is computed once.
 
-    rope_positions: positions along each axis of the ropes, or along all of them; None: they are `positions`.
+    rope_positions: positions along each axis of the ropes, or one for all axes; None: they are `positions`.
     """
     mixers = dict.fromkeys(mixer for layer in spec.layers + spec.mtp for mixer in layer.mixers)
     heads = [mixer for mixer in mixers if isinstance(mixer, Heads)]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from images import draw_sample, torch_inputs
+from nightly_rows import nightly
 from parity.test_vision import read_seeing
 from tiny import save_torch_model
 
@@ -17,20 +18,19 @@ from jaxtune.inference.generation import make_generate
 from jaxtune.inference.prompt_images import PromptImages
 
 NEW = 8
-nightly = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(
     "family",
     [
         "qwen3_5, inside a model that sees",  # recurrent layers too
-        pytest.param("qwen3_vl, deepstack", marks=nightly),
-        pytest.param("qwen2_5_vl, windows", marks=nightly),
-        pytest.param("qwen3_vl_moe, a dense layer", marks=nightly),
+        nightly("qwen3_vl, deepstack"),
+        nightly("qwen2_5_vl, windows"),
+        nightly("qwen3_vl_moe, a dense layer"),
     ],
 )
 def test_greedy_tokens_after_images(family, tmp_path, one_device):
-    """One prompt has two images, one has one, one has none; each gets the tokens it gets alone in transformers."""
+    """Prompts with no, two and one image in a batch get the tokens that transformers computes for each by itself."""
     import torch
 
     reference = save_torch_model(family, tmp_path).eval()

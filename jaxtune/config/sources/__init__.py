@@ -1,1 +1,1 @@
-"""Where the values of options come from: YAML files, recipes that inherit, and datasets in memory."""
+"""Sources of the values of options: YAML files, recipes that inherit, and datasets in memory."""

@@ -84,8 +84,8 @@ class Prompts:
             chat: the section chat.
             texts_are_chat: whether a text is a message of the user; None: if the tokenizer has a chat template.
             row_tools: the tools of the run; None: the data's tools.
-            images: finds the images of messages. A text of a sample with images is a message of the user; if no
-                <image> in it says where they belong, they come before it. None: messages with images are refused.
+            images: finds the images of messages. A text of a sample with images is a message of the user; without
+                <image> in it, they come before it. None: messages with images are refused.
         """
         has_template = bool(tokenizer.chat_template)
         self._texts_are_chat = has_template if texts_are_chat is None else texts_are_chat

@@ -17,7 +17,7 @@ from jaxtune.models.structure.model_spec import ModelSpec, Vision
 
 NAMES, IGNORABLE = vision_wrapper.names(gemma3_text.NAMES), gemma3_text.IGNORABLE
 UNTOUCHED = r"^(model\.)?(vision_tower|multi_modal_projector)\."
-NO_LORA = r"\.mm_input_projection_weight$"  # a parameter of the projector itself, which is no linear layer in torch
+NO_LORA = r"\.mm_input_projection_weight$"  # a parameter of the projector itself, not a linear layer in torch
 TOWER, PROJECTOR, PARTS = "model.vision_tower", "model.multi_modal_projector", ("weight", "bias")
 # A head over the tower's outputs, which some files have, is not computed.
 TENSORS = r"^(model\.)?(vision_tower\.(?!(vision_model\.)?head\.)|multi_modal_projector\.)"

@@ -1,4 +1,4 @@
-"""Stacks: layers of which each period has the same structure, so that one loop computes them."""
+"""Stacks: repeated periods of layers with the same structure, so that one loop computes them."""
 
 import dataclasses
 from collections.abc import Iterable

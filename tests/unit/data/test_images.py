@@ -11,6 +11,7 @@ from PIL import Image
 
 from jaxtune.config.schema import Dataset
 from jaxtune.config.sources import in_memory
+from jaxtune.data.formats.image_messages import has_images
 from jaxtune.data.images import image_files
 from jaxtune.data.images.image_files import decode_image, read_size
 from jaxtune.data.images.image_reader import load_processor
@@ -323,3 +324,21 @@ def test_an_image_at_a_url_is_read_there(tmp_path):
         np.testing.assert_array_equal(reader.read_patches(ref), reader.read_patches(reader.find(path, "")[0]))
     with pytest.raises(UserError, match="memory://images/b.png"):
         reader.find("b.png", "memory://images")
+
+
+PART = {"type": "image", "path": "a.png"}
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        {"prompt": "hi", "images": ["a.png"]},
+        {"messages": [{"role": "user", "content": [PART]}]},
+        {"messages": json.dumps([{"role": "user", "content": [PART]}])},
+        {"conversations": [{"from": "human", "value": [PART]}]},
+        {"prompt": {"role": "user", "content": [PART]}},
+    ],
+)
+def test_a_sample_with_images_is_known_in_every_form(sample):
+    assert has_images(sample)
+    assert not has_images({"prompt": "[image", "images": [], "messages": [{"role": "user", "content": "an image"}]})

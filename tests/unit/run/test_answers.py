@@ -1,5 +1,6 @@
 """A text that continues a prompt begins with the space between them; an answer in a chat is a text of its own."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +12,19 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxtune import hf
-from jaxtune.config.schema import ChatOptions, Config, Dataset, RolloutOptions
+from jaxtune.config.schema import ChatOptions, Config, Dataset, ModelOptions, RolloutOptions
 from jaxtune.data.formats.prompts import Prompts, Sample
 from jaxtune.errors import UserError
+from jaxtune.generate import _without_bytes
 from jaxtune.inference import answers
 from jaxtune.inference.decode import NextTokens
 from jaxtune.inference.generation import Completion, continue_text
+from jaxtune.lora.options import LoraOptions
+from jaxtune.objectives.options import MtpOptions
 from jaxtune.prepare import _in_a_line
 from jaxtune.rollout import rollouts
 from jaxtune.rollout.completers import Completer
+from jaxtune.weights.trusted_code import with_tower
 
 WORDS = ("▁Once", "▁upon", "▁a", "▁time", "▁Sure", ",", ".", "<0xC3>", "<0xA9>", "<unk>")
 INST = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
@@ -121,3 +126,23 @@ def test_tokens_on_which_the_tokenizer_panics_are_an_error():
     assert hf.decode(tokenizer, [1]) == "b"
     with pytest.raises(UserError, match="the tokenizer fails to decode 2 tokens: Onig: Regex search error"):
         hf.decode(tokenizer, [0], [1])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model": ModelOptions(from_scratch=True)}, "trained from random weights without vision.patches_per_row"),
+        ({"lora": LoraOptions(enabled=True, target_modules="q_proj")}, "lora.target_modules='q_proj': ask its export"),
+        ({"mtp": MtpOptions(weight=0.1)}, "mtp.weight=0.1: ask its export"),
+    ],
+)
+def test_a_run_of_texts_whose_tower_is_not_known_is_not_asked_about_pictures(options, said):
+    with pytest.raises(UserError, match=said):
+        with_tower(Config(**options), 4)
+    assert with_tower(Config(lora=LoraOptions(enabled=True)), 4).vision.patches_per_row == 4
+
+
+def test_image_bytes_are_left_out_of_the_output():
+    assert json.dumps({"image": {"bytes": b"PNG", "path": "a.png"}, "at": Path("b")}, default=_without_bytes) == (
+        '{"image": {"bytes": null, "path": "a.png"}, "at": "b"}'
+    )
