@@ -261,15 +261,14 @@ def letters(completions, **columns):
 '''
 
 
-def test_rewards_for_answers_about_pictures_resume_in_equal_bits(family, home):
-    """The sampler, which reads a prompt's pictures once, and packed rows of completions give the same probabilities."""
+def rewarded(home: Path) -> dict:
+    """Write a reward function; return options of a run that learns from it about the pictures."""
     (home / "rewards.py").write_text(REWARD)
-    options = OPTIONS | {
+    return OPTIONS | {
         "data.datasets[0].path": home / "chat.jsonl",
         "data.datasets[0].type": "auto",
         "data.datasets[0].subset": None,
         "chat.template": None,
-        "data.validation_split": 6,
         "data.seq_len": 128,
         "vision.patches_per_row": 128,
         "rollout.rewards": f"('{home / 'rewards.py'}:letters',)",
@@ -277,12 +276,15 @@ def test_rewards_for_answers_about_pictures_resume_in_equal_bits(family, home):
         "rollout.group_size": 4,
         "rollout.correction": "token_truncate",
         "train.micro_batch_size": 8,
-        "train.max_steps": 4,
-        "ckpt.save_steps": 2,
-        "lora.enabled": False,
-        "optim.learning_rate": 1e-2,
     }
-    command, run = recipe_command(home, "qwen_grpo.py", "rewarded", **options), home / "runs" / "rewarded"
+
+
+def test_rewards_for_answers_about_pictures_resume_in_equal_bits(family, home):
+    """The sampler, which reads a prompt's pictures once, and packed rows of completions give the same probabilities."""
+    options = {"data.validation_split": 6, "train.max_steps": 4, "ckpt.save_steps": 2}
+    options |= {"lora.enabled": False, "optim.learning_rate": 1e-2}
+    command = recipe_command(home, "qwen_grpo.py", "rewarded", **rewarded(home) | options)
+    run = home / "runs" / "rewarded"
     call(*command)
     rows = [row for row in metrics(run) if "loss" in row]
     assert len(rows) == 4 and all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in rows)
@@ -296,6 +298,20 @@ def test_rewards_for_answers_about_pictures_resume_in_equal_bits(family, home):
     assert [[row[key] for key in compared] for row in metrics(run) if "loss" in row] == [
         [row[key] for key in compared] for row in rows
     ]
+
+
+@pytest.mark.nightly
+def test_devices_share_the_completions_about_pictures(family, home):
+    """A step on eight devices, data, FSDP and tensor parallel, has the completions and the loss of one device."""
+    options = rewarded(home) | {"data.validation_split": 0, "train.max_steps": 1, "export.at_end": False}
+    options |= {"grpo.iterations": 2, "grpo.beta": 0.1}
+    call(*recipe_command(home, "qwen_grpo.py", "one", **options))
+    options |= {"train.micro_batch_size": 2, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+    call(*recipe_command(home, "qwen_grpo.py", "eight", **options), devices=8)
+    one, eight = (next(row for row in metrics(home / "runs" / name) if "loss" in row) for name in ("one", "eight"))
+    assert one["reward"] == eight["reward"] and one["completions/mean_length"] == eight["completions/mean_length"]
+    assert one["loss"] == pytest.approx(eight["loss"], rel=1e-4)
+    assert one["grad_norm"] == pytest.approx(eight["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.nightly
