@@ -155,7 +155,12 @@ def _tensors(
     parts |= {copy: parts[original] for copy, original in copies.items()}
 
     def assemble(pieces: list[tuple[Place, str, tuple[int, ...]]], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        tensor = np.empty(shape, dtype)
+        first = pieces[0][0]
+        if first.stack is not None and {place.element for place, *_ in pieces} != set(range(first.stack)):
+            # The other elements belong to parts of a larger model that this run does not read.
+            tensor = hf.open_weights(model.folder)[first.name].whole().astype(dtype)
+        else:
+            tensor = np.empty(shape, dtype)
         for place, name, index in pieces:
             rows, part = place.rows_in(tensor), np.asarray(value(name, index))
             rows[: len(part)] = part[: len(rows)]  # cuts padded rows of the vocabulary

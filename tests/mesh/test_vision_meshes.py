@@ -67,7 +67,7 @@ def rows() -> dict[str, np.ndarray]:
     layout, grids = vision.layout, [[], [(2, 4), (4, 4)], [(6, 4)]]
     batches = []
     for row in range(ROWS):
-        samples = [draw_sample(layout, 13, one, row + number) for number, one in enumerate(grids[: row + 1])]
+        samples = [draw_sample(vision, 13, one, row + number) for number, one in enumerate(grids[: row + 1])]
         batches.append(image_batch(samples, layout, PATCHES, LENGTH))
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
