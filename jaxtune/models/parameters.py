@@ -250,7 +250,7 @@ def _places(
     of_stacked = weight != local and tensor.stacked
     of_vectors = tensor.stacked and len(lead) < 2  # also if the model has no parameter for one of them
     if weight != local:
-        module = _wrapper(names, tensor, siblings) if of_stacked else tensor.name.removesuffix(".weight")
+        module = _wrapper(names, tensor, siblings) if of_stacked else _loaded_name(tensor).removesuffix(".weight")
         tensor = Tensor(f"{module}.{treatment.adapter.peft_names[part]}", interleaved=tensor.interleaved)
         parts = parts if part not in treatment.adapter.shared else []
     # The parts' rows are in the order of the family's names: in a fused qkv, k begins after the rows of q. A tensor

@@ -446,6 +446,11 @@ RELATIVES = {
         QWEN,
         {"rank_pattern": ("mlp=2", r"1\.mlp\.up=8"), "alpha_pattern": ("q_proj=1.5",), "layers_to_transform": (0, 1)},
     ),
+    # Its modules have other names in a loaded model than in the files.
+    "ranks, renamed": (
+        "ernie4_5_vl_moe, experts of images",
+        {"rank_pattern": ("o_proj=2",), "alpha_pattern": ("q_proj=1.5",), "target_modules": ("q_proj", "o_proj")},
+    ),
     "A frozen": (QWEN, {"freeze_a": True, "target_modules": ("q_proj", "up_proj")}),
     "whole modules": (
         "qwen2, two unlike stacks",
