@@ -30,7 +30,6 @@ from jaxtune.precision.linears import Frozen
 from jaxtune.precision.operands import MatmulFormat
 from jaxtune.quant.format import Format
 
-
 # Names, inside a layer, of parameters with an axis of experts. A layer has as many experts of images as of texts.
 OF_EXPERTS = ("mlp.experts.", "mlp.vision_experts.")
 

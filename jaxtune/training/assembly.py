@@ -187,8 +187,8 @@ def objective_of(config: Config, model: Model) -> Objective:
     mixtures = [
         number for number, layer in enumerate(model.spec.every_layer) if isinstance(layer.feed_forward, Experts)
     ]
-    # The routers' sums have a row for each mixture, so a layer's number is changed to its mixture's. In a layer with two
-    # mixtures the one of images is the second.
+    # The routers' sums have a row for each mixture, so a layer's number is changed to its mixture's. The second of two
+    # mixtures of a layer is of images.
     of_layer = 1 if model.spec.vision is None or model.spec.vision.experts is None else 2
     corrections = {
         name: [of_layer * mixtures.index(layer) + (".vision_router." in name) for layer in parameter.layers]

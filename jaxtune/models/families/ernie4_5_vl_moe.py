@@ -148,8 +148,8 @@ def _rope(config: dict[str, Any]) -> Rope:
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if len(sections) != 3 or sections[0] != sections[1] or 2 * sum(sections) != width:
         raise UserError(
-            f"config.json: mrope_section={sections}: it must be three numbers, of height, width and time, the first two "
-            f"equal, with a sum of {width // 2}, half of the {width} features of a head"
+            f"config.json: mrope_section={sections}: it must be three numbers, of height, width and time, with a sum "
+            f"of {width // 2}, half of the {width} features of a head; the first two must be equal"
         )
     height, across, time = sections
     return dataclasses.replace(ernie4_5.rope(config), axes=(time, height, across), time_last=True)

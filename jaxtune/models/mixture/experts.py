@@ -43,8 +43,8 @@ class ExpertsLayer(nnx.Module):
 
     Each parameter of the experts has a leading axis of experts.
 
-    With `Vision.experts` there are two mixtures, of texts and of images. They are not one mixture in which tokens choose
-    among one half of the experts, because their experts differ in size. Each is computed for its own tokens only.
+    With `Vision.experts` there are two mixtures, of texts and of images. They are not one mixture in which a token
+    chooses among one half of the experts, because the two differ in the size of experts. Each runs its own tokens only.
     """
 
     def __init__(self, spec: ModelSpec, layer: layer_spec.Layer, options: layer_spec.Experts):
@@ -88,8 +88,8 @@ class ExpertsLayer(nnx.Module):
         replayed: as in `Router`.
         visual: the tokens that go to the mixture of images; None: none do.
         router_choices (b, e): how often each expert is chosen. router_probability (b, e): sum of its probabilities.
-        router_z (b): sum of the squares of `Routing.log_sum`. router_tokens (b): the number of tokens. With `visual` all
-        have a leading axis of the two mixtures.
+        router_z (b): sum of the squares of `Routing.log_sum`. router_tokens (b): the number of tokens. With `visual`
+        they have a leading axis of the two mixtures.
         """
         routed, into = x, x
         if self.experts_norm is not None:

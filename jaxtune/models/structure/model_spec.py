@@ -36,8 +36,9 @@ class Vision:
         resampled: whether the projector is a `Resampler` (ERNIE 4.5 VL); `projected` is its width.
         deepstack: numbers of layers, in ascending order, whose outputs have projectors of their own; they are added to
             the image tokens after the decoder's first layers (DeepStack, arXiv:2406.04334).
-        experts: the mixture that `visual_tokens` go to in each of the decoder's layers with experts, as many and in place
-            of the layer's own; the shared layer is of all tokens (ERNIE 4.5 VL). None: they go to the layer's own.
+        experts: the mixture that `visual_tokens` go to in each of the decoder's layers with experts (ERNIE 4.5 VL). It
+            has as many experts as the layer's own mixture, and the shared layer is of all tokens. None: all tokens go
+            to the layer's own.
         visual_tokens: the numbers of these tokens: the image token, and those before and after an image.
         initializer_range: standard deviation of random weights.
     """

@@ -20,8 +20,9 @@ class PatchEmbedding(nnx.Module):
     def __init__(self, vision: Vision):
         layout, init = vision.layout, nnx.initializers.normal(vision.initializer_range)
         frames = () if vision.frames is None else (vision.frames,)
-        values = (layout.patch_values,) if vision.flat_kernel else (layout.channels, *frames, layout.patch, layout.patch)
-        shape = (vision.hidden, *values)
+        shape = (vision.hidden, layout.channels, *frames, layout.patch, layout.patch)
+        if vision.flat_kernel:
+            shape = (vision.hidden, layout.patch_values)
         self.kernel = declare_parameter(shape, ("embed", *(None,) * (len(shape) - 1)), init, "convolution")
         zeros = nnx.initializers.zeros
         self.bias = declare_parameter((vision.hidden,), (None,), zeros, "vector") if vision.patch_bias else None
