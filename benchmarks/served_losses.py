@@ -57,20 +57,20 @@ class Measured:
         kind: The family, as transformers names it.
         sizes: The sizes in its config.json.
         base: (learning rate, steps) of the runs that train the base, one after the other.
-        formats: The formats that it is served in.
+        seeds: The formats that it is served in, each with the number of seeds: the less a format adds to the loss, the
+            more of them it takes to see which share remains.
     """
 
     kind: str
     sizes: dict[str, Any]
     base: tuple[tuple[float, int], ...]
-    formats: tuple[str, ...]
+    seeds: dict[str, int]
 
 
 MODELS = {
-    "dense": Measured("Qwen3", SIZES, ((5e-3, 3000), (2e-3, 3000)), ("int4", "nf4", "nvfp4", "fp8")),
-    "moe": Measured("Qwen3Moe", SIZES | EXPERTS, ((5e-3, 1500),), ("int4",)),
+    "dense": Measured("Qwen3", SIZES, ((5e-3, 3000), (2e-3, 3000)), {"int4": 3, "nf4": 3, "nvfp4": 3, "fp8": 24}),
+    "moe": Measured("Qwen3Moe", SIZES | EXPERTS, ((5e-3, 1500),), {"int4": 3}),
 }
-SEEDS = (0, 1, 2)
 # (rank of adapters, which is also their alpha; learning rate)
 KINDS = {"full": (None, 1e-3), "LoRA": (64, 2e-3)}
 DISTILL_STEPS = 400
@@ -183,7 +183,8 @@ def main() -> None:
         raise SystemExit(f"{work} has runs with other settings: take another --work")
     kept.write_text(json.dumps(settings, indent=1) + "\n")
     rows: dict[str, list[dict[str, float]]] = {}
-    for format, seed, kind in itertools.product(measured.formats, SEEDS, KINDS):
+    rows_of_seeds = ((format, seed) for format, seeds in measured.seeds.items() for seed in range(seeds))
+    for (format, seed), kind in itertools.product(rows_of_seeds, KINDS):
         name = f"{format}, {kind}"
         found = measure(work, base, arguments.steps, kind, format, seed, name in arguments.distill)
         rows.setdefault(name, []).append(found)

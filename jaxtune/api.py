@@ -169,7 +169,7 @@ class Run:
         samples = [(f"prompts[{i}]", {"prompt": to_plain(prompt)}) for i, prompt in enumerate(listed)]
         with restore_mesh():
             devices = mesh_of([f"{axis}={size}" for axis, size in (mesh or {}).items()])
-            name = str(self.folder if self._saved or step is not None else self.model or self.folder)
+            name = str(self.folder if self._has_checkpoints or step is not None else self.model or self.folder)
             plugins = self.config.train.plugins
             answering = AnswerGenerator(open_model(name, devices, step=step, plugins=plugins), how)
             return [answer.text for answer in answering.each(samples)]
@@ -204,7 +204,7 @@ class Run:
         how["include_path"] = None if include_path is None else str(include_path)
         if not tasks and (given := [name for name, value in how.items() if value]):
             raise UserError(f"{given[0]}: has no effect without tasks")
-        exported = str(self.model) if not self._saved and step is None and self.model is not None else None
+        exported = str(self.model) if not self._has_checkpoints and step is None and self.model is not None else None
         which = (None, None, exported) if exported else (str(self.folder), step, None)
         with restore_mesh():
             process.configure(config)
@@ -217,7 +217,7 @@ class Run:
             return harness.metrics_of(harness.run_tasks(request, config, devices, *which)[0])
 
     @property
-    def _saved(self) -> bool:
+    def _has_checkpoints(self) -> bool:
         """Whether the run has checkpoints; without any, its export is its model."""
         return bool(CheckpointManager(RunFolder(self.folder).checkpoints).steps())
 

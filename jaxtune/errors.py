@@ -44,12 +44,12 @@ class UserError(Exception):
         return [f"jaxtune: error: {self}"]
 
 
-def counted(number: int, noun: str, plural: str | None = None) -> str:
+def format_count(number: int, noun: str, plural: str | None = None) -> str:
     """Return a number with its noun: "1 document", "1,200 documents"."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
-def sized(size: float, digits: int = 2) -> str:
+def format_bytes(size: float, digits: int = 2) -> str:
     """Return a number of bytes with its unit: "1.50 GB", below 1 GB "1.5 MB", and below 0.1 MB "1.5 kB"."""
     if size >= 1e9:
         return f"{size / 1e9:.{digits}f} GB"

@@ -38,7 +38,7 @@ from absl import flags
 from jaxtune.config.schema import Dataset
 from jaxtune.data.formats.image_messages import PLACEHOLDER, has_images
 from jaxtune.data.reading.sources import open_source
-from jaxtune.errors import UserError, counted
+from jaxtune.errors import UserError, format_count
 from jaxtune.host.missing_kernels import explain_missing_kernels
 from jaxtune.host.preflight import check_writable
 from jaxtune.host.run_folder import RunFolder
@@ -81,8 +81,8 @@ def _check_images(values: flags.FlagValues) -> None:
         raise UserError("--nochat with --image: a prompt with images is a message, in the chat template")
     if (places := values.prompt.count(PLACEHOLDER)) not in (0, len(values.image)):
         raise UserError(
-            f"--prompt has {counted(places, PLACEHOLDER)} for {counted(len(values.image), 'image')} (--image): "
-            "write one for each, or none, and the images come first"
+            f"--prompt has {format_count(places, PLACEHOLDER)} for {format_count(len(values.image), 'image')} "
+            "(--image): write one for each, or none, and the images come first"
         )
 
 

@@ -14,7 +14,7 @@ logger = logging.getLogger("jaxtune")
 
 def steps(folder: Path) -> list[int]:
     """Return the steps that have a manifest, ascending."""
-    return sorted(step for path in _numbered(folder, r"\d+") if is_checkpoint(folder, step := int(path.name)))
+    return sorted(step for path in _paths_like(folder, r"\d+") if is_checkpoint(folder, step := int(path.name)))
 
 
 def is_checkpoint(folder: Path, step: int) -> bool:
@@ -36,7 +36,7 @@ def find_newest_good(folder: Path, step: int | None, only: Iterable[str] | None)
         raise UserError(f"{folder} has no checkpoint of step {step}, only of {available or 'no step'}")
     # Leftovers before a finished checkpoint cost nothing. A later one is training that is lost, and the user should
     # know.
-    for unfinished in sorted({int(path.name) for path in _numbered(folder, r"\d+")} - set(available)):
+    for unfinished in sorted({int(path.name) for path in _paths_like(folder, r"\d+")} - set(available)):
         if only is None and step is None and unfinished > max(available, default=-1):
             logger.warning("checkpoint %d in %s has no %s, so it is not used", unfinished, folder, manifest.MANIFEST)
     for candidate in [step] if step is not None else reversed(available):
@@ -68,12 +68,12 @@ def remove_unfinished(folder: Path) -> None:
     """Remove the folders that interrupted saves and removals left behind. No save may be in progress."""
     finished = {str(step) for step in steps(folder)}
     # Orbax writes into a folder with this ending and renames it when its arrays are complete.
-    for path in _numbered(folder, r"\d+(\.orbax-checkpoint-tmp.*)?"):
+    for path in _paths_like(folder, r"\d+(\.orbax-checkpoint-tmp.*)?"):
         if path.name not in finished:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _numbered(folder: Path, pattern: str) -> list[Path]:
+def _paths_like(folder: Path, pattern: str) -> list[Path]:
     if not folder.is_dir():
         return []
     return [path for path in folder.iterdir() if re.fullmatch(pattern, path.name, re.ASCII)]

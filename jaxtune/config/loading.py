@@ -125,7 +125,7 @@ def resolve(
 
     # In a translated file the user named the columns, so they are kept if only the path is replaced.
     names = _OF_FILES if source == "translation" else (*_OF_FILES, *_OF_COLUMNS)
-    of_samples, moot = list(_of_other_samples(values, nearness, names)), list(_displaced(values, nearness))
+    of_samples, moot = list(_of_other_samples(values, nearness, names)), list(_reset_displaced(values, nearness))
     # Recommendations come before the final check, so that they are checked like any other value.
     notes += _take_recommendations(values, typed | stated, source, count)
     kept = typed if source == "translation" else {*typed, *moot_in_recipe, *stated}
@@ -204,7 +204,7 @@ def _of_other_samples(
                 fields[name] = default
 
 
-def _displaced(values: dict[str, Any], nearness: Callable[[str], int]) -> Iterator[Problem]:
+def _reset_displaced(values: dict[str, Any], nearness: Callable[[str], int]) -> Iterator[Problem]:
     """Reset one of two options for the same thing if the other one was set on a higher level."""
     for key, other in _INSTEAD_OF.items():
         taken, given, default = _get(values, key), _get(values, other), keys.options()[other].default

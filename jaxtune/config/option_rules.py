@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxtune.config import keys
 from jaxtune.config.schema import Config, Dataset
-from jaxtune.errors import counted
+from jaxtune.errors import format_count
 from jaxtune.option_field import Problem
 
 
@@ -42,7 +42,7 @@ def find_broken_rules(config: Config) -> Iterator[Problem]:
 
 def _brief(value: Any) -> str:
     if isinstance(value, tuple):
-        return f"has {counted(len(value), 'entry', 'entries')}" if value else "is empty"
+        return f"has {format_count(len(value), 'entry', 'entries')}" if value else "is empty"
     return f"= {value!r}"
 
 

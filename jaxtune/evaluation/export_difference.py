@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxtune import data, hf
 from jaxtune.config.schema import Config, MemoryOptions
-from jaxtune.errors import UserError, sized
+from jaxtune.errors import UserError, format_bytes
 from jaxtune.evaluation.evaluator import make_evaluate
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.forward_options import ForwardOptions
@@ -113,7 +113,7 @@ def _size(output: Path) -> int:
 
 
 def _no_room(output: Path) -> str:
-    return f"not compared: the exported model does not fit next to the run's ({sized(_size(output), 1)})"
+    return f"not compared: the exported model does not fit next to the run's ({format_bytes(_size(output), 1)})"
 
 
 def _compare_logits(model: Model, before: Parameters, exported: Model, after: Parameters, output: Path) -> str:

@@ -18,7 +18,7 @@ _FORMATS = {
 def adapter_limit(model: Model, config: Config) -> str | None:
     """Return why vLLM cannot serve an adapter, or the flag that it needs; None: it serves it as it is."""
     lora, adapted = config.lora, {n: p for n, p in model.frozen.items() if isinstance(p.treatment.adapter, LoRA)}
-    rank = max([parameter.treatment.adapter.exported[0] for parameter in adapted.values()], default=0)
+    rank = max([parameter.treatment.adapter.exported_rank_alpha[0] for parameter in adapted.values()], default=0)
     reasons = {
         "it is (IA)³": lora.kind == "ia3",
         "it has DoRA (lora.use_dora)": lora.use_dora,

@@ -194,7 +194,7 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
     written = {name: _with_start(p) for name, p in every.items() if not name.endswith("_start")}
     tensors = list(_tensors(model, written, jnp.dtype(config.lora.dtype), value, {}))
     lora, base = config.lora, _absolute(config.model.path or "")
-    rank, alpha = LoRA(lora.rank, lora.alpha, lora.use_rslora, init=lora.init).exported
+    rank, alpha = LoRA(lora.rank, lora.alpha, lora.use_rslora, init=lora.init).exported_rank_alpha
     lora = dataclasses.replace(lora, rank=rank, alpha=alpha)
     targets, wrapped = peft_targets(model, lora)
     if lora.dropout and (wrapped or any(map(is_of_experts, model.trained.values()))):
@@ -219,7 +219,7 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
 def _with_start(parameter: Parameter) -> Parameter:
     """Return the exported form of A or B, which has twice the rank if the adapter started as a part of the weight."""
     adapter = parameter.treatment.adapter
-    if parameter.kind != "adapter" or "rank" not in parameter.axes or adapter.exported[0] == adapter.rank:
+    if parameter.kind != "adapter" or "rank" not in parameter.axes or adapter.exported_rank_alpha[0] == adapter.rank:
         return parameter
     axis = parameter.axes.index("rank")
     return dataclasses.replace(

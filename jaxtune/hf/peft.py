@@ -91,7 +91,7 @@ class SavedAdapter:
         return {name: getattr(self, name) for name in ("kind", "rank", "alpha", "use_rslora", "bias", "use_dora")}
 
     @property
-    def chosen(self) -> dict[str, Any]:
+    def module_options(self) -> dict[str, Any]:
         """The `LoraOptions` that select the adapter's modules, and the modules with another rank or alpha."""
         whole = {name.removesuffix(".weight") for name in self.tensors if _is_of_model(name) and name != HEAD}
 

@@ -61,7 +61,7 @@ class Completion(NamedTuple):
     routed_experts: Int16[np.ndarray, "tokens mixtures active"] | None = None
 
     @property
-    def sampled(self) -> list[bool]:
+    def sampled_mask(self) -> list[bool]:
         """Whether the model sampled each token."""
         return [not observed for observed in self.observed] if self.observed else [True] * len(self.tokens)
 
@@ -253,14 +253,14 @@ def take_until(steps: Iterable[NextTokens], stop: frozenset[int]) -> Iterator[in
 def collect_completions(
     steps: Iterable[NextTokens],
     prompts: int,
-    ended: Callable[[Sequence[int]], bool],
+    has_ended: Callable[[Sequence[int]], bool],
     *,
     scores: bool = False,
     limits: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
     going: set[int] | None = None,
 ) -> list[Completion]:
-    """Collect the tokens of each of `prompts` prompts, up to the token with which `ended` is true.
+    """Collect the tokens of each of `prompts` prompts, up to the token with which `has_ended` is true.
 
     scores: whether to collect log_probs and entropies too. limits: the most tokens of each prompt; None: all.
     lengths: the number of tokens of each prompt, to collect routed_experts too; None: not collected. going: all
@@ -274,7 +274,7 @@ def collect_completions(
         by_step.append(step if lengths is None else step._replace(routed_experts=np.asarray(step.routed_experts)))
         for row in list(open_rows):
             rows[row].append(int(step.tokens[row]))
-            if ended(rows[row]):
+            if has_ended(rows[row]):
                 finished.add(row)
             if row in finished or (limits is not None and len(rows[row]) == limits[row]):
                 open_rows.remove(row)
@@ -320,13 +320,13 @@ def make_stop_test(
     # Decode only the tail. A character has at most four bytes, so at most four tokens in a byte-level vocabulary.
     reach = 4 * max(map(len, strings), default=0) + 4
 
-    def ended(tokens: Sequence[int]) -> bool:
+    def has_ended(tokens: Sequence[int]) -> bool:
         if tokens[-1] in stop:
             return True
         text = hf.decode(tokenizer, tokens[-reach:]) if strings else ""
         return any(string in text for string in strings)
 
-    return ended
+    return has_ended
 
 
 def completion_text(completion: Completion, tokenizer, strings: Sequence[str] = (), after: Sequence[int] = ()) -> str:

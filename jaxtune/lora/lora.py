@@ -62,7 +62,7 @@ class LoRA:
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
     @property
-    def exported(self) -> tuple[int, float]:
+    def exported_rank_alpha(self) -> tuple[int, float]:
         """Rank and alpha of the plain adapter that it is exported as.
 
         An adapter that starts as a part of the weight is exported with its initial A and B appended, so twice the rank,

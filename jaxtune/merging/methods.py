@@ -92,7 +92,7 @@ def merge_differences(name: str, reads: Sequence[Read], options: MergeOptions) -
     arXiv:2311.03099); dare_ties adds only values that have the sign of the weighted sum.
     """
 
-    def pruned(number: int) -> Values:
+    def prune(number: int) -> Values:
         difference = reads[number]()
         if not METHODS[options.method].prunes or options.density >= 1:
             return difference
@@ -101,7 +101,7 @@ def merge_differences(name: str, reads: Sequence[Read], options: MergeOptions) -
         seeds = [options.seed, zlib.crc32(name.encode()), number]  # hash() differs between processes
         return drop(difference, np.random.default_rng(seeds).random(difference.shape, np.float32) < options.density)
 
-    prunes = [lambda number=number: pruned(number) for number in range(len(reads))]
+    prunes = [lambda number=number: prune(number) for number in range(len(reads))]
     if options.elects_signs:
         return _add_elected(prunes, options)
     return add_weighted(prunes, sum_weights(options))

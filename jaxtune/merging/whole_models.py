@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxtune import hf
-from jaxtune.errors import UserError, counted
+from jaxtune.errors import UserError, format_count
 from jaxtune.hf.tensor_sources import ALL_DTYPES, DTYPES, TensorSource, check_content
 from jaxtune.json_file import read_json
 from jaxtune.merging.methods import Read, Values, cast, merge_tensor
@@ -124,7 +124,7 @@ def _check_alike(models: Sequence[WholeModel]) -> None:
             if lacking := sorted(ours.tensors.keys() - theirs.tensors.keys()):
                 raise UserError(
                     f"{theirs.folder} has no {lacking[0]}, which {ours.tensors[lacking[0]].file} has "
-                    f"({counted(len(lacking), 'such tensor')}); merge models of the same base"
+                    f"({format_count(len(lacking), 'such tensor')}); merge models of the same base"
                 )
         for name, source in first.tensors.items():
             if (shape := model.tensors[name].shape) == source.shape:

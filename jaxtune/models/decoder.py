@@ -96,7 +96,7 @@ class Decoder(nnx.Module):
         for number in range(len(self.stacks))[part]:
             inputs = inputs._replace(routed_experts=None if routed is None else routed[number])
             x, stack_cache, emitted = self.stacks[number](x, inputs, cache and cache[number], call)
-            inputs = inputs._replace(kept={**inputs.kept, **self.stacks[number].kept(stack_cache)})
+            inputs = inputs._replace(kept={**inputs.kept, **self.stacks[number].caches_for_later(stack_cache)})
             if inputs.images is not None:
                 x = inputs.images.add(x, self.stacks[number].stack.end - 1)
             after.append(stack_cache)
@@ -170,7 +170,7 @@ def inputs_of(
     """
     mixers = dict.fromkeys(mixer for layer in spec.layers + spec.mtp for mixer in layer.mixers)
     heads = [mixer for mixer in mixers if isinstance(mixer, Heads)]
-    ropes = dict.fromkeys((mixer.rope, mixer.rotated) for mixer in heads if mixer.rope is not None)
+    ropes = dict.fromkeys((mixer.rope, mixer.rope_dim) for mixer in heads if mixer.rope is not None)
     turning = positions if rope_positions is None else rope_positions
     rotations = {(rope, width): rotation(rope, width, turning) for rope, width in ropes}
     return Inputs(rotations, attend, positions, valid, place)

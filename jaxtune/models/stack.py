@@ -273,7 +273,7 @@ class Stack(nnx.Module):
         out = P(None, *jax.typeof(part).sharding.spec)
         return jnp.reshape(part, (self.stack.repeats, length, *part.shape[1:]), out_sharding=out)
 
-    def kept(self, cache: Any) -> dict[str, Any]:
+    def caches_for_later(self, cache: Any) -> dict[str, Any]:
         """Return the caches that layers keep for later ones (`Heads.keeps`), by name; `cache`: of all layers."""
         of_layers = zip([layer.mixer for layer in self.stack.period], cache, strict=True)
         named = {mixer.keeps: one for mixer, one in of_layers if isinstance(mixer, Heads) and mixer.keeps is not None}

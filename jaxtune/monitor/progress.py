@@ -14,7 +14,7 @@ import rich.console
 import rich.progress
 import rich.text
 
-from jaxtune.errors import sized
+from jaxtune.errors import format_bytes
 
 # Progress lines are printed without the log; this logger writes them to the log file (`host.process.log_to_file`).
 FILE = logging.getLogger("jaxtune-progress")
@@ -129,7 +129,7 @@ def _numbers(metrics: Mapping[str, float]) -> rich.text.Text:
         ("epoch", "epoch", lambda value: f"{value:.2f}"),
         ("tokens_per_second", "tokens/s", lambda value: f"{value:,.0f}"),
         ("mfu", "MFU", lambda value: f"{value:.0%}"),
-        ("peak_memory_bytes", "peak", lambda value: sized(value, 1)),
+        ("peak_memory_bytes", "peak", lambda value: format_bytes(value, 1)),
     )
     parts = []
     for key, label, show in formats:

@@ -45,29 +45,29 @@ def _range(options: GrpoOptions) -> tuple[float, float]:
     return 1 - options.clip_low, 1 + (options.clip_low if options.clip_high is None else options.clip_high)
 
 
-def _clipped(options: GrpoOptions, ratio: Rows, advantage: Rows, log_prob: Rows) -> Rows:
+def _clipped_loss(options: GrpoOptions, ratio: Rows, advantage: Rows, log_prob: Rows) -> Rows:
     # clip_largest is the second clip of INTELLECT-2, TRL's delta.
     clipped, ratio = jnp.clip(ratio, *_range(options)), jnp.minimum(ratio, options.clip_largest or jnp.inf)
     return -jnp.minimum(ratio * advantage, clipped * advantage)  # PPO, arXiv:1707.06347, equation 7
 
 
-def _weighted(options: GrpoOptions, ratio: Rows, advantage: Rows, log_prob: Rows) -> Rows:
+def _weighted_loss(options: GrpoOptions, ratio: Rows, advantage: Rows, log_prob: Rows) -> Rows:
     """CISPO (MiniMax-M1, arXiv:2506.13585): every token keeps a gradient, however far its ratio is off."""
     return -jax.lax.stop_gradient(jnp.minimum(ratio, _range(options)[1])) * advantage * log_prob
 
 
-def _gated(options: GrpoOptions, ratio: Rows, advantage: Rows, log_prob: Rows) -> Rows:
+def _gated_loss(options: GrpoOptions, ratio: Rows, advantage: Rows, log_prob: Rows) -> Rows:
     """SAPO (arXiv:2511.20347): the gradient fades as the ratio leaves 1; at 1 it is the one of the ratio itself."""
     steepness = jnp.where(advantage > 0, options.sapo_positive, options.sapo_negative)
     return -4 / steepness * jax.nn.sigmoid(steepness * (ratio - 1)) * advantage
 
 
 LOSSES = {
-    "grpo": PolicyLoss(_clipped, "token means", ("low", "high")),
-    "dr_grpo": PolicyLoss(_clipped, "token sums", ("low", "high")),
-    "dapo": PolicyLoss(_clipped, "tokens", ("low", "high")),
-    "cispo": PolicyLoss(_weighted, "tokens", ("high",)),
-    "sapo": PolicyLoss(_gated, "token means"),
+    "grpo": PolicyLoss(_clipped_loss, "token means", ("low", "high")),
+    "dr_grpo": PolicyLoss(_clipped_loss, "token sums", ("low", "high")),
+    "dapo": PolicyLoss(_clipped_loss, "tokens", ("low", "high")),
+    "cispo": PolicyLoss(_weighted_loss, "tokens", ("high",)),
+    "sapo": PolicyLoss(_gated_loss, "token means"),
 }
 # Estimators of KL(model || reference) from r = log(reference / model) at a token that the model sampled.
 DIVERGENCES: dict[str, Callable[[Rows], Rows]] = {

@@ -64,7 +64,7 @@ def preference(options: PreferenceOptions) -> Objective:
     if loss.samples == "answers":
         return Objective(partial(_kto, options), (*columns, DESIRABLE), reference_pass, counts="answers")
     columns = (*columns, SCORE_DELTA) if options.offset_alpha else columns
-    return Objective(partial(_paired, options), columns, reference_pass, counts="pairs")
+    return Objective(partial(_sums_of_pairs, options), columns, reference_pass, counts="pairs")
 
 
 def answer_weight(options: PreferenceOptions) -> float:
@@ -72,7 +72,7 @@ def answer_weight(options: PreferenceOptions) -> float:
     return options.properties.sft_weight if options.sft_weight is None else options.sft_weight
 
 
-def _paired(options: PreferenceOptions, scores: Scores, batch: Batch) -> Sums:
+def _sums_of_pairs(options: PreferenceOptions, scores: Scores, batch: Batch) -> Sums:
     """Return the sums of a loss of `loss_of_pairs`."""
     trained = batch["loss_weight"] > 0
     tokens = _pairs(trained.astype(jnp.float32), batch)

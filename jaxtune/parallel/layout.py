@@ -79,16 +79,16 @@ class Rules:
     def apart(self, *manual: str) -> "Rules":
         """Return the rules inside `parallel.manual_axes`, where the given axes are manual and shard nothing."""
 
-        def without(axes: Axes) -> Axes:
+        def drop_manual(axes: Axes) -> Axes:
             return tuple(axis for axis in axes if axis not in manual)
 
         def inside(layout: Layout) -> Layout:
-            return Layout(*map(without, astuple(layout)))
+            return Layout(*map(drop_manual, astuple(layout)))
 
         return Rules(
             *(inside(self.parameters), inside(self.gradients), inside(self.optimizer)),
-            *(without(self.gathered), without(self.batch), without(self.positions), self.context),
-            without(self.residual),
+            *(drop_manual(self.gathered), drop_manual(self.batch), drop_manual(self.positions), self.context),
+            drop_manual(self.residual),
         )
 
 

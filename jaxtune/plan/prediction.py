@@ -10,7 +10,7 @@ import jax
 
 from jaxtune import hf
 from jaxtune.config.schema import Config
-from jaxtune.errors import UserError, sized
+from jaxtune.errors import UserError, format_bytes
 from jaxtune.host import process
 from jaxtune.host.missing_kernels import explain_missing_kernels
 from jaxtune.models.parameters import abstract
@@ -171,7 +171,7 @@ def predict(config: Config, where: TargetGpus, measured: calibration.Calibration
     least = min(plans, key=lambda plan: plan.needed)
     if least.fits or len(plans) == 1:
         return least
-    needs = ", ".join(f"{plan.config.memory.remat} needs {sized(plan.needed)}" for plan in plans)
+    needs = ", ".join(f"{plan.config.memory.remat} needs {format_bytes(plan.needed)}" for plan in plans)
     return dataclasses.replace(least, said=(f"memory.remat=auto: no policy fits: {needs}", *least.said))
 
 

@@ -35,7 +35,7 @@ def sampling_bytes(run: Program, config: Config, gpu: str, mesh: jax.sharding.Me
     if not config.samples or config.rollout.server is not None:
         return 0
     stored, weights = abstract(run.model.parameters), _cast(run, config, mesh)
-    copies = sum(device_bytes(leaf) for name in stored for leaf in _copied(stored[name], weights[name]))
+    copies = sum(device_bytes(leaf) for name in stored for leaf in _copies_of(stored[name], weights[name]))
     held = sum(map(device_bytes, jax.tree.leaves(weights)))
     sampling = _sampling(run, config, mesh)
     peaks = [one.memory.peak - held for one in _compile(sampling, gpu, mesh)]
@@ -99,7 +99,7 @@ def _bytes_of_leaving(sampling: _Sampling, mesh: jax.sharding.Mesh) -> int:
     return sum(caches) + max(caches) // 2
 
 
-def _copied(stored: Any, weight: Any) -> list[jax.ShapeDtypeStruct]:
+def _copies_of(stored: Any, weight: Any) -> list[jax.ShapeDtypeStruct]:
     """The arrays of a weight that sampling makes from the stored one."""
     if isinstance(weight, ServedWeight):
         return jax.tree.leaves(weight.served)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtune.errors import sized
+from jaxtune.errors import format_bytes
 from jaxtune.plan.fit import OPTIONS
 from jaxtune.plan.prediction import Plan, TargetGpus
 from jaxtune.plan.tables.prices import Price
@@ -223,4 +223,4 @@ def amount(price: float) -> str:
 
 def size_in_gb(size: float) -> str:
     """Return a number of bytes in GB, the unit of a plan, or in MB if that would be 0.00 GB."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e7 or not size else sized(size)
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 or not size else format_bytes(size)

@@ -159,12 +159,12 @@ def _round_together(
 ) -> list[Float[Array, "*stack o i"]]:
     """Round the concatenation of matrices, and return the rows of each, with these PartitionSpecs."""
 
-    def rounded(*weights: Float[Array, "o i"]) -> list[Float[Array, "o i"]]:
+    def round_all(*weights: Float[Array, "o i"]) -> list[Float[Array, "o i"]]:
         if len(weights) == 1:
             return [format.round(weights[0])]
         ends = np.cumsum([len(weight) for weight in weights])
         return jnp.split(format.round(jnp.concatenate(weights)), ends[:-1])
 
     for _ in range(weights[0].ndim - 2):
-        rounded = jax.vmap(rounded)
-    return cast(list[Array], jax.sharding.auto_axes(rounded, out_sharding=list(places))(*weights))
+        round_all = jax.vmap(round_all)
+    return cast(list[Array], jax.sharding.auto_axes(round_all, out_sharding=list(places))(*weights))

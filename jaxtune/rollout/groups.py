@@ -105,7 +105,7 @@ def means_of_completions(completions: Sequence[Completion]) -> dict[str, Any]:
     """Return their mean length, the share that did not end and, if it is known, the mean entropy of their tokens."""
     entropies = [entropy for completion in completions for entropy in completion.entropies]
     return {
-        "completions/mean_length": np.mean([sum(completion.sampled) for completion in completions]),
+        "completions/mean_length": np.mean([sum(completion.sampled_mask) for completion in completions]),
         "completions/clipped_ratio": np.mean([not completion.finished for completion in completions]),
         **({"entropy": np.mean(entropies)} if entropies else {}),
     }

@@ -98,7 +98,7 @@ def make_rollout_step(
         )
     group_size, corrects = config.rollout.group_size, config.rollout.corrects != "none"
     compare = EngineComparison(config.rollout) if corrects else None
-    scored = jax.jit(_make_scored(config, program.model), compiler_options=compiler_options(config))
+    score_batch = jax.jit(_make_score_batch(config, program.model), compiler_options=compiler_options(config))
     written = completions_file(config, run)
     useful = partial(teaches, config.grpo.advantage_scale)
     silent = 0  # steps in a row
@@ -144,7 +144,7 @@ def make_rollout_step(
         # In a single iteration the policy is the one that sampled, unless a correction says otherwise: the importance
         # ratio is 1 and needs no old scores.
         if config.grpo.iterations > 1 or corrects:
-            batch[OLD_LOG_PROB.name] = scored(state.trained, frozen, batch)
+            batch[OLD_LOG_PROB.name] = score_batch(state.trained, frozen, batch)
         if compare is not None:
             of_completions |= compare(batch)
         metrics = {}
@@ -193,11 +193,11 @@ def make_rollouts(
 def _one_at_a_time(make: MakeRollout) -> MakeRollout:
     lock = threading.Lock()
 
-    def locked(*asked: Any) -> Rollout:
+    def make_under_lock(*asked: Any) -> Rollout:
         with lock:
             return make(*asked)
 
-    return locked
+    return make_under_lock
 
 
 def make_evaluate(
@@ -265,7 +265,7 @@ def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -
     tokens = [[*prompt.tokens, *completion.tokens] for prompt, completion in pairs]
     weights = [
         [0] * len(prompt.tokens)
-        + [sampled and (completion.finished or not config.grpo.mask_truncated) for sampled in completion.sampled]
+        + [sampled and (completion.finished or not config.grpo.mask_truncated) for sampled in completion.sampled_mask]
         for prompt, completion in pairs
     ]
     of_tokens = np.repeat(above, [len(of_pair) for of_pair in tokens])
@@ -287,7 +287,7 @@ def _entropies(prompt: Prompt, completion: Completion, trained: Sequence[float])
     """Return the entropy of each trained token of a prompt and its completion; NaN for others."""
     entropies = np.full(len(trained), np.nan)
     if any(trained):  # then all sampled tokens are
-        entropies[len(prompt.tokens) + np.flatnonzero(completion.sampled)] = completion.entropies
+        entropies[len(prompt.tokens) + np.flatnonzero(completion.sampled_mask)] = completion.entropies
     return entropies
 
 
@@ -302,7 +302,7 @@ def _routing(prompt: Prompt, completion: Completion, width: int) -> Int16[np.nda
     return routing
 
 
-def _make_scored(config: Config, model: Model) -> Callable[[Parameters, Parameters, Batch], Array]:
+def _make_score_batch(config: Config, model: Model) -> Callable[[Parameters, Parameters, Batch], Array]:
     """Return (trained, frozen, batch) -> log-probability of each target, (micro-batches, rows, positions).
 
     They are of the policy that sampled the completions, for the importance ratio of later iterations.
@@ -318,7 +318,7 @@ def _make_scored(config: Config, model: Model) -> Callable[[Parameters, Paramete
         scores = jnp.zeros_like(batch["loss_weight"])
         return over_filled(add, batch, count_filled(batch), scores)
 
-    def scored(trained: Parameters, frozen: Parameters, batch: Batch) -> Array:
+    def score_batch(trained: Parameters, frozen: Parameters, batch: Batch) -> Array:
         return forward.run(score_all, forward.bind(trained, frozen), batch)
 
-    return scored
+    return score_batch

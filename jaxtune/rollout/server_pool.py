@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from jaxtune.errors import UserError, counted
+from jaxtune.errors import UserError, format_count
 
 log = logging.getLogger("jaxtune")
 T = TypeVar("T")
@@ -79,5 +79,5 @@ class ServerPool:
             if len(self._urls) == 1:
                 raise error
             self._urls.remove(url)
-            left = counted(len(self._urls), "server")
+            left = format_count(len(self._urls), "server")
             log.warning("%s; this server is left out until the run ends, which has %s now", error, left)

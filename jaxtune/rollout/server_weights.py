@@ -58,7 +58,7 @@ def send_weights(url: str, folder: Path, *, timeout: float, wait: Wait = time.sl
     call(url, RELOAD, body, timeout, wait)
     for pause in (*PAUSES, None):
         answer = call(url, FORGET, {}, timeout, wait)
-        if _succeeded(url, answer):
+        if _has_succeeded(url, answer):
             return
         if pause is not None:
             wait(pause)
@@ -68,7 +68,7 @@ def send_weights(url: str, folder: Path, *, timeout: float, wait: Wait = time.sl
     )
 
 
-def _succeeded(url: str, body: bytes) -> bool:
+def _has_succeeded(url: str, body: bytes) -> bool:
     """Return whether an answer says "success"; a vLLM that does not say it has succeeded."""
     try:
         return json.loads(body or b"{}").get("success", True) is True

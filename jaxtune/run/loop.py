@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from jaxtune.config.schema import Config
-from jaxtune.errors import UserError, counted
+from jaxtune.errors import UserError, format_count
 from jaxtune.models.decoder import Parameters
 from jaxtune.monitor.signals import StopReason
 from jaxtune.run.best import BestTracker
@@ -294,7 +294,7 @@ def _report(
     high = guard.max_loss is not None and values["loss"] > guard.max_loss
     position.high_losses = position.high_losses + 1 if high else 0
     if position.high_losses >= guard.max_loss_steps:
-        steps = counted(position.high_losses, "step")
+        steps = format_count(position.high_losses, "step")
         position.ended = f"the loss of {steps} in a row was above guard.max_loss = {guard.max_loss:g}"
     counts = {"tokens": position.tokens, "bad_steps": position.bad_steps}
     watch.step(at.step, at.feed, values | counts, tokens, seconds)

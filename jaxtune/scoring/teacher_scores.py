@@ -17,7 +17,7 @@ from jaxtune.checkpoint import fingerprint
 from jaxtune.columns import teacher_columns
 from jaxtune.config.schema import Config, MemoryOptions
 from jaxtune.data.rows.splits import cache_folder
-from jaxtune.errors import UserError, sized
+from jaxtune.errors import UserError, format_bytes
 from jaxtune.host.process import compiler_options
 from jaxtune.models.decoder import Decoder, Parameters
 from jaxtune.models.forward_options import ForwardOptions
@@ -177,11 +177,11 @@ def _with_columns(teacher: Teacher, mesh: jax.sharding.Mesh, rows: data.Rows, us
     def write(path: Path) -> None:
         targets, spans = np.sum([_count_trained(rows, row) for row in range(used)], axis=0)
         needed, free = targets * _record(config).itemsize + spans * SPAN, shutil.disk_usage(path.parent).free
-        room = f"{sized(needed)} in {path.parent}"
+        room = f"{format_bytes(needed)} in {path.parent}"
         if needed > free:
             raise UserError(
                 f"distill.teacher: the distill.top_k={options.top_k} likeliest tokens for {targets:,} targets take "
-                f"{room}, which has {sized(free)} free; lower distill.top_k, or set data.cache_dir"
+                f"{room}, which has {format_bytes(free)} free; lower distill.top_k, or set data.cache_dir"
             )
         log.info("distill.teacher: scoring %d targets in %d rows, to keep %s", targets, used, room)
         _write(path, teacher, mesh, rows, used)

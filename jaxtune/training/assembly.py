@@ -164,7 +164,7 @@ def objective_of(config: Config, model: Model) -> Objective:
     elif config.teachers:
         objective = distillation(config.distill, *regularisers)
     elif config.decision.loss is not None:
-        objective = decision(_resolved(config, model))
+        objective = decision(_decision_options(config, model))
     elif config.preference.loss is not None or model.spec.labels:
         objective = task_of(model, config)
     elif config.train.loss == "dft":
@@ -220,7 +220,7 @@ def _with_images(objective: Objective, model: Model, config: Config) -> Objectiv
 
 def _task_of(model: Model, config: Config) -> Objective:
     if config.decision.loss is not None:
-        return evaluated_decision(_resolved(config, model))
+        return evaluated_decision(_decision_options(config, model))
     if config.preference.loss is not None:
         return preference(config.preference)
     if model.spec.labels:
@@ -230,7 +230,7 @@ def _task_of(model: Model, config: Config) -> Objective:
     return add_further_tokens(token_accuracy(), 0.0, modules) if modules else token_accuracy()
 
 
-def _resolved(config: Config, model: Model) -> DecisionOptions:
+def _decision_options(config: Config, model: Model) -> DecisionOptions:
     """Return the options of a decision model, whose scores are of its labels or of tokens."""
     assert bool(model.spec.labels) != bool(config.decision.label_tokens), "resolve_labels sets the tokens"
     return config.decision

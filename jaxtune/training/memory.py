@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 
 from jaxtune.config import checks
 from jaxtune.config.schema import Config
-from jaxtune.errors import UserError, sized
+from jaxtune.errors import UserError, format_bytes
 from jaxtune.models.forward_options import Remat
 from jaxtune.parallel.offload import is_on_host
 from jaxtune.training.assembly import Program, assemble, compile_step
@@ -139,7 +139,13 @@ def compile_fitting_step(
         if share <= CLOSE:
             break
         if remat != allowed[-1]:
-            log.info("memory.remat=%r would need %s of %s (%s)", remat, sized(size), sized(limit.size), limit.name)
+            log.info(
+                "memory.remat=%r would need %s of %s (%s)",
+                remat,
+                format_bytes(size),
+                format_bytes(limit.size),
+                limit.name,
+            )
     share, chosen, assembled, step = tried[-1] if share <= CLOSE else min(tried, key=lambda one: one[0])
     if config.memory.remat == "auto":
         log.info("memory.remat='auto' takes %r", chosen.memory.remat)
@@ -162,12 +168,14 @@ def check_step(
 
     measured = need_of(program, len(mesh.local_devices), memory_of(step), held)
     log.info(
-        "memory per device: %s state and batch, %s temporaries", sized(measured.state), sized(measured.temporaries)
+        "memory per device: %s state and batch, %s temporaries",
+        format_bytes(measured.state),
+        format_bytes(measured.temporaries),
     )
     parts = parts_of(program) | {"teacher": held}
-    log.info("  state and batch: %s", ", ".join(f"{sized(size)} {part}" for part, size in parts.items() if size))
+    log.info("  state and batch: %s", ", ".join(f"{format_bytes(size)} {part}" for part, size in parts.items() if size))
     if measured.offloaded:
-        log.info("host memory for offloading: %s", sized(measured.offloaded))
+        log.info("host memory for offloading: %s", format_bytes(measured.offloaded))
     _judge(config, measured, need)
 
 
@@ -207,11 +215,12 @@ def _judge(config: Config, measured: Need, need: Callable[[Config], Need]) -> No
     if multihost_utils.process_allgather(np.bool_(refused)).any() and not refused:
         raise UserError("this run needs more memory than another host has; see the message of that host's process")
     text = (
-        f"this run needs {sized(size)} of {sized(limit.size)} ({limit.name}): for a device {sized(measured.state)} of "
-        f"parameters, optimizer state and batch and {sized(measured.temporaries)} of temporaries, and for the host a "
-        f"checkpoint's copy of {sized(measured.saved)}"
-        f"{f', offloaded arrays of {sized(measured.offloaded)}' if measured.offloaded else ''}"
-        f"{f' and {sized(measured.process)} for the process itself' if measured.process else ''}"
+        f"this run needs {format_bytes(size)} of {format_bytes(limit.size)} ({limit.name}): for a device "
+        f"{format_bytes(measured.state)} of parameters, optimizer state and batch and "
+        f"{format_bytes(measured.temporaries)} of temporaries, and for the host a checkpoint's copy of "
+        f"{format_bytes(measured.saved)}"
+        f"{f', offloaded arrays of {format_bytes(measured.offloaded)}' if measured.offloaded else ''}"
+        f"{f' and {format_bytes(measured.process)} for the process itself' if measured.process else ''}"
     )
     if refused:
         lines = [f"  {line}" for line in _list_remedies(config, measured, limit, need)]
@@ -229,12 +238,12 @@ def _list_remedies(config: Config, measured: Need, limit: Limit, need: Callable[
         with contextlib.suppress(UserError):  # the option does not fit the model or the mesh
             # Leave out options that save less than 1%.
             then, _ = _worst(need(other))
-            remedies += [(then, f"{option}: {sized(then)}")] if then < 0.99 * size else []
+            remedies += [(then, f"{option}: {format_bytes(then)}")] if then < 0.99 * size else []
     if limit.name == jax.devices()[0].device_kind and limit.size > measured.temporaries:
         # FSDP shards only the state, so take the power of two at which state and temporaries fit.
         share = 2 ** math.ceil(math.log2(max(2.0, measured.state / (limit.size - measured.temporaries))))
         then = measured.state // share + measured.temporaries
-        remedies.append((then, f"mesh.fsdp={share} on {share} times as many devices: about {sized(then)} each"))
+        remedies.append((then, f"mesh.fsdp={share} on {share} times as many devices: about {format_bytes(then)} each"))
     return [line for _, line in sorted(remedies)]
 
 

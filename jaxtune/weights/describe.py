@@ -7,7 +7,7 @@ from collections.abc import Collection
 import jax
 
 from jaxtune.config.schema import Config
-from jaxtune.errors import counted, sized
+from jaxtune.errors import format_bytes, format_count
 from jaxtune.models.parameters import abstract, count
 from jaxtune.parallel.layout import RULES, Layout, axes_of
 from jaxtune.parallel.pipeline_schedule import schedule
@@ -54,10 +54,10 @@ def describe_layout(model: Model, mesh: jax.sharding.Mesh) -> str:
         arrays = jax.tree.leaves(abstract(model.quantized))
         size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)  # bytes, with the scales
         kinds = ", ".join(sorted({p.treatment.stored.elements for p in model.quantized.values()}))
-        stored = f", {count(model.quantized):,} of them frozen in {kinds}: {sized(size)}"
+        stored = f", {count(model.quantized):,} of them frozen in {kinds}: {format_bytes(size)}"
     layers = f"{len(model.spec.layers)} layers"
     if model.spec.mtp:
-        layers += f" and {counted(len(model.spec.mtp), 'module')} for further tokens"
+        layers += f" and {format_count(len(model.spec.mtp), 'module')} for further tokens"
     return (
         f"{model.spec.family}, {layers}, {count(model.parameters):,} parameters{stored}, "
         f"{count(model.trained):,} trained; {where}"

@@ -70,7 +70,7 @@ class ServedLinears:
 
     def operands(self, weights: Mapping[str, Any]) -> dict[str, Array | QuantizedArray]:
         """Return the weights as a step multiplies by them: dequantized, or quantized if the weight is stored so."""
-        return self._each_layer(self._served, weights)
+        return self._each_layer(self._served_weights, weights)
 
     def quantize(self, weights: Mapping[str, Any]) -> dict[str, QuantizedArray]:
         """Quantize the weights, adapters merged; an export has the same codes."""
@@ -90,7 +90,7 @@ class ServedLinears:
             results |= jax.lax.map(function, stacks) if stacked else function(stacks)
         return results
 
-    def _served(self, layer: Layer) -> dict[str, Array | QuantizedArray]:
+    def _served_weights(self, layer: Layer) -> dict[str, Array | QuantizedArray]:
         stored = {name: self.parameters[name].storage is not None for name in layer}
         if not any(stored.values()):
             return dict(zip(layer, self.format.round_together(*self._merged(layer))))

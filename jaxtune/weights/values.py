@@ -214,7 +214,7 @@ def _adapter_tensors(model: Model, config: Config) -> tuple[dict[str, hf.Target]
     """The targets and tensors of lora.path. Raises UserError unless its rank, scale and modules match the config."""
     adapter = hf.read_adapter(hf.resolve(config.lora.path or "", holds="adapter_config.json"))
     different = {key: value for key, value in adapter.options.items() if value != getattr(config.lora, key)}
-    if bool(whole := adapter.chosen["modules_to_save"]) != bool(config.lora.modules_to_save):
+    if bool(whole := adapter.module_options["modules_to_save"]) != bool(config.lora.modules_to_save):
         different["modules_to_save"] = whole
     if different:
         ours = ", ".join(f"lora.{key}={getattr(config.lora, key)!r}" for key in different)
@@ -232,7 +232,11 @@ def _adapter_tensors(model: Model, config: Config) -> tuple[dict[str, hf.Target]
     for parameter in model.frozen.values():
         lora = parameter.treatment.adapter
         for module in (loaded.get(place.name, place.name).removesuffix(".weight") for place in parameter.places):
-            if isinstance(lora, LoRA) and module in adapter.modules and adapter.of_module(module) != lora.exported:
+            if (
+                isinstance(lora, LoRA)
+                and module in adapter.modules
+                and adapter.of_module(module) != lora.exported_rank_alpha
+            ):
                 raise UserError(
                     f"lora.rank_pattern and alpha_pattern give {module} rank {lora.rank} and alpha {lora.alpha:g}, but "
                     f"the adapter in {config.lora.path} has {adapter.of_module(module)}"
@@ -338,7 +342,7 @@ def config_for_model(name: str, config: Config) -> Config:
         if adapter.base_model is None:
             raise UserError(f"{name} does not name the model that it adapts (base_model_name_or_path)")
         base, revision = adapter.base_model, adapter.revision  # base_model_name_or_path
-        lora = LoraOptions(enabled=True, path=name, **adapter.options, **adapter.chosen)
+        lora = LoraOptions(enabled=True, path=name, **adapter.options, **adapter.module_options)
         quant = config.quant
         if adapter.labels:
             model = dataclasses.replace(model, head="classification", num_labels=adapter.labels)

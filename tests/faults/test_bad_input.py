@@ -106,10 +106,10 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tokenizer, tmp_path, good, b
         tokenize(entries, tokenizer, tmp_path / "cache")
     assert len(str(raised.value)) < 500
     documents = tokenize(entries, tokenizer, tmp_path / "cache", "skip")
-    assert len(documents) == 3 and documents.skipped == 1
+    assert len(documents) == 3 and documents.skipped_samples == 1
     assert "1 sample skipped" in documents.losses[0] and f"{file}:3" in documents.losses[0]
     again = tokenize(entries, tokenizer, tmp_path / "cache", "skip")  # from the cache
-    assert again.skipped == 1 and again.losses == documents.losses
+    assert again.skipped_samples == 1 and again.losses == documents.losses
 
 
 LABELS = {
@@ -158,7 +158,7 @@ def test_a_sample_without_its_label_or_text_is_named(tokenizer, tmp_path):
     with pytest.raises(UserError, match=rf"{file}:2: missing column 'label' \(target_column\); it has text"):
         read_label_names(entries)
     assert read_label_names(entries, on_bad_row="skip") == ("bad", "good")
-    assert tokenize(entries, tokenizer, tmp_path / "cache", "skip", ("bad", "good")).skipped == 2
+    assert tokenize(entries, tokenizer, tmp_path / "cache", "skip", ("bad", "good")).skipped_samples == 2
 
 
 def test_the_first_of_the_skipped_samples_are_listed(tokenizer, tmp_path):
@@ -355,7 +355,7 @@ def test_a_bad_file_among_good_ones_is_skipped_and_counted(tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"b\.py: not UTF-8"):
         tokenize((Dataset(path=str(folder)),), tokenizer, tmp_path / "cache")
     documents = tokenize((Dataset(path=str(folder)),), tokenizer, tmp_path / "cache", "skip")
-    assert len(documents) == 2 and documents.skipped == 1
+    assert len(documents) == 2 and documents.skipped_samples == 1
 
 
 def test_bad_rows_of_a_table_are_named_by_row(tokenizer, tmp_path):

@@ -4,14 +4,14 @@ import re
 
 from jaxtune.config.foreign import DIALECTS, ForeignOption, Translation, table
 from jaxtune.config.sources import yaml_file
-from jaxtune.errors import counted
+from jaxtune.errors import format_count
 from jaxtune.option_field import Problem
 
 
 def refusal(path: str, translation: Translation) -> str:
     """Return the error for a file with problems: each option in the way, and what to write instead."""
     texts = [f"{problem.text} -> {_remedy(problem, translation.dialect)}" for problem in translation.problems]
-    return "\n  ".join([f"{path}: does not run as it is; change {counted(len(texts), 'option')}:", *texts])
+    return "\n  ".join([f"{path}: does not run as it is; change {format_count(len(texts), 'option')}:", *texts])
 
 
 def origins(translation: Translation, written: yaml_file.YamlFile, message: str) -> list[str]:

@@ -44,15 +44,15 @@ def _without_decoding(samples: Any) -> Any:
         return samples.decode(False)
     from datasets import Image
 
-    def undecoded(feature: Any) -> Any:
+    def without_decoding(feature: Any) -> Any:
         if isinstance(feature, Image):
             return Image(decode=False)
         inner = getattr(feature, "feature", None)  # of a list
-        return type(feature)(undecoded(inner)) if isinstance(inner, Image) else feature
+        return type(feature)(without_decoding(inner)) if isinstance(inner, Image) else feature
 
     for name, feature in samples.features.items():
-        if undecoded(feature) is not feature:
-            samples = samples.cast_column(name, undecoded(feature))
+        if without_decoding(feature) is not feature:
+            samples = samples.cast_column(name, without_decoding(feature))
     return samples
 
 

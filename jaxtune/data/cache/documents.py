@@ -44,7 +44,7 @@ from jaxtune.data.cache.tokenising import Tokeniser
 from jaxtune.data.formats.units import Documents, TokenisedDataset
 from jaxtune.data.images.image_reader import ImageReader
 from jaxtune.data.reading import sources
-from jaxtune.errors import UserError, counted, hide_secrets
+from jaxtune.errors import UserError, format_count, hide_secrets
 from jaxtune.tokenizer_type import Tokenizer
 
 log = logging.getLogger("jaxtune")
@@ -135,7 +135,9 @@ def prepare_shard(
             shard_parts = range(shard[0], count, shard[1])
             documents = sum(read_summary(parts_of(folder) / str(part))["documents"] for part in shard_parts)
             existing = sum((parts_of(folder) / str(part)).exists() for part in range(count))
-            made = f"{counted(documents, 'document')} in the {len(shard_parts)} parts of shard {shard[0]}/{shard[1]}"
+            made = (
+                f"{format_count(documents, 'document')} in the {len(shard_parts)} parts of shard {shard[0]}/{shard[1]}"
+            )
             lines.append(f"{source.name}: {made}; of all {count} parts {existing} are there")
     return lines
 

@@ -29,7 +29,7 @@ from jaxtune.data.formats.preferences import add_mismatched_answers
 from jaxtune.data.formats.units import Unit
 from jaxtune.data.reading import sources
 from jaxtune.data.reading.readers import size_of
-from jaxtune.errors import UserError, counted
+from jaxtune.errors import UserError, format_count
 
 log = logging.getLogger("jaxtune")
 
@@ -215,8 +215,8 @@ class _Problems:
     def raise_refused(self):
         if self.count:
             raise UserError(
-                f"{counted(self.count, 'sample')} cannot be trained on; the first: {self.first}. Fix them, or leave "
-                "them out with data.on_bad_row='skip'"
+                f"{format_count(self.count, 'sample')} cannot be trained on; the first: {self.first}. Fix them, or "
+                "leave them out with data.on_bad_row='skip'"
             )
 
 
@@ -276,7 +276,7 @@ def _join(
     longer = sum(summary["longer"] for summary in summaries)
     skipped = sum(summary["skipped"] for summary in summaries)
     first = list(itertools.chain.from_iterable(summary["first"] for summary in summaries))[:_LISTED]
-    left_out = f"{counted(longer, 'document')} of more than {tokeniser.entry.max_tokens} tokens left out"
+    left_out = f"{format_count(longer, 'document')} of more than {tokeniser.entry.max_tokens} tokens left out"
     if not any(summary["documents"] for summary in summaries):
         shutil.rmtree(parts[0].parent)
         why = f"; {left_out}" if longer else ""
@@ -295,7 +295,7 @@ def _join(
                 temporary, add_mismatched_answers(units, name) if paired else units, tokeniser.columns
             )
         template_notes = dict.fromkeys(line for each in summaries for line in each["said"])
-        counts = f"{counted(summary['documents'], 'document')} of {summary['tokens']:,} tokens"
+        counts = f"{format_count(summary['documents'], 'document')} of {summary['tokens']:,} tokens"
         notes = [f"{name}: {tokeniser.form}, {counts}", *source_notes, *(f"{name}: {line}" for line in template_notes)]
         losses = []
         if across := sum(summary["across"] for summary in summaries):
@@ -303,7 +303,7 @@ def _join(
             notes.append(f"{name}: {say_across(across, example)}")
         if skipped:
             more = ["..."] if skipped > _LISTED else []
-            losses.append("\n  ".join([f"{counted(skipped, 'sample')} skipped:", *first, *more]))
+            losses.append("\n  ".join([f"{format_count(skipped, 'sample')} skipped:", *first, *more]))
         if longer:
             losses.append(f"{name}: {left_out}")
         if unused := dict.fromkeys(column for each in summaries for column in each["unused"]):

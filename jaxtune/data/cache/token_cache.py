@@ -93,7 +93,7 @@ def write(folder: Path, units: Iterable[Unit], columns: tuple[Column, ...] = ())
     # If each unit is one document, the key is the same as in checkpoints from before there were units.
     if len(sizes) < len(lengths):
         content.update(np.array(sizes, np.int64).tobytes())
-    if (stored_images := images.stored()) is not None:
+    if (stored_images := images.to_arrays()) is not None:
         for name, values in vars(stored_images).items():
             np.save(folder / f"images.{name}.npy", values)
             if name in ("first", "grids"):  # places change when the files are moved
@@ -178,7 +178,7 @@ class _ImageArrays:
             self._places += image.place.encode()
             self._ends.append(len(self._places))
 
-    def stored(self) -> StoredImages | None:
+    def to_arrays(self) -> StoredImages | None:
         """Return the arrays; None if no document has an image."""
         if not self._ends:
             return None
@@ -228,7 +228,7 @@ def gather_units(units: Sequence[Unit], name: str, columns: tuple[Column, ...] =
         skipped=0,
         notes=(),
         places=tuple(unit.where for unit in units[:_PLACES]),
-        images=images.stored(),
+        images=images.to_arrays(),
     )
 
 

@@ -17,7 +17,7 @@ from jaxtune.data.formats.preferences import cut_prompt
 from jaxtune.data.formats.units import Unit
 from jaxtune.data.images.image_reader import ImageReader
 from jaxtune.data.reading.readers import Sample, folder_of
-from jaxtune.errors import UserError, counted
+from jaxtune.errors import UserError, format_count
 from jaxtune.tokenizer_type import Tokenizer
 
 Items = list[tuple[str, Sample] | UserError]
@@ -248,7 +248,7 @@ class Tokeniser:
             tokens = int(np.count_nonzero(document.tokens == layout.token))
             if tokens != (wanted := sum(image.patches for image in document.images) // layout.merge**2):
                 return UserError(
-                    f"{where}: {counted(tokens, 'image token')}, and {wanted} for its images: a text may not hold "
+                    f"{where}: {format_count(tokens, 'image token')}, and {wanted} for its images: a text may not hold "
                     "image tokens of its own"
                 )
         return None

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from jaxtune.data.chat.messages import Message, clip
 from jaxtune.data.chat.sandbox import MARKS
-from jaxtune.errors import UserError, counted
+from jaxtune.errors import UserError, format_count
 
 _REFERENCE, _BOX = "<ref-object>", "<bbox>"
 _PIXELS = ("qwen2_5_vl",)  # families that are trained on pixels of the resized image; others on thousandths
@@ -53,7 +53,7 @@ def fill_boxes(
     for placeholder, listed in values.items():
         count = sum(message["content"].count(placeholder) for message in messages)
         if count not in (0, len(listed)):  # without any, the objects are not used
-            raise UserError(f"{counted(count, 'placeholder')} {placeholder} for {len(listed)} in column 'objects'")
+            raise UserError(f"{format_count(count, 'placeholder')} {placeholder} for {len(listed)} in column 'objects'")
     of_qwen = {
         _REFERENCE: ("<|object_ref_start|>", "<|object_ref_end|>"),
         _BOX: ("<|box_start|>", "<|box_end|>"),
@@ -97,7 +97,7 @@ def _scaled(box: Any, image: Any, sizes: Sequence[Any], kind: str, scale: Scale)
     if not (isinstance(box, list) and len(box) in (2, 4) and all(map(_is_number, box))):
         raise UserError(f"objects: a box is [x1, y1, x2, y2] or [x, y], found {clip(repr(box))}")
     if not isinstance(image, int) or not 0 <= image < len(sizes):
-        raise UserError(f"objects: image_id {image!r}, and the sample has {counted(len(sizes), 'image')}")
+        raise UserError(f"objects: image_id {image!r}, and the sample has {format_count(len(sizes), 'image')}")
     (height, width), (new_height, new_width) = sizes[image]
     if kind == "norm1":
         height = width = 1

@@ -13,7 +13,7 @@ from jaxtune.data.chat.sandbox import IMAGE
 from jaxtune.data.formats.boxes import Scale, default_scale, fill_boxes
 from jaxtune.data.images.image_reader import ImageReader
 from jaxtune.data.images.placeholders import find_placeholder
-from jaxtune.errors import UserError, counted
+from jaxtune.errors import UserError, format_count
 from jaxtune.image_layout import ImageRef
 from jaxtune.tokenizer_type import Tokenizer
 
@@ -79,8 +79,9 @@ class ImageMessages:
         unchosen = [image for i, image in enumerate(listed) if i not in chosen]
         if (placeholders := sources.count(None)) != len(unchosen):
             raise UserError(
-                f"{counted(placeholders, 'placeholder')} for {counted(len(unchosen), 'image')}: each image of the "
-                f"column {' or '.join(map(repr, COLUMNS))} needs one {PLACEHOLDER} in a message, where it belongs"
+                f"{format_count(placeholders, 'placeholder')} for {format_count(len(unchosen), 'image')}: each image "
+                f"of the column {' or '.join(map(repr, COLUMNS))} needs one {PLACEHOLDER} in a message, where it "
+                "belongs"
             )
         rest = iter(unchosen)
         sources = [source if i is None else listed[i] for source, i in zip(sources, chosen)]
@@ -95,8 +96,9 @@ class ImageMessages:
         written, text = self._placeholder.written, rendered.text
         if (count := text.count(written)) != len(images):
             raise UserError(
-                f"the rendered text has {written} {counted(count, 'time')} for {counted(len(images), 'image')}: the "
-                "text of a message may not hold it, and the chat template must write it for each image"
+                f"the rendered text has {written} {format_count(count, 'time')} for "
+                f"{format_count(len(images), 'image')}: the text of a message may not hold "
+                "it, and the chat template must write it for each image"
             )
         # `holes`: (start, end, length of the expanded text) of the placeholders, with the texts around them.
         pieces, holes, start = [], [], 0
@@ -132,7 +134,7 @@ def _index(source: Any, count: int) -> int | None:
         return None
     index = source["index"]
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < count:
-        raise UserError(f"an image has index {index!r}, and the sample lists {counted(count, 'image')}, from 0")
+        raise UserError(f"an image has index {index!r}, and the sample lists {format_count(count, 'image')}, from 0")
     return index
 
 

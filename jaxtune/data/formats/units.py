@@ -150,7 +150,7 @@ class Documents:
         return content.hexdigest()
 
     @property
-    def skipped(self) -> int:
+    def skipped_samples(self) -> int:
         """Samples left out under data.on_bad_row='skip'."""
         return sum(part.skipped for part in self.parts)
 

@@ -17,7 +17,7 @@ from jaxtune.data.rows.loader import batches
 from jaxtune.data.rows.packed_rows import Counts, Rows
 from jaxtune.data.rows.splits import open_documents, open_validation
 from jaxtune.data.rows.streams import Stream
-from jaxtune.errors import UserError, counted
+from jaxtune.errors import UserError, format_count
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import data_shards
 
@@ -126,7 +126,10 @@ def open_feed(
         log.info("data: %s", rows.counts)
         total_steps = train.max_steps or count_steps(rows.total(train.epochs), rows_per_step, data.drop_last)
     log.info(
-        "%s of %s of %s", counted(total_steps, "step"), counted(rows_per_step, "row"), counted(data.seq_len, "token")
+        "%s of %s of %s",
+        format_count(total_steps, "step"),
+        format_count(rows_per_step, "row"),
+        format_count(data.seq_len, "token"),
     )
     eval_rows = rows_to_evaluate(eval_documents, config, columns)
     # With data.validation_split both come from the same sources, and their losses are logged once.
@@ -176,5 +179,5 @@ def count_steps(rows: int, rows_per_step: int, drop_last: bool) -> int:
     steps, left_out = divmod(rows, rows_per_step)
     if not steps:
         raise UserError(f"data.drop_last: a step is {rows_per_step} rows, and there are only {rows}")
-    log.info("data.drop_last leaves out %s of the last epoch", counted(left_out, "row"))
+    log.info("data.drop_last leaves out %s of the last epoch", format_count(left_out, "row"))
     return steps

@@ -22,7 +22,7 @@ from jaxtune.config.schema import DataOptions
 from jaxtune.data.formats.units import Documents
 from jaxtune.data.rows.packing import Patches, Pieces, RowPlan, cut_to_rows, plan
 from jaxtune.data.rows.row_images import put_image_tokens, put_patches
-from jaxtune.errors import UserError, counted
+from jaxtune.errors import UserError, format_count
 
 Row = dict[str, np.ndarray]
 
@@ -73,16 +73,17 @@ class Counts:
         trained = f" ({self.target_tokens:,} trained)" if self.target_tokens else ""
         seen = over = ""
         if self.images:
-            patches = f"{self.patches:,} patches of {counted(self.images, 'image')}"
+            patches = f"{self.patches:,} patches of {format_count(self.images, 'image')}"
             seen = f" of tokens and {self.patch_fill:.1%} full of {patches}"
         if self.dropped_for_patches:
             over = f" ({self.dropped_for_patches:,} for their patches)"
         return (
-            f"{counted(self.documents, 'document')}, {self.tokens:,} tokens{trained} in {counted(self.rows, 'row')}, "
-            f"{self.fill:.1%} full{seen}; {counted(self.split_documents, 'document')} split, "
+            f"{format_count(self.documents, 'document')}, {self.tokens:,} tokens{trained} in "
+            f"{format_count(self.rows, 'row')}, {self.fill:.1%} full{seen}; "
+            f"{format_count(self.split_documents, 'document')} split, "
             f"{self.truncated_documents:,} truncated by {self.truncated_tokens:,} tokens, "
             f"{self.dropped_documents:,} dropped{over} with {self.dropped_tokens:,} tokens, "
-            f"{counted(self.skipped_samples, 'bad sample')} skipped"
+            f"{format_count(self.skipped_samples, 'bad sample')} skipped"
         )
 
 
@@ -255,7 +256,7 @@ class Rows:
             truncated_tokens=int((lengths[cut] - seq_len).sum()),
             dropped_documents=int(np.count_nonzero(dropped)),
             dropped_tokens=int(lengths[dropped].sum()),
-            skipped_samples=documents.skipped,
+            skipped_samples=documents.skipped_samples,
             rows=rows,
             fill=float(self._length.sum() / (rows * seq_len)),
         )

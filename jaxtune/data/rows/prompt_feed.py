@@ -19,7 +19,7 @@ from jaxtune.data.formats.prompts import Prompt, RowTools, read_prompts
 from jaxtune.data.rows.feed import count_steps
 from jaxtune.data.rows.packing import stable_permutation
 from jaxtune.data.rows.splits import validation_seed
-from jaxtune.errors import UserError, counted
+from jaxtune.errors import UserError, format_count
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.tokenizer_type import Tokenizer
 
@@ -137,8 +137,8 @@ def open_prompts(
     for line in say_template(tokenizer, config.chat, masks=False):
         log.info("data: %s", line)
     per_step = completions // config.answers_per_prompt
-    steps, prompts_of_a_step = counted(feed.total_steps, "step"), counted(per_step, "prompt")
-    log.info("%s of %s, each completed %s", steps, prompts_of_a_step, counted(config.answers_per_prompt, "time"))
+    steps, prompts_of_a_step = format_count(feed.total_steps, "step"), format_count(per_step, "prompt")
+    log.info("%s of %s, each completed %s", steps, prompts_of_a_step, format_count(config.answers_per_prompt, "time"))
     return feed
 
 

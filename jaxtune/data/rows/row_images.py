@@ -7,7 +7,7 @@ from jaxtyping import Int
 
 from jaxtune.columns import IMAGE_PLACE, KEY_END, ROPE_POSITIONS
 from jaxtune.data.images.image_reader import ImageReader
-from jaxtune.errors import UserError, counted
+from jaxtune.errors import UserError, format_count
 from jaxtune.image_layout import ImageLayout, ImageRef, order_blocks, patch_positions
 
 
@@ -62,8 +62,8 @@ def put_image_tokens(
         image_tokens = np.flatnonzero(tokens == layout.token)
         embeddings = sum(image.patches for image in images) // block
         if len(image_tokens) != embeddings:
-            made = counted(embeddings, "embedding")
-            raise UserError(f"{counted(len(image_tokens), 'image token')}, but the images become {made}")
+            made = format_count(embeddings, "embedding")
+            raise UserError(f"{format_count(len(image_tokens), 'image token')}, but the images become {made}")
         for image in images:
             of_image = image_tokens[taken : (taken := taken + image.patches // block)]
             rows, columns = (side // layout.merge for side in image.grid)

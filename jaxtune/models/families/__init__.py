@@ -96,8 +96,8 @@ def _with_tower(spec: ModelSpec, config: Entries) -> ModelSpec:
             f"them for the decoder's first layers; the decoder has {spec.hidden} features and {len(spec.layers)} layers"
         )
     mixers = [one for layer in spec.layers for one in layer.mixers if isinstance(one, Heads)]
-    for rope, rotated in {(one.rope, one.rotated) for one in mixers if one.rope is not None and one.rope.axes}:
-        _check_axes(rope, int(rotated * rope.fraction))
+    for rope, rope_dim in {(one.rope, one.rope_dim) for one in mixers if one.rope is not None and one.rope.axes}:
+        _check_axes(rope, int(rope_dim * rope.fraction))
     return dataclasses.replace(spec, vision=vision)
 
 

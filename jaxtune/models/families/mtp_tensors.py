@@ -67,9 +67,9 @@ def apart(
     module's projection and norms there. `layer` as in MtpTensors.
     """
 
-    def moved(entry: str | Tensor) -> str | Tensor:
+    def rename(entry: str | Tensor) -> str | Tensor:
         if isinstance(entry, Tensor):
-            return dataclasses.replace(entry, name=moved(entry.name), loaded=entry.loaded and moved(entry.loaded))
+            return dataclasses.replace(entry, name=rename(entry.name), loaded=entry.loaded and rename(entry.loaded))
         return entry.replace(LAYER, "mtp.layers.0.")
 
     added = {
@@ -80,7 +80,7 @@ def apart(
     }
     return MtpTensors(
         entry=entry,
-        names={name: moved(hf) for name, hf in names.items()}
+        names={name: rename(hf) for name, hf in names.items()}
         | {f"{name}.weight": f"mtp.{hf}.weight" for name, hf in added.items()},
         tensors=r"^mtp\.",
         most=1,

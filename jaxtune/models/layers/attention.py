@@ -107,12 +107,12 @@ class Attention(nnx.Module):
             both = jnp.reshape(q, (*x.shape[:2], -1, 2 * self.mixer.head_dim), out_sharding=by_token("heads", None))
             q, gate = map(merge_heads, jnp.split(both, 2, axis=-1))  # (b, s, h, 2 d) -> (b, s, hd), twice
         rotation = None if self.mixer.rope is None else inputs.rotations[self.mixer.rope, self.mixer.head_dim]
-        q, k, v = self._placed(q, "heads", self.q_norm, rotation), None, None
+        q, k, v = self._with_rope(q, "heads", self.q_norm, rotation), None, None
         if rotation is not None and rotation.query_scale is not None:
             q *= rotation.query_scale.astype(q.dtype)
         if self.mixer.takes is None:
             # Keys are rotated before `attend`, so a cache has rotated keys.
-            k = self._placed(projected[0], self.kv_axis, self.k_norm, rotation)
+            k = self._with_rope(projected[0], self.kv_axis, self.k_norm, rotation)
             v = self._by_head(projected[-1], self.kv_axis)  # if they have no projection: the keys' output
             if self.mixer.v_norm:
                 # Gemma4RMSNorm with with_scale=False: no weight.
@@ -124,7 +124,7 @@ class Attention(nnx.Module):
         y = merge_heads(attended)
         return self.o(y if gate is None else y * jax.nn.sigmoid(gate), call), cache
 
-    def _placed(
+    def _with_rope(
         self, x: Float[Array, "b s hd"], axis: str | None, norm: NormLayer | None, rotation: Rotation | None
     ) -> Float[Array, "b s h d"]:
         """Return queries or keys by head, normalised and rotated."""

@@ -78,7 +78,7 @@ class GatedDeltaNet(nnx.Module):
         qkv, z, b, a = self._project(x, call)
         kernels = tuple(conv.get_value() for conv in (self.q_conv, self.k_conv, self.v_conv))
         parameters = _Parameters(kernels, self.log_rate.get_value(), self.step_bias.get_value())
-        convolved, values = tuple(heads for heads, _ in self.net.convolved), self.net.value_heads
+        convolved, values = tuple(heads for heads, _ in self.net.convolved_heads), self.net.value_heads
         heads = (convolved, values, values), _Parameters(convolved, values, values)
         recur = partial(_recur, self.net)
         read, cache = run_recurrence(recur, (qkv, b, a), parameters, heads, inputs, cache)

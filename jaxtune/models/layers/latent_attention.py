@@ -47,9 +47,9 @@ class LatentAttention(nnx.Module):
             self.q_norm = NormLayer(latent.query_rank, LATENT_NORM)
             self.q_up = linear("q_up", queries, latent.query_rank, "heads", None)
         # kv_a_proj_with_mqa and kv_b_proj of transformers.
-        self.kv_down = linear("kv_down", latent.rank + latent.rotated, spec.hidden, None, "embed")
+        self.kv_down = linear("kv_down", latent.rank + latent.rope_dim, spec.hidden, None, "embed")
         self.kv_norm = NormLayer(latent.rank, LATENT_NORM)
-        expanded = heads.heads * (heads.head_dim - latent.rotated + latent.value_dim)
+        expanded = heads.heads * (heads.head_dim - latent.rope_dim + latent.value_dim)
         self.kv_up = linear("kv_up", expanded, latent.rank, "heads", None)
         self.o = linear("o", spec.hidden, heads.heads * latent.value_dim, "embed", "heads")
 
@@ -69,11 +69,11 @@ class LatentAttention(nnx.Module):
         kv = self.kv_up(self.kv_norm(kv), call)
         # kv_up's rows are, head by head, the key's features without rope and then the value's.
         q, kv, key = self._by_head(q), self._by_head(kv), key[:, :, None]  # key: (b, s, 1, rotated features)
-        plain = head_dim - latent.rotated  # qk_nope_head_dim in config.json
+        plain = head_dim - latent.rope_dim  # qk_nope_head_dim in config.json
         (q, q_rotated), (k, v) = (jnp.split(both, [plain], axis=-1) for both in (q, kv))
         query_scale = None
         if (rope := self.heads.rope) is not None:
-            rotation = inputs.rotations[rope, latent.rotated]
+            rotation = inputs.rotations[rope, latent.rope_dim]
             turn, query_scale = partial(rotate, rope=rope, rotation=rotation), rotation.query_scale
             q_rotated, key = turn(q_rotated), turn(key)
         key = jnp.broadcast_to(key, q_rotated.shape, out_sharding=by_token("heads", None))

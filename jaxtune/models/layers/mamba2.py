@@ -43,7 +43,7 @@ class Mamba2Mixer(nnx.Module):
     def __init__(self, spec: ModelSpec, layer: Layer, net: Mamba2):
         self.net, self.epsilon = net, spec.norm.epsilon
         init, ones = nnx.initializers.normal(spec.initializer_range), nnx.initializers.ones
-        inner, keys, _ = (heads * size for heads, size in net.convolved)
+        inner, keys, _ = (heads * size for heads, size in net.convolved_heads)
         self.group_axis = None if net.groups_whole else "kv_heads"  # None: B and C are not sharded
         axes = {"z": "heads", "x": "heads", "b": self.group_axis, "c": self.group_axis, "dt": "heads"}
         sizes = {"z": inner, "x": inner, "b": keys, "c": keys, "dt": net.heads}
@@ -79,7 +79,7 @@ class Mamba2Mixer(nnx.Module):
             tuple(bias and bias.get_value() for bias in (self.x_conv_bias, self.b_conv_bias, self.c_conv_bias)),
             *(one.get_value() for one in (self.log_rate, self.step_bias, self.skip)),
         )
-        convolved, count = tuple(heads for heads, _ in self.net.convolved), self.net.heads
+        convolved, count = tuple(heads for heads, _ in self.net.convolved_heads), self.net.heads
         heads = (convolved, count), _Parameters(convolved, convolved, count, count, count)
         recur = partial(_recur, self.net)
         y, cache = run_recurrence(recur, (tuple(xbc), dt), parameters, heads, inputs, cache)

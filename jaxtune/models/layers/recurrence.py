@@ -37,7 +37,7 @@ ROWS_BEGIN = RecurrentCache((None, None, None), None)
 
 def memory(net: DeltaNet | Mamba2, batch: int, dtype: jnp.dtype) -> RecurrentCache:
     """Return shapes and dtypes of a layer's cache, which is zero before the first token."""
-    tails = (jax.ShapeDtypeStruct((batch, net.kernel - 1, heads * size), dtype) for heads, size in net.convolved)
+    tails = (jax.ShapeDtypeStruct((batch, net.kernel - 1, heads * size), dtype) for heads, size in net.convolved_heads)
     return RecurrentCache(tuple(tails), jax.ShapeDtypeStruct((batch, *net.state_shape), jnp.float32))
 
 
@@ -101,7 +101,9 @@ def convolve_heads(
     convolved = [
         convolve(x, kernel, positions, bias, tail) for x, kernel, bias, tail in zip(xs, kernels, biases, tails)
     ]
-    by_head = [jax.nn.silu(y).reshape(*y.shape[:2], -1, size) for (y, _), (_, size) in zip(convolved, net.convolved)]
+    by_head = [
+        jax.nn.silu(y).reshape(*y.shape[:2], -1, size) for (y, _), (_, size) in zip(convolved, net.convolved_heads)
+    ]
     return by_head, tuple(tail for _, tail in convolved)
 
 

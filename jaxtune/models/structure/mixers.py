@@ -57,13 +57,13 @@ class Latent:
     Attributes:
         rank: features of the latent of keys and values.
         query_rank: features of the latent of queries; None: queries are projected directly from the layer's input.
-        rotated: how many of a head's features, the last ones, rope rotates; all heads share the rotated key.
+        rope_dim: how many of a head's features, the last ones, rope rotates; all heads share the rotated key.
         value_dim: features of a value head, at most as many as a key head has.
     """
 
     rank: int
     query_rank: int | None
-    rotated: int
+    rope_dim: int
     value_dim: int
 
 
@@ -120,9 +120,9 @@ class Heads:
             raise ValueError(f"latent attention does not keep or take keys and values, and no layer does both: {self}")
 
     @property
-    def rotated(self) -> int:
+    def rope_dim(self) -> int:
         """The number of a head's features that `rope` is applied to; it rotates a `fraction`."""
-        return self.head_dim if self.latent is None else self.latent.rotated
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
 
 class RandomSteps(NamedTuple):
@@ -168,7 +168,7 @@ class DeltaNet:
     steps: RandomSteps | None = None
 
     @property
-    def convolved(self) -> tuple[tuple[int, int], ...]:
+    def convolved_heads(self) -> tuple[tuple[int, int], ...]:
         """The numbers of heads of queries, keys and values, each with the features of a head."""
         return (self.key_heads, self.key_dim), (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)
 
@@ -217,7 +217,7 @@ class Mamba2:
             raise ValueError(f"all groups need the same number of heads: {self}")
 
     @property
-    def convolved(self) -> tuple[tuple[int, int], ...]:
+    def convolved_heads(self) -> tuple[tuple[int, int], ...]:
         """The numbers of heads of x, and of groups of B and C, each with the features of one."""
         return (self.heads, self.head_dim), (self.groups, self.state), (self.groups, self.state)
 

@@ -89,7 +89,7 @@ class Tower(nnx.Module):
     def _inputs(self, columns: Mapping[str, Array], call: ForwardOptions) -> Inputs:
         """Return the inputs that all layers of the tower share."""
         mixers = dict.fromkeys(mixer for layer in self.vision.layers for mixer in layer.mixers)
-        ropes = dict.fromkeys((one.rope, one.rotated) for one in mixers if isinstance(one, Heads) and one.rope)
+        ropes = dict.fromkeys((one.rope, one.rope_dim) for one in mixers if isinstance(one, Heads) and one.rope)
         rotations = {(rope, width): rotation(rope, width, columns["patch_positions"]) for rope, width in ropes}
         ends = columns["patch_end"]
         attend = attend_packed(columns["patch_start"], call, key_end=ends)

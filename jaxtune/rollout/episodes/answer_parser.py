@@ -64,7 +64,7 @@ def _tags(match: re.Match[str], schemas: Schemas) -> Calls:
     pairs = re.findall(_PARAMETER, match["arguments"], re.DOTALL) or re.findall(
         _ARGUMENT, match["arguments"], re.DOTALL
     )
-    return [(name, {key: _typed(value, schemas.get(name, {}).get(key, {})) for key, value in pairs})]
+    return [(name, {key: _parse_value(value, schemas.get(name, {}).get(key, {})) for key, value in pairs})]
 
 
 def _python(match: re.Match[str], schemas: Schemas) -> Calls:
@@ -88,7 +88,7 @@ def _named(call: Any) -> tuple[str, Any]:
     return call["name"], {} if arguments is None else arguments
 
 
-def _typed(text: str, schema: Mapping[str, Any]) -> Any:
+def _parse_value(text: str, schema: Mapping[str, Any]) -> Any:
     if schema.get("type") == "string":
         return text
     try:

@@ -68,7 +68,9 @@ class VerifiersEpisode:
         asked = await self._next()
         if asked is None:
             return None, None, True
-        if [_shown(message) for message in asked[0][:before]] != [_shown(message) for message in self._conversation]:
+        if [_parts_known_to_both(message) for message in asked[0][:before]] != [
+            _parts_known_to_both(message) for message in self._conversation
+        ]:
             raise ValueError("the environment rewrites earlier messages; tokens of an episode are only appended to")
         self._conversation = asked[0]
         return asked[0][before:], None, False
@@ -153,7 +155,7 @@ def _plain(message: Any, names: dict[str, str]) -> Message:
     return plain
 
 
-def _shown(message: Message) -> Sequence[Any]:
+def _parts_known_to_both(message: Message) -> Sequence[Any]:
     """Return the parts of a message that both sides know."""
     return message["role"], message["content"], message.get("tool_calls") or []
 

@@ -289,7 +289,7 @@ def test_a_bad_sample_is_an_error_with_its_line_or_counted(message, read):
     with pytest.raises(UserError, match=rf"data\.jsonl:2: .*{message}"):
         read(good, BAD[message])
     documents, _ = read(good, BAD[message], good, skip=True)
-    assert len(documents) == 2 and documents.skipped == 1 and len(documents.images(1)) == 2
+    assert len(documents) == 2 and documents.skipped_samples == 1 and len(documents.images(1)) == 2
 
 
 def test_a_part_names_an_image_by_its_index(read, tmp_path):

@@ -61,7 +61,7 @@ def files(cache: Path) -> dict[str, bytes]:
 def expected(entry, tokenizer, tmp_path):
     """Return the files that one process writes in one go, skipping bad lines."""
     documents = tokenize((entry,), tokenizer, tmp_path / "whole", "skip")
-    assert documents.skipped == 3 and "3 samples skipped" in documents.losses[0]
+    assert documents.skipped_samples == 3 and "3 samples skipped" in documents.losses[0]
     assert documents.losses[1].endswith("2 columns are not used: 'id', 'text'")
     return files(tmp_path / "whole")
 

@@ -131,7 +131,7 @@ def test_a_tool_answers_and_only_sampled_tokens_are_trained(tokenizer, file):
     assert complete.asked[1][0] == [[*episode.prompt.tokens, *episode.tokens[: -len("7") - 1]]]
     assert complete.asked[1][1:] == [[0], [len(episode.tokens) - 2]]
     assert made.rewards.tolist() == [1, 0] and made.completions[0].finished
-    assert made.completions[0].sampled == [not seen for seen in episode.observed]
+    assert made.completions[0].sampled_mask == [not seen for seen in episode.observed]
     assert episode.log_probs == [0.0 if seen else -0.5 for seen in episode.observed]
     assert '"name": "add"' in tokenizer.decode(episode.prompt.tokens)
     assert [message["role"] for message in episode.messages] == ["assistant", "tool", "assistant"]
@@ -221,7 +221,7 @@ def test_a_game_of_several_turns_that_fails_costs_its_episode(tokenizer, file, c
     episodes, _, made = play(tokenizer, options, rows, script)
     assert made.each["Guess"].tolist() == pytest.approx([0.9, np.nan, np.nan, -0.3], nan_ok=True)
     assert [episode.failed for episode in episodes] == [False, True, True, False]
-    assert not any(made.completions[1].sampled) and len(made.completions[1].tokens) == 10
+    assert not any(made.completions[1].sampled_mask) and len(made.completions[1].tokens) == 10
     observed = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert parts(tokenizer, episodes[0])[1] == (observed, True)
     assert "ValueError: invalid literal" in caplog.text and "took more than 0.3 seconds" in caplog.text
