@@ -27,7 +27,7 @@ from jaxtune.inference.decisions import DECISION_FILE, evaluated_temperatures, w
 from jaxtune.lora.lora import LoRA
 from jaxtune.models import families
 from jaxtune.models.decoder import Parameters
-from jaxtune.models.parameters import Parameter
+from jaxtune.models.parameters import Parameter, loaded_names
 from jaxtune.models.places import Place
 from jaxtune.parallel import multihost
 from jaxtune.quant.options import served_as
@@ -192,7 +192,11 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
 
     every = model.trained | model.starts
     written = {name: _with_start(p) for name, p in every.items() if not name.endswith("_start")}
-    tensors = list(_tensors(model, written, jnp.dtype(config.lora.dtype), value, {}))
+    loaded = loaded_names(model.base.spec)  # of modules that are trained whole, and of biases
+    tensors = [
+        tensor._replace(name=loaded.get(tensor.name, tensor.name))
+        for tensor in _tensors(model, written, jnp.dtype(config.lora.dtype), value, {})
+    ]
     lora, base = config.lora, _absolute(config.model.path or "")
     rank, alpha = LoRA(lora.rank, lora.alpha, lora.use_rslora, init=lora.init).exported_rank_alpha
     lora = dataclasses.replace(lora, rank=rank, alpha=alpha)

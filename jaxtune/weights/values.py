@@ -243,8 +243,10 @@ def _adapter_tensors(model: Model, config: Config) -> tuple[dict[str, hf.Target]
                 )
     targets = {name: _target(model, parameter) for name, parameter in wanted.items()}
     complaint = f"the tensors in {config.lora.path} do not fit adapters of this model:"
-    hf.check_tensors(complaint, adapter.tensors, targets, lambda name: False)
-    return targets, adapter.tensors
+    in_files = {new: name for name, new in loaded.items()}
+    tensors = {in_files.get(name, name): source for name, source in adapter.tensors.items()}
+    hf.check_tensors(complaint, tensors, targets, lambda name: False)
+    return targets, tensors
 
 
 @dataclass(frozen=True)
