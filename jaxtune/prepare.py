@@ -19,7 +19,7 @@ if __name__ == "__main__":  # parse flags and recipe before the slow imports bel
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -47,7 +47,7 @@ from jaxtune.data.formats.sample_formats import IGNORED_LABEL
 from jaxtune.data.images.image_files import describe_place
 from jaxtune.data.images.image_reader import ImageReader, open_reader
 from jaxtune.errors import UserError
-from jaxtune.image_layout import ImageLayout
+from jaxtune.image_layout import ImageLayout, ImageRef
 from jaxtune.rollout.episodes.toolbox import load_functions
 from jaxtune.weights.architecture import spec_of
 from jaxtune.weights.class_labels import resolve_labels
@@ -88,7 +88,7 @@ def describe(
             seen.append(token)
             text.append(f"({token}|{token if trained else IGNORED_LABEL}|{weight:g}) ", f"{style} dim")
     text.append(f"\n  ... and {whole - length} tokens more" if whole > length else "", "dim")
-    for line in _describe_images(documents, i):
+    for line in _describe_images(documents.read(i, 0, whole)[0], documents.images(i), documents.layout):
         text.append("\n  image   | ", "dim").append(line, STYLES[False])
     if OPTION_SHARES.name in documents.parts[int(documents.part_of[i])].columns:
         shares = documents.values(OPTION_SHARES.name, i, 0, whole)
@@ -109,14 +109,14 @@ def _choose(documents: Documents, count: int) -> list[int]:
     return [i for i in alternating if i is not None][:count]
 
 
-def _describe_images(documents: Documents, i: int) -> Iterator[str]:
-    """Yield a line about each image of document i: its place, its size, and where its tokens are."""
-    layout = documents.layout
+def _describe_images(
+    tokens: Sequence[int] | np.ndarray, images: Sequence[ImageRef], layout: ImageLayout | None
+) -> Iterator[str]:
+    """Yield a line about each image of a document: its place, its size, and where its tokens are."""
     if layout is None:
         return
-    tokens, _ = documents.read(i, 0, int(documents.lengths[i]))
-    positions, end = np.flatnonzero(tokens == layout.token), 0
-    for image in documents.images(i):
+    positions, end = np.flatnonzero(np.asarray(tokens) == layout.token), 0
+    for image in images:
         start, end = end, end + image.patches // layout.merge**2
         height, width = (side * layout.patch for side in image.grid)
         size = f"{width}x{height} pixels after preprocessing, {image.patches:,} patches"
@@ -169,13 +169,16 @@ def run_command(values: flags.FlagValues, config: Config) -> None:
             console.print(line, markup=False)
         return
     if config.samples:
-        train, validation = open_prompt_sets(config, tokenizer, load_functions(config).row_tools)
+        train, validation = open_prompt_sets(config, tokenizer, load_functions(config).row_tools, images)
         validating = f", {len(validation):,} to validate with" if validation else ""
         for line in say_template(tokenizer, config.chat, masks=False):
             console.print(line, markup=False)
         console.print(f"prompts: {len(train):,}, {sum(len(prompt.tokens) for prompt in train):,} tokens{validating}")
         for i, prompt in enumerate(train[: values.show]):
-            console.print(Text(f"\nprompt {i}: {_in_a_line(tokenizer, prompt.tokens, [])}"))
+            layout = None if images is None else images.layout
+            console.print(Text(f"\nprompt {i}: {_in_a_line(tokenizer, prompt.tokens, [], layout)}"))
+            for line in _describe_images(prompt.tokens, prompt.images, layout):
+                console.print(Text(f"  image | {line}"))
         return
     if config.data.streaming:
         window = next(Stream(config, tokenizer, columns=columns).windows())

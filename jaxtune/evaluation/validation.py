@@ -152,7 +152,7 @@ def _make_evaluate_prompts(
 ) -> tuple[Evaluate, Callable[[], None]]:
     """Return the evaluation of completions, and the function that ends its use of a server."""
     functions, train = load_functions(config), config.train
-    _, prompts = data.open_prompt_sets(config, tokenizer, functions.row_tools)
+    _, prompts = data.open_prompt_sets(config, tokenizer, functions.row_tools, open_images(model, config))
     if prompts is None:
         raise UserError(NO_DATA)
     folder = Path(run or config.train.output_dir) / "evaluation"  # for weights that are sent to a server

@@ -14,9 +14,17 @@ log = logging.getLogger("jaxtune")
 
 
 def write_tokenizer(model: Model, config: Config, output: Path) -> None:
-    """Copy the tokenizer's files, with the recipe's special tokens and chat template, and a classifier's padding."""
-    home = model.folders.tokenizer
+    """Copy the files of the tokenizer and of the image processor.
+
+    They get the recipe's special tokens, chat template and limits of images' pixels, and a classifier's padding.
+    """
+    home, vision = model.folders.tokenizer, config.vision
     hf.copy_tokenizer_files(home, output)
+    if vision.max_pixels or vision.min_pixels:
+        layout = None if model.spec.vision is None else model.spec.vision.layout
+        reader = data.open_reader(vision, home, model.spec.family, layout)
+        assert reader is not None, "both need vision.patches_per_row"
+        reader.write_limits(output)
     if model.spec.labels:
         tokenizer, _ = classifier_tokenizer(model, config)
         if tokenizer.pad_token != hf.load_tokenizer(home).pad_token or config.data.special_tokens:

@@ -170,7 +170,9 @@ def advance(
     next_logits, seen = logits(decoder, hidden[:, -1], call.dtype), decoding.seen
     arguments = jax.tree.map(lambda array: jax.reshard(array, rows), (next_logits, keys, seen))
     # Each device has whole vocabularies of some rows: a sort along a sharded axis would communicate.
-    chosen = jax.shard_map(partial(choose, sampling=sampling), in_specs=rows, out_specs=rows)(*arguments)
+    never = None if decoder.spec.vision is None else decoder.spec.vision.layout.token
+    of_device = partial(choose, sampling=sampling, never=never)
+    chosen = jax.shard_map(of_device, in_specs=rows, out_specs=rows)(*arguments)
     if call.record_routing:
         # (mixtures, b, s, k) -> (b, s, mixtures, k); int16 takes half of the copy to the host.
         chosen = chosen._replace(routed_experts=jnp.moveaxis(recorded["routed_experts"].astype(jnp.int16), 0, 2))
@@ -231,13 +233,19 @@ def _rows_of_cache(cache: Array, places: Int[Array, " k"]) -> Array:
 
 
 def choose(
-    logits: Float[Array, "b v"], keys: Key[Array, " b"], seen: Bool[Array, "b v"] | None, sampling: Sampling
+    logits: Float[Array, "b v"],
+    keys: Key[Array, " b"],
+    seen: Bool[Array, "b v"] | None,
+    sampling: Sampling,
+    never: int | None = None,
 ) -> NextTokens:
-    """Choose a token for each row."""
+    """Choose a token for each row; never: the image token, which means nothing in an answer, as it has no image."""
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32) / (sampling.temperature or 1.0))
     if seen is not None:
         penalty = sampling.repetition_penalty
         logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if never is not None:
+        logits = logits.at[:, never].set(-jnp.inf)
     if sampling.temperature == 0:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     else:

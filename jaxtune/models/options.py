@@ -105,9 +105,15 @@ def check_vision(config: Config) -> Iterator[Problem]:
     """Yield contradictions of section `vision` with others."""
     if config.vision.patches_per_row is None:
         return
-    if config.samples:
-        reason = f"the samples are prompts ({config.samples}), which have no images"
-        yield problem(config, "vision.patches_per_row", reason)
+    if config.distill.own_answers:
+        reason = "prompts of distillation have no images; set distill.own_answers = 0, and the answers are in the data"
+        yield problem(config, "vision.patches_per_row", reason, "distill.own_answers")
+    if config.rollout.tools or config.rollout.environment is not None:
+        key = "rollout.tools" if config.rollout.tools else "rollout.environment"
+        yield problem(config, "vision.patches_per_row", "the prompts of episodes have no images", key)
+    elif config.rollout.server is not None:
+        reason = "a server gets the tokens of prompts only; leave rollout.server out, and the run samples itself"
+        yield problem(config, "vision.patches_per_row", reason, "rollout.server")
     if config.sample_type in ("classification", "decision"):
         reason = "samples with labels or questions have no images"
         yield problem(config, "vision.patches_per_row", reason)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtune.columns import OF_IMAGES
 from jaxtune.config.schema import Config
 from jaxtune.inference.decode import Decoding, rules_of_decoding
 from jaxtune.inference.generation import (
@@ -55,6 +56,7 @@ class _Sampling(NamedTuple):
     Attributes:
         programs: the programs.
         prompts: of the prompts, padded.
+        images: the columns of their images, if the model sees: as many patches as a row of the run has.
         of_rows: of integers, one a row.
         decoding: after the prompts.
         weights: the parameters.
@@ -62,6 +64,7 @@ class _Sampling(NamedTuple):
 
     programs: DecodePrograms
     prompts: jax.ShapeDtypeStruct
+    images: tuple[dict[str, jax.ShapeDtypeStruct], ...]
     of_rows: jax.ShapeDtypeStruct
     decoding: Decoding
     weights: dict[str, Any]
@@ -75,17 +78,20 @@ def _sampling(run: Program, config: Config, mesh: jax.sharding.Mesh) -> _Samplin
         rows, length = padded_shape(completions_at_once(config, mesh), longest)
         programs = decode_programs(model.graph, model.spec, **how)
         prompts, of_rows = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, length), (rows,)))
+        columns = [column for column in run.objective.columns if column.name in OF_IMAGES]
+        of_prompts = {one.name: jax.ShapeDtypeStruct(one.shape(rows, length), one.dtype) for one in columns}
+        images = (of_prompts,) if columns else ()
         with RULES(rules_of_decoding(RULES.value)):
-            _, decoding = jax.eval_shape(programs.first, prompts, of_rows, of_rows, of_rows, weights)
-    return _Sampling(programs, prompts, of_rows, decoding, weights)
+            _, decoding = jax.eval_shape(programs.first, prompts, of_rows, of_rows, of_rows, weights, *images)
+    return _Sampling(programs, prompts, images, of_rows, decoding, weights)
 
 
 def _compile(sampling: _Sampling, gpu: str, mesh: jax.sharding.Mesh) -> tuple[aot.Compiled, aot.Compiled]:
-    programs, prompts, of_rows, decoding, weights = sampling
+    programs, prompts, images, of_rows, decoding, weights = sampling
     rest = (of_rows, of_rows, weights)  # the numbers of completions, the indices of tokens, the parameters
     with RULES(rules_of_decoding(RULES.value)):
         return (
-            aot.compile_for(gpu, programs.first, prompts, of_rows, *rest, mesh=mesh),
+            aot.compile_for(gpu, programs.first, prompts, of_rows, *rest, *images, mesh=mesh),
             aot.compile_for(gpu, programs.following, of_rows, decoding, *rest, mesh=mesh),
         )
 

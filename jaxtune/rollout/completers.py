@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 
 from jaxtune.config.schema import Config
 from jaxtune.data.formats.prompts import Prompts
+from jaxtune.image_layout import ImageRef
 from jaxtune.inference.decode import Sampling
 from jaxtune.inference.generation import (
     Completion,
@@ -20,6 +21,7 @@ from jaxtune.inference.generation import (
     make_stop_test,
     stop_tokens,
 )
+from jaxtune.inference.prompt_images import PromptImages
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.parallel import multihost
@@ -28,6 +30,7 @@ from jaxtune.precision.recipes import recipe_of
 from jaxtune.rollout import completion_server
 from jaxtune.rollout.sent_weights import SentWeights, WrittenWeights
 from jaxtune.rollout.server_pool import ServerPool
+from jaxtune.training.assembly import open_images
 from jaxtune.weights.model import Model
 
 
@@ -40,6 +43,7 @@ class Complete(Protocol):
         prompts: list[list[int]],
         numbers: Sequence[int],
         written: Sequence[int] | None = None,
+        images: Sequence[tuple[ImageRef, ...]] | None = None,
     ) -> list[Completion]:
         """Return a completion of each prompt.
 
@@ -49,6 +53,7 @@ class Complete(Protocol):
             numbers: the number of each completion, which selects its random numbers.
             written: the tokens at the end of each prompt that belong to its completion, which continues; it may have
                 rollout.max_new_tokens less these. None: completions begin.
+            images: the images of each prompt; None: there are none.
         """
         ...
 
@@ -80,13 +85,17 @@ def complete_on_devices(config: Config, model: Model, tokenizer) -> Completer:
     options, dtype = config.rollout, recipe_of(config.precision, model.linears).dtype
     generate = make_generate(model.graph, model.spec, **decode_options(config, dtype))
     ended = make_stop_test(stops_of(config, model, tokenizer), options.stop, tokenizer)
-    size = completions_at_once(config, jax.sharding.get_mesh())
+    size, reader = completions_at_once(config, jax.sharding.get_mesh()), open_images(model, config)
 
     def prepare(trained: Parameters, frozen: Parameters) -> Parameters:
         return decoding_weights(model, {**frozen, **trained}, dtype)
 
     def complete(
-        weights: Parameters, prompts: list[list[int]], numbers: Sequence[int], written: Sequence[int] | None = None
+        weights: Parameters,
+        prompts: list[list[int]],
+        numbers: Sequence[int],
+        written: Sequence[int] | None = None,
+        images: Sequence[tuple[ImageRef, ...]] | None = None,
     ) -> list[Completion]:
         written, completions = written or [0] * len(prompts), []
         for first in range(0, len(prompts), size):
@@ -95,7 +104,11 @@ def complete_on_devices(config: Config, model: Model, tokenizer) -> Completer:
             there = [written[row] for row in rows]
             kept, limits = min(size, len(prompts) - first), [options.max_new_tokens - tokens for tokens in there]
             going = set(range(kept))
-            steps = generate(weights, [prompts[row] for row in rows], [numbers[row] for row in rows], there, going)
+            seen = None
+            if images is not None and reader is not None and any(images[row] for row in rows):
+                seen = PromptImages(reader, [images[row] for row in rows])
+            chosen = [prompts[row] for row in rows], [numbers[row] for row in rows]
+            steps = generate(weights, *chosen, there, going, seen)
             lengths = [len(prompts[row]) for row in rows] if options.replay_routing else None
             how = {"scores": True, "limits": limits, "lengths": lengths, "going": going}
             completions += collect_completions(steps, kept, ended, **how)
@@ -134,7 +147,9 @@ def complete_by_server(config: Config, model: Model, tokenizer, folder: Path) ->
         prompts: list[list[int]],
         numbers: Sequence[int],
         written: Sequence[int] | None = None,
+        images: Sequence[tuple[ImageRef, ...]] | None = None,
     ) -> list[Completion]:
+        assert not images or not any(images), "`check_vision` refuses a server"
         is_main = multihost.is_main()
         served = sent.send(weights) if is_main else None
         table = np.zeros((len(prompts), 2 + options.max_new_tokens), np.int32)  # finished, length, tokens

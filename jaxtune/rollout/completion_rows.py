@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -9,8 +10,23 @@ import numpy as np
 from jaxtune import data
 from jaxtune.columns import ADDED, LOSS_WEIGHT, TOKENS, Column
 from jaxtune.config.schema import Config
+from jaxtune.data.cache.token_cache import store_images
 from jaxtune.data.formats.units import Documents, TokenisedDataset
+from jaxtune.data.images.image_reader import ImageReader
+from jaxtune.image_layout import ImageRef
 from jaxtune.models.head.score import Batch
+
+
+class Images(NamedTuple):
+    """The images of documents.
+
+    Attributes:
+        of_documents: the images of each document.
+        reader: reads their patches.
+    """
+
+    of_documents: Sequence[tuple[ImageRef, ...]]
+    reader: ImageReader
 
 
 def batch_of_documents(
@@ -21,6 +37,7 @@ def batch_of_documents(
     values: Mapping[Column, np.ndarray],
     like: jax.ShapeDtypeStruct,
     packing: bool = True,
+    images: Images | None = None,
 ) -> Batch:
     """Return a batch of documents; the rows after the last one are padding, which the step does not compute.
 
@@ -32,6 +49,10 @@ def batch_of_documents(
         values: the other columns, by token or by document, of all documents one after another.
         like: an array (micro-batches, rows, positions) with the sharding of the batch.
         packing: whether a row may have several documents. It has one if the attention kernel bounds their number.
+        images: the images of the documents; None: the model sees none.
+
+    Raises:
+        UserError: an image cannot be read.
     """
     added = {column: of_column for column, of_column in values.items() if column.name in ADDED}
     values = {TOKENS: np.concatenate(tokens), LOSS_WEIGHT: np.concatenate(weights), **values}
@@ -47,10 +68,11 @@ def batch_of_documents(
         continuous=np.zeros(len(tokens), bool),
         skipped=0,
         notes=(),
+        images=None if images is None else store_images(images.of_documents),
     )
     packing = packing and config.attention.max_documents_per_row is None
     options = dataclasses.replace(config.data, packing=packing, shuffle=False, num_workers=0, prefetch=0)
-    rows = data.Rows(Documents.concatenate([part]), options, 1, columns)
+    rows = data.Rows(Documents.concatenate([part], images and images.reader), options, 1, columns)
     for column, of_column in added.items():
         rows = rows.with_column(column, of_column)
     (_, batch), *_ = data.batches(rows, like.shape, like.sharding, 0, like.shape[0] * like.shape[1], options)

@@ -18,15 +18,19 @@ class CompletionsFile:
         self._path, self._begun = path, False
 
     def write(self, step: int, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append completions of a step, one in a line; values that JSON has no type for become text."""
+        """Append completions of a step, one in a line; values that JSON has no type for become text, bytes null."""
         if not self._begun:  # a resumed run repeats some steps
             cut(self._path, step - 1)
             self._begun = True
         with self._path.open("a", encoding="utf-8") as file:
             for line in lines:
-                file.write(json.dumps({"step": step} | dict(line), ensure_ascii=False, default=str) + "\n")
+                file.write(json.dumps({"step": step} | dict(line), ensure_ascii=False, default=_as_text) + "\n")
 
 
 def completions_file(config: Config, run: Path) -> CompletionsFile | None:
     """Return the file of a run's folder; None without log.jsonl, and in all processes but the first."""
     return CompletionsFile(RunFolder(run).completions) if config.log.jsonl and multihost.is_main() else None
+
+
+def _as_text(value: Any) -> str | None:
+    return None if isinstance(value, bytes) else str(value)  # bytes are of images in a table

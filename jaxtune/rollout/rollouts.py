@@ -18,6 +18,7 @@ from jaxtyping import Array, Float64, Int16
 from jaxtune.columns import ADVANTAGE, OLD_LOG_PROB, SAMPLED_LOG_PROB, TOKENS, Column, routed_experts
 from jaxtune.config.schema import Config
 from jaxtune.data.formats.prompts import Prompt
+from jaxtune.data.images.image_reader import ImageReader
 from jaxtune.data.rows.prompt_feed import PromptBatch
 from jaxtune.errors import UserError
 from jaxtune.host.process import compiler_options
@@ -29,7 +30,7 @@ from jaxtune.objectives.grpo import advantages, gdpo_advantages, keep_uncertain
 from jaxtune.parallel import multihost
 from jaxtune.rollout.ahead import RolloutsAhead
 from jaxtune.rollout.completers import completer, stops_of
-from jaxtune.rollout.completion_rows import batch_of_documents
+from jaxtune.rollout.completion_rows import Images, batch_of_documents
 from jaxtune.rollout.completions_file import completions_file
 from jaxtune.rollout.engine_comparison import EngineComparison
 from jaxtune.rollout.episodes.episode_player import EpisodePlayer
@@ -46,7 +47,7 @@ from jaxtune.rollout.groups import (
     teaches,
 )
 from jaxtune.rollout.rewards import Reward, rewards_of, total
-from jaxtune.training.assembly import Program, forward_of
+from jaxtune.training.assembly import Program, forward_of, open_images
 from jaxtune.training.state import State
 from jaxtune.training.step import count_filled, over_filled
 from jaxtune.weights.model import Model
@@ -100,7 +101,7 @@ def make_rollout_step(
     compare = EngineComparison(config.rollout) if corrects else None
     score_batch = jax.jit(_make_score_batch(config, program.model), compiler_options=compiler_options(config))
     written = completions_file(config, run)
-    useful = partial(teaches, config.grpo.advantage_scale)
+    useful, reader = partial(teaches, config.grpo.advantage_scale), open_images(program.model, config)
     silent = 0  # steps in a row
 
     def groups_of(weights: Any, asked: PromptBatch) -> list[Rollout]:
@@ -137,7 +138,7 @@ def make_rollout_step(
         if written is not None:
             taken = group_size * (len(asked.prompts) + len(asked.spare))
             written.write(asked.first // taken + 1, _lines(made, above, group_size))
-        batch = _batch(config, program, made, above)
+        batch = _batch(config, program, made, above, reader)
         of_completions = spread(made.rewards, group_size) | means(made)
         if ahead is not None:
             of_completions["completions/seconds_waited"] = waited
@@ -178,7 +179,8 @@ def make_rollouts(
         return Rollouts(prepare, reward, close)
 
     def make(weights: Any, prompts: list[Prompt], numbers: Sequence[int]) -> Rollout:
-        completions = complete(weights, [prompt.tokens for prompt in prompts], numbers)
+        tokens, images = [prompt.tokens for prompt in prompts], [prompt.images for prompt in prompts]
+        completions = complete(weights, tokens, numbers, images=images)
         # As TRL's `batch_decode(completion_ids)`: decode a completion without its prompt.
         texts = [
             prompt.begun + completion_text(completion, tokenizer, after=prompt.tokens if prompt.begun else ())
@@ -259,8 +261,10 @@ def _call_rewards(
     return multihost_utils.broadcast_one_to_all(each.view(np.int32)).view(np.float64)
 
 
-def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -> Batch:
-    """The batch of a step: prompts with their completions."""
+def _batch(
+    config: Config, program: Program, made: Rollout, above: np.ndarray, reader: ImageReader | None = None
+) -> Batch:
+    """The batch of a step: prompts with their completions; reader: of the prompts' images."""
     pairs = list(zip(made.prompts, made.completions))
     tokens = [[*prompt.tokens, *completion.tokens] for prompt, completion in pairs]
     weights = [
@@ -280,7 +284,8 @@ def _batch(config: Config, program: Program, made: Rollout, above: np.ndarray) -
         width = math.prod(program.model.spec.routed_shape)
         values[routed_experts(width)] = np.concatenate([_routing(*pair, width) for pair in pairs])
     columns = tuple(column for column in program.objective.columns if column != OLD_LOG_PROB)
-    return batch_of_documents(config, columns, tokens, weights, values, program.batch[TOKENS.name])
+    images = Images([prompt.images for prompt in made.prompts], reader) if reader is not None else None
+    return batch_of_documents(config, columns, tokens, weights, values, program.batch[TOKENS.name], images=images)
 
 
 def _entropies(prompt: Prompt, completion: Completion, trained: Sequence[float]) -> Float64[np.ndarray, " tokens"]:

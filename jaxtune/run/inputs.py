@@ -47,16 +47,16 @@ def open_inputs(config: Config, program: Program, mesh: jax.sharding.Mesh, goodp
     with goodput.measure("tokenizer"):
         tokenizer = hf.load_tokenizer(model.folders.tokenizer, config.chat.template, config.data.special_tokens)
     with goodput.measure("data"):
-        functions = load_functions(config)
+        functions, images = load_functions(config), open_images(model, config)
         teachers = declare_teachers(config, tokenizer, model.spec.vocabulary, mesh)
         if config.samples:
-            feed = data.open_prompts(config, tokenizer, mesh, functions.row_tools)
+            feed = data.open_prompts(config, tokenizer, mesh, functions.row_tools, images)
             prompt = feed.documents.prompts[0]
             teacher_numbers([*feed.documents.prompts, *(feed.eval_prompts or ())], tuple(teachers))
             if functions.rewards:
                 process.on_main(lambda: try_functions(config, functions, prompt, tokenizer))
         else:
-            vocabulary, columns, images = model.spec.vocabulary, program.objective.columns, open_images(model, config)
+            vocabulary, columns = model.spec.vocabulary, program.objective.columns
             feed = data.open_feed(config, tokenizer, vocabulary, mesh, columns, images)
     return RunInputs(tokenizer, feed, functions.rewards, functions.toolbox, teachers)
 

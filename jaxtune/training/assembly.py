@@ -205,6 +205,8 @@ def task_of(model: Model, config: Config) -> Objective:
 
 def open_images(model: Model, config: Config) -> ImageReader | None:
     """Return the reader of the images that a model trains on; None without vision.patches_per_row."""
+    if config.vision.patches_per_row is None:
+        return None
     layout = None if model.spec.vision is None else model.spec.vision.layout
     return data.open_reader(config.vision, model.folders.tokenizer, model.spec.family, layout)
 

@@ -1,6 +1,7 @@
 """A model that sees: trained on pictures with known answers, resumed, evaluated, exported, loaded in transformers."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -275,6 +276,51 @@ def test_adapters_of_a_model_that_sees_are_resumed_exported_and_loaded(family, h
     call("jaxtune.export", f"--run={folder}", f"--output={merged}", "--merge")
     ours = [row["eval_loss"] for row in metrics(folder) if "eval_loss" in row][-1]
     assert abs(loss_in_transformers(family, merged, samples)[0] - ours) <= 1e-5 * ours
+
+
+REWARD = '''
+def letters(completions, **columns):
+    """The share of small letters in what was written."""
+    texts = [messages[0]["content"] for messages in completions]
+    return [sum("a" <= letter <= "z" for letter in text) / max(1, len(text)) for text in texts]
+'''
+
+
+def test_rewards_for_answers_about_pictures_resume_in_equal_bits(family, home):
+    """The sampler, which reads a prompt's pictures once, and packed rows of completions give the same probabilities."""
+    (home / "rewards.py").write_text(REWARD)
+    options = OPTIONS | {
+        "data.datasets[0].path": home / "chat.jsonl",
+        "data.datasets[0].type": "auto",
+        "data.datasets[0].subset": None,
+        "chat.template": None,
+        "data.validation_split": 6,
+        "data.seq_len": 128,
+        "vision.patches_per_row": 128,
+        "rollout.rewards": f"('{home / 'rewards.py'}:letters',)",
+        "rollout.max_new_tokens": 8,
+        "rollout.group_size": 4,
+        "rollout.correction": "token_truncate",
+        "train.micro_batch_size": 8,
+        "train.max_steps": 4,
+        "ckpt.save_steps": 2,
+        "lora.enabled": False,
+        "optim.learning_rate": 1e-2,
+    }
+    command, run = recipe_command(home, "qwen_grpo.py", "rewarded", **options), home / "runs" / "rewarded"
+    call(*command)
+    rows = [row for row in metrics(run) if "loss" in row]
+    assert len(rows) == 4 and all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in rows)
+    assert [row["step"] for row in metrics(run) if "eval_reward" in row][-1] == 4
+    written = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+    assert any(isinstance(line["prompt"][0]["content"], list) for line in written)
+    shutil.rmtree(run / "checkpoints" / "4")
+    shutil.rmtree(run / "export")
+    assert "resumed from step 2" in call(*command)
+    compared = ("loss", "grad_norm", "reward", "completions/mean_length")
+    assert [[row[key] for key in compared] for row in metrics(run) if "loss" in row] == [
+        [row[key] for key in compared] for row in rows
+    ]
 
 
 @pytest.mark.nightly

@@ -190,6 +190,14 @@ class _ImageArrays:
         )
 
 
+def store_images(documents: Iterable[tuple[ImageRef, ...]]) -> StoredImages | None:
+    """Return the images of each document as arrays; None if no document has an image."""
+    arrays = _ImageArrays()
+    for images in documents:
+        arrays.add(images)
+    return arrays.to_arrays()
+
+
 def _load_images(folder: Path) -> StoredImages | None:
     if not (folder / "images.first.npy").exists():
         return None
@@ -200,9 +208,6 @@ def _load_images(folder: Path) -> StoredImages | None:
 def gather_units(units: Sequence[Unit], name: str, columns: tuple[Column, ...] = ()) -> TokenisedDataset:
     """Return units as a part in memory, without a folder."""
     documents = [document for unit in units for document in unit.documents]
-    images = _ImageArrays()
-    for document in documents:
-        images.add(document.images)
     values: dict[str, list[Any]] = {
         _TOKENS.name: [document.tokens for document in documents],
         _LOSS_WEIGHT.name: [document.loss_weights for document in documents],
@@ -228,7 +233,7 @@ def gather_units(units: Sequence[Unit], name: str, columns: tuple[Column, ...] =
         skipped=0,
         notes=(),
         places=tuple(unit.where for unit in units[:_PLACES]),
-        images=images.to_arrays(),
+        images=store_images(document.images for document in documents),
     )
 
 

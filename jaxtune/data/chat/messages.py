@@ -9,10 +9,7 @@ from jaxtune.errors import UserError
 
 Message = dict[str, Any]
 
-NO_IMAGES = (
-    "images are read with vision.patches_per_row only, and not in prompts; "
-    "data.on_bad_row='skip' leaves such samples out"
-)
+NO_IMAGES = "images are read with vision.patches_per_row only; data.on_bad_row='skip' leaves such samples out"
 
 UNSEEN = ("train", "loss_scale", "images")
 """Keys of a message that chat templates do not get: about its training, and the sources of its images."""

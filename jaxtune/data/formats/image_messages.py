@@ -89,7 +89,14 @@ class ImageMessages:
         if sample.get("objects"):
             sizes = [sizes for _, *sizes in found]
             shown = fill_boxes(shown, sample["objects"], sizes, self._scale, self._vocabulary)
-        return self._expand(write(shown), tuple(ref for ref, *_ in found))
+        try:
+            rendered = write(shown)
+        except UserError as error:
+            if not found:
+                raise
+            hint = "the sample has images, which only a template of a model that sees can write: leave chat.template"
+            raise type(error)(f"{error}; {hint} unset to take the model's own") from error
+        return self._expand(rendered, tuple(ref for ref, *_ in found))
 
     def _expand(self, rendered: Rendered, images: Sequence[ImageRef]) -> Rendered:
         """Return a text in which each placeholder is the tokens of an image, outside the trained spans."""

@@ -14,6 +14,7 @@ from jaxtune.data.formats.dialects import HISTORY, normalise_conversation, read_
 from jaxtune.data.formats.image_messages import PLACEHOLDER, ImageMessages, images_in
 from jaxtune.data.formats.templates import fill, is_template
 from jaxtune.data.reading import sources
+from jaxtune.data.reading.readers import folder_of
 from jaxtune.errors import UserError
 from jaxtune.image_layout import ImageRef
 from jaxtune.tokenizer_type import Tokenizer
@@ -168,6 +169,8 @@ def read_prompts(
     skip: bool,
     add_answer: Callable[[Dataset, Sample, Prompt], Prompt] | None = None,
     row_tools: RowTools | None = None,
+    images: ImageMessages | None = None,
+    most_patches: int | None = None,
 ) -> list[Prompt]:
     """Read all prompts of data.datasets into memory, without prompts of more than `most_tokens` tokens.
 
@@ -179,12 +182,14 @@ def read_prompts(
         skip: whether to leave out bad samples and samples without a prompt (data.on_bad_row='skip').
         add_answer: adds the answer in the data (`formats.answer_reader`); None: it is not read.
         row_tools: the tools of the run; None: the data's tools.
+        images: as in `Prompts`.
+        most_patches: the most patches of a prompt's images; prompts with more are left out and counted.
 
     Raises:
         UserError: a sample is bad and `skip` is False; no prompt is left.
     """
-    kept, longer = [], 0
-    prompts, bad = Prompts(tokenizer, chat, row_tools=row_tools), []
+    kept, longer, over = [], 0, 0
+    prompts, bad = Prompts(tokenizer, chat, row_tools=row_tools, images=images), []
 
     def report(error: UserError) -> None:
         if not skip:
@@ -193,24 +198,29 @@ def read_prompts(
 
     for entry in entries:
         for where, sample in sources.open_source(entry).read(report):
+            if images is not None:
+                images.folder = folder_of(where)
             try:
                 prompt = prompts(entry, sample)
                 prompt = prompt if add_answer is None else add_answer(entry, sample, prompt)
             except UserError as error:
                 report(UserError(f"{where}: {error}"))
                 continue
-            if entry.max_prompt_tokens is not None:
+            most = most_tokens
+            if entry.max_prompt_tokens is not None and prompt.images:  # an image is never cut
+                most = min(most, entry.max_prompt_tokens)
+            elif entry.max_prompt_tokens is not None:
                 prompt = prompt._replace(tokens=prompt.tokens[-entry.max_prompt_tokens :])  # the end is kept
-            fits = max(len(prompt.tokens), len(prompt.teacher_tokens)) <= most_tokens
-            longer += not fits
-            kept += [prompt] if fits else []
-    log.info(
-        "data: %s prompts; %s too long, %s bad samples skipped", *(f"{n:,}" for n in (len(kept), longer, len(bad)))
-    )
+            fits = max(len(prompt.tokens), len(prompt.teacher_tokens)) <= most
+            seen = most_patches is None or sum(image.patches for image in prompt.images) <= most_patches
+            longer, over = longer + (not fits), over + (fits and not seen)
+            kept += [prompt] if fits and seen else []
+    larger = f", {over:,} of more than vision.patches_per_row={most_patches} patches" if over else ""
+    log.info(f"data: {len(kept):,} prompts; {longer:,} too long{larger}, {len(bad):,} bad samples skipped")
     if not kept:
         raise UserError(
             f"data: no prompt of at most {most_tokens} tokens is left (data.seq_len less rollout.max_new_tokens); "
-            + (f"the first problem: {bad[0]}" if bad else f"{longer} are longer")
+            + (f"the first problem: {bad[0]}" if bad else f"{longer} are longer{larger}")
         )
     return kept
 

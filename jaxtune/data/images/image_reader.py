@@ -15,6 +15,7 @@ from jaxtune.config.schema import VisionOptions
 from jaxtune.data.images.image_files import decode_image, describe_place, find_place, read_size
 from jaxtune.errors import UserError, is_failure
 from jaxtune.image_layout import ImageLayout, ImageRef, order_blocks
+from jaxtune.json_file import read_json
 
 Size = tuple[int, int]
 """Height and width in pixels."""
@@ -113,6 +114,22 @@ class ImageReader:
                     f"{self.folder}: its image processor makes images of {size[1]}x{size[0]} pixels, and the vision "
                     f"tower sees images of {wanted}x{wanted}; size in {FILES[0]} must be the image_size of config.json"
                 )
+
+    def write_limits(self, output: Path) -> None:
+        """Write the limits of pixels that images were read with into the files of the image processor in a folder.
+
+        Only a processor that limits pixels has a setting for them.
+        """
+        if self._kind != "pixels":
+            return
+        least, most = self._bounds
+        for path in (output / name for name in FILES if (output / name).is_file()):
+            described = read_json(path)
+            settings = described.get("image_processor", described)  # processor_config.json describes several
+            settings["size"] = {"shortest_edge": least, "longest_edge": most}
+            for name in ("min_pixels", "max_pixels"):  # they would take the place of `size`
+                settings.pop(name, None)
+            path.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
     @property
     def _processor(self) -> Any:

@@ -15,7 +15,9 @@ import numpy as np
 from jaxtune.config.schema import Config
 from jaxtune.data.chat.template_line import say_template
 from jaxtune.data.formats.answer_reader import AnswerReader
+from jaxtune.data.formats.image_messages import ImageMessages
 from jaxtune.data.formats.prompts import Prompt, RowTools, read_prompts
+from jaxtune.data.images.image_reader import ImageReader
 from jaxtune.data.rows.feed import count_steps
 from jaxtune.data.rows.packing import stable_permutation
 from jaxtune.data.rows.splits import validation_seed
@@ -118,9 +120,16 @@ class PromptFeed:
 
 
 def open_prompts(
-    config: Config, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, row_tools: RowTools | None = None
+    config: Config,
+    tokenizer: Tokenizer,
+    mesh: jax.sharding.Mesh,
+    row_tools: RowTools | None = None,
+    reader: ImageReader | None = None,
 ) -> PromptFeed:
-    """Open the prompts of a config. Raises UserError as `read_prompts`, and if a step is not made of whole groups."""
+    """Open the prompts of a config; reader: of their images.
+
+    Raises UserError as `read_prompts`, and if a step is not made of whole groups.
+    """
     train, options = config.train, config.rollout
     completions = train.grad_accum_steps * train.micro_batch_size * data_shards(mesh)
     if completions % config.answers_per_prompt:
@@ -132,7 +141,7 @@ def open_prompts(
             f"rollout.group_size={options.group_size}; change one of these, for example to "
             f"train.grad_accum_steps={least}"
         )
-    prompts, validation = open_prompt_sets(config, tokenizer, row_tools)
+    prompts, validation = open_prompt_sets(config, tokenizer, row_tools, reader)
     feed = PromptFeed(PromptSet(prompts), validation, config, completions, bool(tokenizer.chat_template))
     for line in say_template(tokenizer, config.chat, masks=False):
         log.info("data: %s", line)
@@ -143,17 +152,22 @@ def open_prompts(
 
 
 def open_prompt_sets(
-    config: Config, tokenizer: Tokenizer, row_tools: RowTools | None = None
+    config: Config, tokenizer: Tokenizer, row_tools: RowTools | None = None, reader: ImageReader | None = None
 ) -> tuple[list[Prompt], list[Prompt] | None]:
-    """Return training and validation prompts; None for the latter if the config has none. Raises as `read_prompts`."""
+    """Return training and validation prompts; None for the latter if the config has none.
+
+    reader: of their images; None: prompts with images are refused. Raises UserError as `read_prompts`.
+    """
     data = config.data
     # A prompt and its completion are trained in one row.
     most, skip = data.seq_len - config.rollout.max_new_tokens, data.on_bad_row == "skip"
     share = config.distill.own_answers
     add_answer = AnswerReader(tokenizer, config.chat, data.seq_len) if 0 < share < 1 else None
-    prompts = read_prompts(data.datasets, tokenizer, config.chat, most, skip, add_answer, row_tools)
+    images = None if reader is None else ImageMessages(reader, tokenizer)
+    shared = {"row_tools": row_tools, "images": images, "most_patches": config.vision.patches_per_row}
+    prompts = read_prompts(data.datasets, tokenizer, config.chat, most, skip, add_answer, **shared)
     if data.eval_datasets:
-        return prompts, read_prompts(data.eval_datasets, tokenizer, config.chat, most, skip, row_tools=row_tools)
+        return prompts, read_prompts(data.eval_datasets, tokenizer, config.chat, most, skip, **shared)
     if not data.validation_split:
         return prompts, None
     count = (

@@ -14,6 +14,7 @@ PAIRS = {"preference.loss": "sigmoid"}
 ASKED = {"decision.loss": "brier"}
 TAUGHT = {"serve.format": "int4", "serve.distill": "yes"}
 OWN = {"distill.teacher": "x", "distill.own_answers": "1", "data.datasets[0].type": "auto"}
+REWARDED_IMAGES = {"vision.patches_per_row": "64", "rollout.rewards": "r.py:r", "data.datasets[0].type": "auto"}
 ONE_SCORED = {"data.datasets[1].chosen_score_field": "good", "data.datasets[1].rejected_score_field": "bad"}
 LABELS = {
     "model.head": "classification",
@@ -35,6 +36,13 @@ LABELS = {
             {"vision.patches_per_row": "64", "data.streaming": "yes", "train.max_steps": "3"},
             "vision.patches_per_row",
             "sizes of all images, which a stream does not know",
+        ),
+        ({"vision.patches_per_row": "64", **OWN}, "vision.patches_per_row", "prompts of distillation have no images"),
+        ({**REWARDED_IMAGES, "rollout.server": "http://a"}, "vision.patches_per_row", "a server gets the tokens"),
+        (
+            {**REWARDED_IMAGES, "rollout.tools": "t.py:t"},
+            "vision.patches_per_row",
+            "prompts of episodes have no images",
         ),
         (
             {"mtp.weight": "1", "mtp.only": "yes", "train.freeze": "mlp"},

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import pickle
+import string
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,8 @@ from jaxtune.config.schema import Dataset
 from jaxtune.data.cache.documents import prepare_shard, tokenize
 from jaxtune.data.cache.tokenising import Tokeniser
 from jaxtune.data.chat.chat_template import ChatTemplate
+from jaxtune.data.formats.image_messages import ImageMessages
+from jaxtune.data.formats.prompts import read_prompts
 from jaxtune.data.images.image_files import decode_image
 from jaxtune.data_options import ChatOptions
 from jaxtune.errors import UserError
@@ -71,6 +74,33 @@ def read(tmp_path):
         return tokenize(entries, tokenizer, cache, "skip" if skip else "error", chat=chat, images=reader), tokenizer
 
     return get
+
+
+def test_prompts_hold_the_images_of_their_messages_and_are_never_cut(tmp_path, caplog):
+    """Prompts with too many tokens or patches are left out and counted; a bad image is an error with its line."""
+    for name, size in {"small": (16, 16), "large": (32, 32)}.items():
+        Image.fromarray(picture(*size, 1)).save(tmp_path / f"{name}.png")
+    written, token, _ = TOKENS["qwen3_vl"]
+    template = TURNS.replace("IMAGE", written).replace("TRIM", "")
+    tokenizer = byte_tokenizer(tmp_path / "model", template, special_tokens("qwen3_vl"))
+    reader = image_reader("qwen3_vl", tmp_path / "model", tokenizer.get_vocab()[token])
+    names = ["small", "large", "small", "absent"]
+    texts = ["", "", string.printable[:62], ""]
+    samples = [{"prompt": f"{text}<image>?", "images": [f"{name}.png"]} for text, name in zip(texts, names)]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    entry, images = Dataset(path=str(path), max_prompt_tokens=60), ImageMessages(reader, tokenizer)
+    how = {"most_tokens": 200, "images": images, "most_patches": 16}
+    with caplog.at_level("INFO", logger="jaxtune"):
+        (prompt,) = read_prompts((entry,), tokenizer, ChatOptions(), skip=True, **how)
+    assert "1 prompts; 1 too long, 1 of more than vision.patches_per_row=16 patches, 1 bad samples" in caplog.text
+    (image,) = prompt.images
+    assert prompt.tokens.count(reader.layout.token) == image.patches // reader.layout.merge**2
+    with pytest.raises(UserError, match="prompts.jsonl:4: image .*absent.png"):
+        read_prompts((entry,), tokenizer, ChatOptions(), skip=False, **how)
+    tokenizer.chat_template = "{{ messages[0].content.startswith('x') }}"  # as Qwen3's template, which is of texts
+    with pytest.raises(UserError, match="jsonl:1: .* which only a template of a model that sees can write"):
+        read_prompts((entry,), tokenizer, ChatOptions(), skip=False, **how)
 
 
 def text_of(documents, tokenizer, i=0):

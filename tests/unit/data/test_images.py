@@ -14,7 +14,7 @@ from jaxtune.config.sources import in_memory
 from jaxtune.data.formats.image_messages import has_images
 from jaxtune.data.images import image_files
 from jaxtune.data.images.image_files import decode_image, read_size
-from jaxtune.data.images.image_reader import load_processor
+from jaxtune.data.images.image_reader import ImageReader, load_processor
 from jaxtune.data.images.table_cells import place_images
 from jaxtune.data.reading import sources
 from jaxtune.errors import UserError
@@ -98,6 +98,25 @@ def test_limits_of_pixels_are_those_of_the_processor(family, tmp_path):
         first_frame = wanted["pixel_values"].reshape(-1, 3, 2 if family == "qwen3_vl" else 1, 16)[:, :, 0]
         np.testing.assert_array_equal(reader.read_patches(ref), first_frame.reshape(-1, 48))
     assert image_reader(family, tmp_path / "model").identity != reader.identity
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_export_gets_the_limits_that_images_were_read_with(nested, tmp_path):
+    """Files of all ages give transformers the same sizes as training had; others are left as they are."""
+    options = {"max_pixels": 32 * 32}
+    reader, written = image_reader("qwen2_5_vl", tmp_path / "model", **options), tmp_path / "export"
+    written.mkdir()
+    settings = PROCESSORS["qwen2_5_vl"][0] | {"min_pixels": 64, "max_pixels": 48 * 48}  # as Qwen2.5-VL's
+    path = written / ("processor_config.json" if nested else "preprocessor_config.json")
+    path.write_text(json.dumps({"image_processor": settings, "processor_class": "x"} if nested else settings))
+    reader.write_limits(written)
+    exported = ImageReader(written, "qwen2_5_vl", reader.layout)
+    save(tmp_path / "a.png", 80, 60)
+    assert exported.find("a.png", str(tmp_path)) == reader.find("a.png", str(tmp_path))
+    other = image_reader("mistral3", tmp_path / "mistral", **options)
+    before = (tmp_path / "mistral" / "preprocessor_config.json").read_text()
+    other.write_limits(tmp_path / "mistral")
+    assert (tmp_path / "mistral" / "preprocessor_config.json").read_text() == before
 
 
 def test_pixtral_scales_to_the_limits_before_its_longest_edge(tmp_path):

@@ -14,6 +14,7 @@ from jaxtune.config.schema import Config, DataOptions, LogOptions, ModelOptions,
 from jaxtune.data.formats.prompts import Prompt
 from jaxtune.data.rows.prompt_feed import PromptBatch
 from jaxtune.inference import generation
+from jaxtune.inference.decode import Sampling, choose
 from jaxtune.objectives.options import GrpoOptions
 from jaxtune.optim.options import OptimOptions
 from jaxtune.parallel.mesh import make_mesh
@@ -104,6 +105,17 @@ def test_completions_that_ended_leave_the_batch_and_the_others_stay_the_same(mes
     for one, other in zip(found, everything):
         np.testing.assert_allclose(one.log_probs, other.log_probs, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(one.entropies, other.entropies, rtol=1e-5, atol=1e-6)
+
+
+def test_an_image_token_is_never_chosen_and_counts_in_the_probabilities_of_the_others():
+    """No image belongs to it. The update's probabilities, in whole rows, are of all tokens too."""
+    logits = jnp.array([[1.0, 2.0, 5.0, 0.0]])
+    keys = jax.random.split(jax.random.key(0), 1)
+    for temperature in (0.0, 1.0):
+        chosen = choose(logits, keys, None, Sampling(temperature=temperature, top_k=2), never=2)
+        assert chosen.tokens[0] in (0, 1)
+        expected = jax.nn.log_softmax(logits)[0, chosen.tokens[0]]
+        np.testing.assert_allclose(chosen.log_probs[0], expected, rtol=1e-6)
 
 
 def test_every_device_keeps_as_many_rows_as_the_one_that_needs_most(monkeypatch):
