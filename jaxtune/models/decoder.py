@@ -110,14 +110,16 @@ class Decoder(nnx.Module):
         x = self.embed_tokens(tokens, call)
         if inputs.images is not None:
             x = inputs.images.replace(x)
-            inputs = inputs._replace(visual=self._find_visual(tokens))
         if self.layer_embeddings is not None:
             inputs = inputs._replace(layer_embeddings=self.layer_embeddings(tokens, x, call))
-        x, cache, sums = self.run(x, inputs, call, cache)
+        x, cache, sums = self.run(x, inputs._replace(visual=self._find_visual(tokens)), call, cache)
         return self.apply_final_norm(x), cache, sums
 
     def _find_visual(self, tokens: Int[Array, "b s"]) -> Bool[Array, "b s"] | None:
-        """Return whether each token is visual; generated tokens, which come without images, never are."""
+        """Return whether each token is visual; None: no token of the vocabulary is.
+
+        So are such tokens that a model generates, as in training on them; transformers' `generate` takes them for text.
+        """
         numbers = () if self.spec.vision is None else self.spec.vision.visual_tokens
         return reduce(jnp.logical_or, (tokens == number for number in numbers)) if numbers else None
 
