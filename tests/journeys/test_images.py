@@ -70,6 +70,8 @@ class Family(NamedTuple):
         types: the argument of transformers' model that says which tokens are of images; None: it has none.
         text, vision, whole: entries of config.json: of the decoder, of the tower, of both.
         preprocessing: arguments of the image processor that config.json decides.
+        routed: the argument of transformers' model that says which tokens, those of `special`, have own experts.
+        options: further options of full training.
     """
 
     written: str
@@ -81,6 +83,8 @@ class Family(NamedTuple):
     vision: dict
     whole: dict
     preprocessing: dict
+    routed: str | None = None
+    options: dict | None = None
 
 
 FAMILIES = {
@@ -100,6 +104,24 @@ FAMILIES = {
         },
         whole={},
         preprocessing={},
+    ),
+    "ernie4_5_vl_moe": Family(
+        written="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        expanded=f"<|IMAGE_START|>{'<|IMAGE_PLACEHOLDER|>' * 16}<|IMAGE_END|>",
+        special=("<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>"),
+        numbers=("image_token_id", "image_start_token_id", "image_end_token_id"),
+        types="mm_token_type_ids",
+        text={
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [3, 3, 2]},
+            "moe_intermediate_size": [64, 48],
+            "moe_num_experts": 4,
+            "moe_k": 2,
+        },
+        vision={"depth": 2, "num_heads": 2},
+        whole={},
+        preprocessing={},
+        routed="moe_mm_token_type_ids",
+        options={"experts.bias_update_rate": 1e-3},  # so that every tensor changes
     ),
     "gemma3": Family(
         written="<start_of_image>",
@@ -209,6 +231,9 @@ class InTransformers:
             text = text.replace(self.family.written, self.family.expanded)
         ids = torch.tensor([self.tokenizer(text).input_ids])
         types = {} if self.family.types is None else {self.family.types: (ids == self.image_token).int()}
+        if self.family.routed is not None:
+            special = torch.tensor(self.tokenizer.convert_tokens_to_ids(list(self.family.special)))
+            types[self.family.routed] = torch.isin(ids, special).int()
         return {"input_ids": ids, **types, **inputs}
 
 
@@ -340,6 +365,7 @@ def test_a_model_learns_to_answer_questions_about_pictures(family, home):
     write_samples(home, 1500)
     options = {**OPTIONS, "data.validation_split": 0.05, "train.micro_batch_size": 4, "memory.remat": "none"}
     more = {"vision.train": "tower", "train.max_steps": 800, "ckpt.save_steps": 800, "optim.learning_rate": 1e-3}
+    more |= FAMILIES[family].options or {}
     call(*recipe_command(home, "qwen_full.py", "scratch", **options, **more))
     before, after = (load_file(one / "model.safetensors") for one in (home / "model", home / "runs/scratch/export"))
     assert before.keys() == after.keys()

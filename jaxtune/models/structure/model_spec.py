@@ -20,6 +20,7 @@ class Vision:
         layers: the layers, first to last.
         norm: the norms of the tower, and of the projector if it has none of its own.
         frames: size of the patch kernel in time, in which an image is constant; None: the kernel has no such axis.
+        flat_kernel: whether the files hold the patch kernel as a matrix (ERNIE 4.5 VL).
         patch_bias: whether the patch embedding has a bias.
         positions: side of the square grid of learned position embeddings, which is interpolated to the grid of each
             image; 0: there are none.
@@ -32,8 +33,13 @@ class Vision:
         joined_projection: whether the joined patches of a block are projected to `hidden` features before the
             projector's two layers (Mistral 3). Then the values of one feature, from all patches of the block, are side
             by side.
+        resampled: whether the projector is a `Resampler` (ERNIE 4.5 VL); `projected` is its width.
         deepstack: numbers of layers, in ascending order, whose outputs have projectors of their own; they are added to
             the image tokens after the decoder's first layers (DeepStack, arXiv:2406.04334).
+        experts: the mixture that `visual_tokens` go to in each of the decoder's layers with experts (ERNIE 4.5 VL). It
+            has as many experts as the layer's own mixture, and the shared layer is of all tokens. None: all tokens go
+            to the layer's own.
+        visual_tokens: the numbers of these tokens: the image token, and those before and after an image.
         initializer_range: standard deviation of random weights.
     """
 
@@ -51,7 +57,11 @@ class Vision:
     input_norm: bool = False
     output_norm: bool = False
     joined_projection: bool = False
+    flat_kernel: bool = False
+    resampled: bool = False
     deepstack: tuple[int, ...] = ()
+    experts: Experts | None = None
+    visual_tokens: tuple[int, ...] = ()
     initializer_range: float = 0.02
 
 
