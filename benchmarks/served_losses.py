@@ -74,6 +74,8 @@ MODELS = {
 # (rank of adapters, which is also their alpha; learning rate)
 KINDS = {"full": (None, 1e-3), "LoRA": (64, 2e-3)}
 DISTILL_STEPS = 400
+# Learning rates of distilling, if not that of the row's training: what fp8 adds is less than the noise of such steps.
+DISTILL_RATES = {"fp8, full": 1e-4}
 
 
 def train(work: Path, name: str, recipe: str, model: Path, sections: dict) -> Path:
@@ -147,6 +149,7 @@ def measure(work: Path, base: Path, steps: int, kind: str, format: str, seed: in
         whole = plain / ("merged" if rank else "export")
         taught = options | {"serve": {"format": format, "distill": True}}
         taught["train"] = {"seed": seed, "max_steps": DISTILL_STEPS}
+        taught["optim"] = {"learning_rate": DISTILL_RATES.get(f"{format}, {kind}", rate)}
         distilled = train(work, f"{name}-{format}-distilled", "quickstart_lora", whole, taught)
         found["distilled after training"] = loss(distilled, format)
     return found
@@ -176,7 +179,7 @@ def main() -> None:
     os.chdir(work)
     make_model_folder(work / "model", measured.kind, measured.sizes)
     base = train_base(work, measured.base)
-    steps = {"steps": arguments.steps, "distill_steps": DISTILL_STEPS}
+    steps = {"steps": arguments.steps, "distill_steps": DISTILL_STEPS, "distill_rates": DISTILL_RATES}
     settings = {"jax": jax.__version__, **steps, "sizes": measured.sizes, "base": measured.base, "kinds": KINDS}
     kept = work / "settings.json"  # finished runs are not repeated, so all must have the same settings
     if kept.exists() and json.loads(kept.read_text()) != json.loads(json.dumps(settings)):
