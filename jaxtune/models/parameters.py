@@ -256,9 +256,9 @@ def _places(
         first, step = (number, len(parts)) if tensor.interleaved else (sum(rows[:number]), 1)
 
     def place(layer: int | None, expert: int) -> Place:
-        whole = Place(
-            tensor.name.format(layer=layer, expert=expert), first, rows_of_whole, step, transposed=tensor.transposed
-        )
+        name = tensor.name.format(layer=layer, expert=expert)
+        how = {"transposed": tensor.transposed, "scalar": tensor.scalar}
+        whole = Place(name, first, rows_of_whole, step, **how)
         if not of_stacked:
             return dataclasses.replace(whole, element=expert, stack=experts) if tensor.stacked else whole
         # peft has one pair of matrices for all experts: A (experts * rank, in), expert after expert; and B
