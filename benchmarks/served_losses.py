@@ -68,7 +68,7 @@ class Measured:
 
 
 MODELS = {
-    "dense": Measured("Qwen3", SIZES, ((5e-3, 3000), (2e-3, 3000)), {"int4": 3, "nf4": 3, "nvfp4": 3, "fp8": 24}),
+    "dense": Measured("Qwen3", SIZES, ((5e-3, 3000), (2e-3, 3000)), {"int4": 3, "nf4": 3, "nvfp4": 3, "fp8": 12}),
     "moe": Measured("Qwen3Moe", SIZES | EXPERTS, ((5e-3, 1500),), {"int4": 3}),
 }
 # (rank of adapters, which is also their alpha; learning rate)

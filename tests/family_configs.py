@@ -124,6 +124,7 @@ TOWER_OF_QWEN = dict(
     patch_size=4,
     initializer_range=0.1,
 )
+TOWER_OF_ERNIE = {name: size for name, size in TOWER_OF_QWEN.items() if name != "out_hidden_size"} | dict(depth=2)
 SEEN_BY_QWEN = TOWER_OF_QWEN | dict(num_position_embeddings=25)
 SEEING_QWEN = dict(vision_config=SEEN_BY_QWEN, image_token_id=VOCABULARY - 1)
 THREE_AXES = dict(rope_type="default", mrope_section=[4, 2, 2])
@@ -632,6 +633,23 @@ FAMILIES = {
             # A window is two blocks of four patches wide.
             vision_config=TOWER_OF_QWEN | dict(window_size=16, fullatt_block_indexes=[1]),
             text_config=dict(num_hidden_layers=2, rope_parameters=THREE_AXES),
+        ),
+    ),
+    "ernie4_5_vl_moe, experts of images": (
+        "Ernie4_5_VLMoeConfig",
+        dict(
+            vision_config=TOWER_OF_ERNIE,
+            image_token_id=VOCABULARY - 1,
+            image_start_token_id=VOCABULARY - 2,
+            image_end_token_id=VOCABULARY - 3,
+            text_config=dict(
+                num_hidden_layers=2,
+                rope_parameters=dict(rope_type="default", mrope_section=[3, 3, 2]),
+                moe_intermediate_size=[24, 16],
+                moe_num_experts=4,
+                moe_k=2,
+                pad_token_id=None,
+            ),
         ),
     ),
     "mistral3, inside a model that sees, untied": (

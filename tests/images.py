@@ -12,6 +12,7 @@ from tiny import VOCABULARY
 
 from jaxtune.columns import image_columns
 from jaxtune.image_layout import ImageLayout
+from jaxtune.models.structure.model_spec import Vision
 
 
 class Seen(NamedTuple):
@@ -28,15 +29,21 @@ class Sample(NamedTuple):
     images: tuple[Seen, ...]
 
 
-def draw_sample(layout: ImageLayout, length: int, grids: list[tuple[int, int]], seed: int) -> Sample:
-    """Return a document of `length` random tokens, with an image of each grid after every five tokens."""
+def draw_sample(vision: Vision, length: int, grids: list[tuple[int, int]], seed: int) -> Sample:
+    """Return a document of `length` random tokens, with an image of each grid after every five tokens.
+
+    If other tokens are visual too, they are before and after each image.
+    """
+    layout, (_, *around) = vision.layout, vision.visual_tokens or (None,)
+    before, after = around[:1], around[1:]
     rng = np.random.default_rng(seed)
-    texts = rng.choice(np.setdiff1d(np.arange(VOCABULARY), layout.token), length)
+    texts = rng.choice(np.setdiff1d(np.arange(VOCABULARY), [layout.token, *around]), length)
     images = tuple(Seen(grid, rng.normal(size=(grid[0] * grid[1], layout.patch_values))) for grid in grids)
     parts = []
     for number, image in enumerate(images):
-        parts += [texts[5 * number : 5 * number + 5], np.full(len(image.patches) // layout.merge**2, layout.token)]
-    return Sample(np.concatenate([*parts, texts[5 * len(images) :]]), images)
+        seen = np.full(len(image.patches) // layout.merge**2, layout.token)
+        parts += [texts[5 * number : 5 * number + 5], before, seen, after]
+    return Sample(np.concatenate([*parts, texts[5 * len(images) :]]).astype(int), images)
 
 
 def blocks_of(grid: tuple[int, int], layout: ImageLayout) -> np.ndarray:
@@ -96,15 +103,19 @@ def image_batch(samples: list[Sample], layout: ImageLayout, patches: int, length
     return batch | columns
 
 
-def torch_inputs(sample: Sample, layout: ImageLayout, dtype, frames: int = 2) -> dict:
-    """Return the document as arguments of a Qwen model of transformers, with pixels in a dtype of torch.
+def torch_inputs(sample: Sample, vision: Vision, dtype) -> dict:
+    """Return the document as arguments of a model of transformers, with pixels in a dtype of torch.
 
-    frames: of a patch; 0: as arguments of a model whose tower cuts the patches from whole images.
+    A tower without rotary positions of its decoder cuts the patches from whole images.
     """
     import torch
 
+    layout = vision.layout
+    frames = (vision.frames or 1) if layout.rope_axes else 0
     tokens = torch.tensor(sample.tokens)[None]
     inputs = {"input_ids": tokens, "mm_token_type_ids": (tokens == layout.token).int()}
+    if vision.visual_tokens:
+        inputs["moe_mm_token_type_ids"] = torch.isin(tokens, torch.tensor(vision.visual_tokens)).int()
     if not frames:
         types = inputs.pop("mm_token_type_ids")
         inputs |= {"token_type_ids": types} if layout.bidirectional else {}
@@ -123,10 +134,11 @@ def torch_inputs(sample: Sample, layout: ImageLayout, dtype, frames: int = 2) ->
     return inputs
 
 
-def gemma4_inputs(sample: Sample, layout: ImageLayout, dtype) -> dict:
+def gemma4_inputs(sample: Sample, vision: Vision, dtype) -> dict:
     """Return the document as arguments of Gemma 4 in transformers, with padded patches in a dtype of torch."""
     import torch
 
+    layout = vision.layout
     tokens = torch.tensor(sample.tokens)[None]
     inputs = {"input_ids": tokens, "mm_token_type_ids": (tokens == layout.token).int()}
     if not sample.images:

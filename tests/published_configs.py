@@ -343,6 +343,22 @@ FORMS: dict[str, dict[str, Any]] = {
         moe_layer_interval=1, moe_intermediate_size=1536, moe_k=6, moe_capacity=[64, 64, 64], moe_gate="topk",
         num_nextn_predict_layers=1,
     ),
+    # ERNIE-4.5-VL-28B-A3B as transformers reads it; the publisher's own files have another model_type.
+    "ernie4_5_vl_moe": dict(
+        image_token_id=100_295, image_start_token_id=101_304, image_end_token_id=101_305, tie_word_embeddings=True,
+        text_config=_form(
+            2560, 12_288, 4, 20, 4, 103_424, 131_072, rope_parameters=dict(
+                mrope_section=[22, 22, 20], rope_theta=500_000, rope_type="default",
+            ),
+            model_type="ernie4_5_vl_moe_text", use_bias=False, moe_intermediate_size=[1536, 512], moe_k=6,
+            moe_norm_min=1e-12, moe_num_experts=64, moe_num_shared_experts=2,
+            mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        ),
+        vision_config=dict(
+            depth=32, hidden_act="quick_gelu", hidden_size=1280, in_channels=3, intermediate_size=5120, num_heads=16,
+            patch_size=14, rms_norm_eps=1e-6, spatial_merge_size=2, temporal_merge_size=2,
+        ),
+    ),
     "exaone4": _form(
         5120, 27_392, 4, 40, 8, 102_400, 131_072, head_dim=128, rope_theta=1_000_000, sliding_window=4096,
         sliding_window_pattern="LLLG", layer_types=WINDOWED, tie_word_embeddings=False,

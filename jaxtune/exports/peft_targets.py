@@ -79,8 +79,10 @@ def peft_patterns(model: Model, lora: LoraOptions, wrapped: Collection[str]) -> 
 
     A module that is a target parameter (`wrapped`) has its weight's name.
     """
-    linears = [p for p in model.frozen.values() if isinstance(p.treatment.adapter, LoRA) and not is_of_experts(p)]
-    names = {place.name: p.treatment.adapter.exported_rank_alpha for p in linears for place in p.places}
+    frozen = [p for p in model.frozen.values() if p.kind == "linear" and not is_of_experts(p)]
+    linears = [p for p in frozen if isinstance(p.treatment.adapter, LoRA)]
+    loaded = loaded_names(model.base.spec)
+    names = {loaded[place.name]: p.treatment.adapter.exported_rank_alpha for p in linears for place in p.places}
     exported = {name if name in wrapped else name.removesuffix(".weight"): own for name, own in names.items()}
     ranks = {name: rank for name, (rank, _) in exported.items() if rank != lora.rank}
     return ranks, {name: alpha for name, (_, alpha) in exported.items() if alpha != lora.alpha}

@@ -27,7 +27,7 @@ from jaxtune.inference.decisions import DECISION_FILE, evaluated_temperatures, w
 from jaxtune.lora.lora import LoRA
 from jaxtune.models import families
 from jaxtune.models.decoder import Parameters
-from jaxtune.models.parameters import Parameter
+from jaxtune.models.parameters import Parameter, loaded_names
 from jaxtune.models.places import Place
 from jaxtune.parallel import multihost
 from jaxtune.quant.options import served_as
@@ -155,7 +155,12 @@ def _tensors(
     parts |= {copy: parts[original] for copy, original in copies.items()}
 
     def assemble(pieces: list[tuple[Place, str, tuple[int, ...]]], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        tensor = np.empty(shape, dtype)
+        first = pieces[0][0]
+        if first.stack is not None and {place.element for place, *_ in pieces} != set(range(first.stack)):
+            # The other elements belong to parts of a larger model that this run does not read.
+            tensor = hf.open_weights(model.folder)[first.name].whole().astype(dtype)
+        else:
+            tensor = np.empty(shape, dtype)
         for place, name, index in pieces:
             rows, part = place.rows_in(tensor), np.asarray(value(name, index))
             rows[: len(part)] = part[: len(rows)]  # cuts padded rows of the vocabulary
@@ -187,7 +192,11 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
 
     every = model.trained | model.starts
     written = {name: _with_start(p) for name, p in every.items() if not name.endswith("_start")}
-    tensors = list(_tensors(model, written, jnp.dtype(config.lora.dtype), value, {}))
+    loaded = loaded_names(model.base.spec)  # of modules that are trained whole, and of biases
+    tensors = [
+        tensor._replace(name=loaded.get(tensor.name, tensor.name))
+        for tensor in _tensors(model, written, jnp.dtype(config.lora.dtype), value, {})
+    ]
     lora, base = config.lora, _absolute(config.model.path or "")
     rank, alpha = LoRA(lora.rank, lora.alpha, lora.use_rslora, init=lora.init).exported_rank_alpha
     lora = dataclasses.replace(lora, rank=rank, alpha=alpha)

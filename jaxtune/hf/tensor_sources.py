@@ -47,6 +47,7 @@ _OLDER = (
     {"model.vision_tower.vision_model.": "model.vision_tower."},
     {"vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector."},
     {"backbone.": "model."},
+    {"vision_model.": "model.vision_model."},  # of ERNIE 4.5 VL, as published
 )
 _NOW = {older: now for renamed in _OLDER for older, now in renamed.items()}
 CHECKSUM = "xxh3_64"  # key in __metadata__ of exported files: hash, in hex, of all bytes after the header

@@ -133,14 +133,14 @@ def _whole_modules(spec: ModelSpec, modules: tuple[str, ...], adapted: Set[str])
             f"{option}: {tied[0]} is tied in this model (tie_word_embeddings) and peft would untie it; leave it out or "
             "train the whole model (lora.enabled=False)"
         )
-    known = sites(spec)
+    known, loaded = sites(spec), loaded_names(spec)
     # peft saves whole modules, so a weight and its bias are trained together.
-    of_module = {name: name.rpartition(".")[0] for name in known if name.endswith((".weight", ".bias"))}
+    of_module = {name: loaded[name].rpartition(".")[0] for name in known if name.endswith((".weight", ".bias"))}
     selected = select(modules, sorted(set(of_module.values())), option)
     tensors = {name: known[name] for name, module in of_module.items() if module in selected}
     if experts := sorted(name for name, parts in tensors.items() if parts[0].of_experts):
         raise UserError(f"{option}: experts, such as {experts[0]}, are not supported; leave them out")
-    if both := sorted(selected & adapted):
+    if both := sorted(of_module[name] for name in tensors if name.removesuffix(".weight") in adapted):
         raise UserError(f"{option}: {both[0]} has an adapter too; remove it from {option} or from lora.target_modules")
     treatments = {
         name: [(spec if s.layer is None else spec.every_layer[s.layer]).treatment(s.local) for s in parts]

@@ -7,6 +7,7 @@ Shape letters: b rows of the batch, s positions in a row, d features of the resi
 padded vocabulary, or labels), n repeats of a stack's period, l layers, f features of an embedding for one layer.
 """
 
+from functools import reduce
 from typing import Any
 
 import jax
@@ -112,8 +113,16 @@ class Decoder(nnx.Module):
             x = inputs.images.replace(x)
         if self.layer_embeddings is not None:
             inputs = inputs._replace(layer_embeddings=self._embed_for_layers(tokens, x, inputs.images, call))
-        x, cache, sums = self.run(x, inputs, call, cache)
+        x, cache, sums = self.run(x, inputs._replace(visual=self._find_visual(tokens)), call, cache)
         return self.apply_final_norm(x), cache, sums
+
+    def _find_visual(self, tokens: Int[Array, "b s"]) -> Bool[Array, "b s"] | None:
+        """Return whether each token is visual; None: no token of the vocabulary is.
+
+        So are such tokens that a model generates, as in training on them; transformers' `generate` takes them for text.
+        """
+        numbers = () if self.spec.vision is None else self.spec.vision.visual_tokens
+        return reduce(jnp.logical_or, (tokens == number for number in numbers)) if numbers else None
 
     def _embed_for_layers(
         self, tokens: Int[Array, "b s"], x: Float[Array, "b s d"], images: ImageTokens | None, call: ForwardOptions

@@ -30,6 +30,9 @@ from jaxtune.precision.linears import Frozen
 from jaxtune.precision.operands import MatmulFormat
 from jaxtune.quant.format import Format
 
+# Names, inside a layer, of parameters with an axis of experts. A layer has as many experts of images as of texts.
+OF_EXPERTS = ("mlp.experts.", "mlp.vision_experts.")
+
 
 class Storage(Protocol):
     """A storage format for matrices of an array: a quantized `Format`, a low-precision `MatmulFormat`, or both."""
@@ -130,7 +133,7 @@ class Site(NamedTuple):
     @property
     def of_experts(self) -> bool:
         """Whether it is a parameter of a mixture's experts."""
-        return self.local.startswith("mlp.experts.")
+        return self.local.startswith(OF_EXPERTS)
 
     def of_module(self, spec: ModelSpec) -> bool:
         """Whether it is a parameter of a multi-token-prediction module."""
@@ -219,7 +222,7 @@ def declare(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, Parameter]]:
 def _experts(layer: Layer, local: str) -> tuple[int, ...]:
     """Return the leading axis of experts of a layer's parameter: (count,), or () if it has none."""
     slot = layer.feed_forward
-    return (slot.count,) if isinstance(slot, Experts) and local.startswith("mlp.experts.") else ()
+    return (slot.count,) if isinstance(slot, Experts) and local.startswith(OF_EXPERTS) else ()
 
 
 def _weight_of(local: str, kind: Kind) -> str:
@@ -241,10 +244,12 @@ def _places(
     """
     weight, part = _weight_of(local, siblings[local].kind), local.rsplit(".", 1)[-1]
     tensor, experts = _tensor(names[weight]), lead[1] if len(lead) > 1 else 1
-    parts = [other for other in names if names[other] == names[weight] and other in siblings]
+    alike = [other for other in names if names[other] == names[weight]]
+    parts = [other for other in alike if other in siblings]
     of_stacked = weight != local and tensor.stacked
+    of_vectors = tensor.stacked and len(lead) < 2  # also if the model has no parameter for one of them
     if weight != local:
-        module = _wrapper(names, tensor, siblings) if of_stacked else tensor.name.removesuffix(".weight")
+        module = _wrapper(names, tensor, siblings) if of_stacked else _loaded_name(tensor).removesuffix(".weight")
         tensor = Tensor(f"{module}.{treatment.adapter.peft_names[part]}", interleaved=tensor.interleaved)
         parts = parts if part not in treatment.adapter.shared else []
     # The parts' rows are in the order of the family's names: in a fused qkv, k begins after the rows of q. A tensor
@@ -256,9 +261,11 @@ def _places(
         first, step = (number, len(parts)) if tensor.interleaved else (sum(rows[:number]), 1)
 
     def place(layer: int | None, expert: int) -> Place:
-        name = tensor.name.format(layer=layer, expert=expert)
+        name = tensor.name.format(layer=layer, expert=expert, later_expert=experts + expert)
         how = {"transposed": tensor.transposed, "scalar": tensor.scalar}
         whole = Place(name, first, rows_of_whole, step, **how)
+        if of_vectors:
+            return Place(name, element=alike.index(weight), stack=len(alike))
         if not of_stacked:
             return dataclasses.replace(whole, element=expert, stack=experts) if tensor.stacked else whole
         # peft has one pair of matrices for all experts: A (experts * rank, in), expert after expert; and B
@@ -320,7 +327,8 @@ def sites(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
             tensor = _tensor(tensor)
             experts = 1 if layer is None or tensor.stacked else math.prod(_experts(layer, local))
             for expert in range(experts):
-                name = tensor.name.format(layer=spec.number_in_files(number), expert=expert)
+                numbers = {"expert": expert, "later_expert": experts + expert}
+                name = tensor.name.format(layer=spec.number_in_files(number), **numbers)
                 by_tensor[name] = (*by_tensor.get(name, ()), Site(number, local, declared[local].kind))
     return by_tensor
 

@@ -10,8 +10,10 @@ class Tensor:
     """An entry of a family's table of names, for a tensor that does not have the parameter's own shape.
 
     Attributes:
-        name: the tensor's name, with {layer}.
-        stacked: whether a leading dimension has all experts of a layer; its size is 1 if the parameter has no experts.
+        name: the tensor's name, with {layer}, and with {expert} or {later_expert} if it is of one expert; the latter
+            counts on after the experts of the layer.
+        stacked: whether a leading dimension has all experts of a layer; for parameters without experts, each parameter
+            with this name.
         transposed: whether a matrix is stored as (in, out).
         interleaved: whether the rows of the parameters with this name alternate, instead of following one another.
         loaded: name of the parameter in transformers after loading, and in peft; None: the name in the files.

@@ -105,7 +105,7 @@ class Block(nnx.Module):
             if isinstance(self.mlp, MLP):
                 y = self.mlp(normed, call)
             else:
-                y, sums = self.mlp(normed, call, inputs.valid, x, inputs.routed_experts)
+                y, sums = self.mlp(normed, call, inputs.valid, x, inputs.routed_experts, inputs.visual)
             x = self._add(x, y, self.mlp_out_norm, call, "feed-forward")
         if self.embedding_gate is not None and inputs.layer_embeddings is not None:
             y = self.embedding_gate(jax.reshard(x, by_token(None)), inputs.layer_embeddings, call)

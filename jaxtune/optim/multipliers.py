@@ -11,9 +11,11 @@ from jaxtune.models.selection import select
 from jaxtune.optim.options import OptimOptions
 
 EMBEDDING = r"embed_tokens|\bembeddings\.weight"  # the second is Nemotron-H's
-TOWER = r"\b(visual|vision_tower|multi_modal_projector|embed_vision)\."  # the vision tower and its projectors
-# A_log, D: recurrences; sinks: gpt-oss; ln_q, ln_pre, positions: vision towers.
-NO_DECAY = rf"norm|bias|A_log|\.D$|sinks|\bln_(q|pre)\b|\b(pos_embed|position_embedding(_table)?)\b|{EMBEDDING}"
+# The vision tower and its projectors.
+TOWER = r"\b(visual|vision_tower|multi_modal_projector|embed_vision|vision_model|resampler_model)\."
+# Norms and positions of vision towers, the last norms in ERNIE's resampler.
+_OF_TOWERS = r"\bln_(q|pre)\b|\.ln\.|\b(pos_embed|position_embedding(_table)?)\b|\b(spatial|temporal)_linear\.3\b"
+NO_DECAY = rf"norm|bias|A_log|\.D$|sinks|{_OF_TOWERS}|{EMBEDDING}"  # A_log, D: recurrences; sinks: gpt-oss
 
 # One number, or one for each layer of a stacked parameter.
 Factor = float | Float[np.ndarray, " layers"]

@@ -15,7 +15,7 @@ def format_of(options: QuantOptions, parameter: str) -> Format:
 
     weight_only_mix is ERNIE's: experts in INT4, the other weights in INT8.
     """
-    is_expert = options.format == "weight_only_mix" and ".experts." in f".{parameter}"
+    is_expert = options.format == "weight_only_mix" and "experts." in parameter
     elements = "int4" if options.format == "int4" or is_expert else "int8"
     return Integers(elements, (1, options.block_size if isinstance(options.block_size, int) else None))
 

@@ -187,9 +187,11 @@ def objective_of(config: Config, model: Model) -> Objective:
     mixtures = [
         number for number, layer in enumerate(model.spec.every_layer) if isinstance(layer.feed_forward, Experts)
     ]
-    # The router's sums have a row for each mixture, so a layer's number is changed to its mixture's.
+    # The routers' sums have a row for each mixture, so a layer's number is changed to its mixture's. The second of two
+    # mixtures of a layer is of images.
+    of_layer = 1 if model.spec.vision is None or model.spec.vision.experts is None else 2
     corrections = {
-        name: [mixtures.index(layer) for layer in parameter.layers]
+        name: [of_layer * mixtures.index(layer) + (".vision_router." in name) for layer in parameter.layers]
         for name, parameter in model.trained.items()
         if parameter.kind == "correction"
     }

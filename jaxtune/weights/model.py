@@ -123,7 +123,9 @@ class Model:
         """Return the work of a token: the active experts and the head's product count, embedding lookups do not."""
         matrices = {name: p for name, p in self.parameters.items() if len(p.matrix) == 2}
         matrices.pop("layer_embeddings.weight", None)  # only looked up
-        matrices = {name: p for name, p in matrices.items() if not name.startswith("vision.")}  # not of tokens
+        # Patches, not tokens, go through the tower, and a token that goes to experts of images not to those of texts.
+        elsewhere = ("vision.", "mlp.vision_")
+        matrices = {n: p for n, p in matrices.items() if not (n.startswith(elsewhere) or p.local.startswith(elsewhere))}
         if not self.spec.tied:
             # An untied embedding is only looked up; a tied one is also the head's matrix.
             matrices.pop("embed.weight")
@@ -243,6 +245,11 @@ def _apply_treatments(base: Base, config: Config, train: bool) -> ModelSpec:
             raise UserError(f"experts.{field.name}={value!r}: the model, a {spec.family}, has no experts")
     if config.rollout.replay_routing and not spec.has_experts:
         raise UserError(f"rollout.replay_routing: the model, a {spec.family}, has no experts; leave it out")
+    if config.rollout.replay_routing and spec.vision is not None and spec.vision.experts is not None:
+        raise UserError(
+            f"rollout.replay_routing: image tokens have experts of their own in a {spec.family}, and those are not "
+            "replayed; leave it out, or leave out vision.patches_per_row"
+        )
     if config.memory.remat == "experts" and not spec.has_experts:
         raise UserError(f"memory.remat='experts': the model, a {spec.family}, has no experts; 'dots' keeps less")
     names, options = frozenset(), config.quant

@@ -20,7 +20,7 @@ from jaxtune.lora.lora import LoRA
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models import families
 from jaxtune.models.decoder import Parameters, cast_like
-from jaxtune.models.parameters import Parameter, abstract, randomize
+from jaxtune.models.parameters import Parameter, abstract, loaded_names, randomize
 from jaxtune.precision.linears import Frozen
 from jaxtune.quant.mxfp4_format import Mxfp4
 from jaxtune.quant.options import QuantOptions
@@ -228,9 +228,10 @@ def _adapter_tensors(model: Model, config: Config) -> tuple[dict[str, hf.Target]
         raise UserError(
             f"lora.target_modules and the adapter in {config.lora.path} differ in {', '.join(difference[:6])}"
         )
+    loaded = loaded_names(model.base.spec)
     for parameter in model.frozen.values():
         lora = parameter.treatment.adapter
-        for module in (place.name.removesuffix(".weight") for place in parameter.places):
+        for module in (loaded.get(place.name, place.name).removesuffix(".weight") for place in parameter.places):
             if (
                 isinstance(lora, LoRA)
                 and module in adapter.modules
@@ -242,8 +243,10 @@ def _adapter_tensors(model: Model, config: Config) -> tuple[dict[str, hf.Target]
                 )
     targets = {name: _target(model, parameter) for name, parameter in wanted.items()}
     complaint = f"the tensors in {config.lora.path} do not fit adapters of this model:"
-    hf.check_tensors(complaint, adapter.tensors, targets, lambda name: False)
-    return targets, adapter.tensors
+    in_files = {new: name for name, new in loaded.items()}
+    tensors = {in_files.get(name, name): source for name, source in adapter.tensors.items()}
+    hf.check_tensors(complaint, tensors, targets, lambda name: False)
+    return targets, tensors
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,8 @@ class Family(NamedTuple):
         types: the argument of transformers' model that says which tokens are of images; None: it has none.
         text, vision, whole: entries of config.json: of the decoder, of the tower, of both.
         preprocessing: arguments of the image processor that config.json decides.
+        routed: the argument of transformers' model that says which tokens, those of `special`, have own experts.
+        options: further options of full training.
     """
 
     written: str
@@ -81,6 +83,8 @@ class Family(NamedTuple):
     vision: dict
     whole: dict
     preprocessing: dict
+    routed: str | None = None
+    options: dict | None = None
 
 
 FAMILIES = {
@@ -100,6 +104,24 @@ FAMILIES = {
         },
         whole={},
         preprocessing={},
+    ),
+    "ernie4_5_vl_moe": Family(
+        written="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        expanded=f"<|IMAGE_START|>{'<|IMAGE_PLACEHOLDER|>' * 16}<|IMAGE_END|>",
+        special=("<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>"),
+        numbers=("image_token_id", "image_start_token_id", "image_end_token_id"),
+        types="mm_token_type_ids",
+        text={
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [3, 3, 2]},
+            "moe_intermediate_size": [64, 48],
+            "moe_num_experts": 4,
+            "moe_k": 2,
+        },
+        vision={"depth": 2, "num_heads": 2},
+        whole={},
+        preprocessing={},
+        routed="moe_mm_token_type_ids",
+        options={"experts.bias_update_rate": 1e-3},  # so that every tensor changes
     ),
     "gemma3": Family(
         written="<start_of_image>",
@@ -239,6 +261,9 @@ class InTransformers:
             text = text.replace(self.family.written, self.family.expanded)
         ids = torch.tensor([self.tokenizer(text).input_ids])
         types = {} if self.family.types is None else {self.family.types: (ids == self.image_token).int()}
+        if self.family.routed is not None:
+            special = torch.tensor(self.tokenizer.convert_tokens_to_ids(list(self.family.special)))
+            types[self.family.routed] = torch.isin(ids, special).int()
         return {"input_ids": ids, **types, **inputs}
 
 
@@ -291,15 +316,14 @@ def letters(completions, **columns):
 '''
 
 
-def test_rewards_for_answers_about_pictures_resume_in_equal_bits(family, home):
-    """The sampler, which reads a prompt's pictures once, and packed rows of completions give the same probabilities."""
+def rewarded(home: Path) -> dict:
+    """Write a reward function; return options of a run that learns from it about the pictures."""
     (home / "rewards.py").write_text(REWARD)
-    options = OPTIONS | {
+    return OPTIONS | {
         "data.datasets[0].path": home / "chat.jsonl",
         "data.datasets[0].type": "auto",
         "data.datasets[0].subset": None,
         "chat.template": None,
-        "data.validation_split": 6,
         "data.seq_len": 128,
         "vision.patches_per_row": 576 if family == "gemma4" else 128,
         "rollout.rewards": f"('{home / 'rewards.py'}:letters',)",
@@ -307,12 +331,15 @@ def test_rewards_for_answers_about_pictures_resume_in_equal_bits(family, home):
         "rollout.group_size": 4,
         "rollout.correction": "token_truncate",
         "train.micro_batch_size": 8,
-        "train.max_steps": 4,
-        "ckpt.save_steps": 2,
-        "lora.enabled": False,
-        "optim.learning_rate": 1e-2,
     }
-    command, run = recipe_command(home, "qwen_grpo.py", "rewarded", **options), home / "runs" / "rewarded"
+
+
+def test_rewards_for_answers_about_pictures_resume_in_equal_bits(family, home):
+    """The sampler, which reads a prompt's pictures once, and packed rows of completions give the same probabilities."""
+    options = {"data.validation_split": 6, "train.max_steps": 4, "ckpt.save_steps": 2}
+    options |= {"lora.enabled": False, "optim.learning_rate": 1e-2}
+    command = recipe_command(home, "qwen_grpo.py", "rewarded", **rewarded(home) | options)
+    run = home / "runs" / "rewarded"
     call(*command)
     rows = [row for row in metrics(run) if "loss" in row]
     assert len(rows) == 4 and all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in rows)
@@ -326,6 +353,20 @@ def test_rewards_for_answers_about_pictures_resume_in_equal_bits(family, home):
     assert [[row[key] for key in compared] for row in metrics(run) if "loss" in row] == [
         [row[key] for key in compared] for row in rows
     ]
+
+
+@pytest.mark.nightly
+def test_devices_share_the_completions_about_pictures(family, home):
+    """A step on eight devices, data, FSDP and tensor parallel, has the completions and the loss of one device."""
+    options = rewarded(home) | {"data.validation_split": 0, "train.max_steps": 1, "export.at_end": False}
+    options |= {"grpo.iterations": 2, "grpo.beta": 0.1}
+    call(*recipe_command(home, "qwen_grpo.py", "one", **options))
+    options |= {"train.micro_batch_size": 2, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+    call(*recipe_command(home, "qwen_grpo.py", "eight", **options), devices=8)
+    one, eight = (next(row for row in metrics(home / "runs" / name) if "loss" in row) for name in ("one", "eight"))
+    assert one["reward"] == eight["reward"] and one["completions/mean_length"] == eight["completions/mean_length"]
+    assert one["loss"] == pytest.approx(eight["loss"], rel=1e-4)
+    assert one["grad_norm"] == pytest.approx(eight["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.nightly
@@ -356,6 +397,7 @@ def test_a_model_learns_to_answer_questions_about_pictures(family, home):
     write_samples(home, 1500)
     options = {**OPTIONS, "data.validation_split": 0.05, "train.micro_batch_size": 4, "memory.remat": "none"}
     more = {"vision.train": "tower", "train.max_steps": 800, "ckpt.save_steps": 800, "optim.learning_rate": 1e-3}
+    more |= FAMILIES[family].options or {}
     call(*recipe_command(home, "qwen_full.py", "scratch", **options, **more))
     before, after = (load_file(one / "model.safetensors") for one in (home / "model", home / "runs/scratch/export"))
     assert before.keys() == after.keys()

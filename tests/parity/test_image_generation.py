@@ -28,6 +28,7 @@ NEW = 8
         nightly("qwen2_5_vl, windows"),
         nightly("qwen3_vl_moe, a dense layer"),
         nightly("gemma4, inside a model that sees"),
+        nightly("ernie4_5_vl_moe, experts of images"),
     ],
 )
 def test_greedy_tokens_after_images(family, tmp_path, one_device):
@@ -36,19 +37,19 @@ def test_greedy_tokens_after_images(family, tmp_path, one_device):
 
     reference = save_torch_model(family, tmp_path).eval()
     model, parameters, _ = read_seeing(tmp_path, one_device)
-    assert model.spec.vision is not None
-    layout = model.spec.vision.layout
-    samples = [draw_sample(layout, 13 + number, grids, number) for number, grids in enumerate(GRIDS)]
+    vision = model.spec.vision
+    assert vision is not None
+    samples = [draw_sample(vision, 13 + number, grids, number) for number, grids in enumerate(GRIDS)]
     expected = []
     for sample in samples:
-        inputs = (gemma4_inputs if family.startswith("gemma4") else torch_inputs)(sample, layout, torch.float32)
+        inputs = (gemma4_inputs if family.startswith("gemma4") else torch_inputs)(sample, vision, torch.float32)
         with torch.no_grad():
             made = reference.generate(**inputs, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
         expected.append(made[0, -NEW:].tolist())
     seen = {
         f"{number}-{i}": one.patches for number, sample in enumerate(samples) for i, one in enumerate(sample.images)
     }
-    reader: Any = SimpleNamespace(layout=layout, read_patches=lambda ref: seen[ref.place])
+    reader: Any = SimpleNamespace(layout=vision.layout, read_patches=lambda ref: seen[ref.place])
     images = [
         tuple(ImageRef(f"{number}-{i}", one.grid) for i, one in enumerate(sample.images))
         for number, sample in enumerate(samples)

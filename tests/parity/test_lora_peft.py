@@ -18,6 +18,7 @@ from jaxtune.exports.write import export
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.lora.inject import inject
 from jaxtune.lora.options import LoraOptions
+from jaxtune.models.parameters import loaded_names
 from jaxtune.objectives.options import PreferenceOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.quant.options import QuantOptions
@@ -368,9 +369,11 @@ def same_gradients(theirs, model, parameters, mesh) -> np.ndarray:
 
     found, logits = of_squares({name: parameters[name] for name in model.trained})
     assert np.abs(expected_logits.detach().numpy() - np.asarray(logits)).max() <= 1e-5
+    loaded = loaded_names(model.base.spec)
     for name, gradient in found.items():
         for index, place in model.trained[name].elements():
-            expected = place.rows_in(gradients[place.name])  # a fused tensor's gradient continues with its other parts
+            expected = gradients[loaded.get(place.name, place.name)]
+            expected = place.rows_in(expected)  # a fused tensor's gradient continues with its other parts
             rows_of_both = min(len(expected), len(gradient[index]))  # files do not have rows of padding
             own, theirs_own = gradient[index][:rows_of_both], expected[:rows_of_both]
             np.testing.assert_allclose(own, theirs_own, atol=1e-5, err_msg=place.name)
@@ -445,6 +448,15 @@ RELATIVES = {
     "ranks": (
         QWEN,
         {"rank_pattern": ("mlp=2", r"1\.mlp\.up=8"), "alpha_pattern": ("q_proj=1.5",), "layers_to_transform": (0, 1)},
+    ),
+    # Its modules have other names in a loaded model than in the files.
+    "ranks, renamed": (
+        "ernie4_5_vl_moe, experts of images",
+        {"rank_pattern": ("o_proj=2",), "alpha_pattern": ("q_proj=1.5",), "target_modules": ("q_proj", "o_proj")},
+    ),
+    "whole modules and biases, renamed": (
+        "qwen2_5_vl, windows",
+        {"modules_to_save": ("o_proj",), "bias": "lora_only", "target_modules": ("q_proj", "down_proj")},
     ),
     "A frozen": (QWEN, {"freeze_a": True, "target_modules": ("q_proj", "up_proj")}),
     "whole modules": (

@@ -1,5 +1,6 @@
 """Models that see, against transformers on random weights and patches: logits, loss, gradients, and the way back."""
 
+import copy
 import dataclasses
 from functools import partial
 
@@ -8,25 +9,30 @@ import numpy as np
 import pytest
 from batches import logits_on_host, put_columns, sums_and_logits
 from images import draw_sample, gemma4_inputs, image_batch, torch_inputs
+from nightly_rows import nightly
 from parity.test_families import gradients_in_files
-from tiny import save_torch_model
+from safetensors.numpy import load_file, save_file
+from tiny import byte_tokenizer, random_values, read_model, save_torch_model
 
+from jaxtune import hf
 from jaxtune.config.schema import Config, DataOptions, ModelOptions
-from jaxtune.exports.write import export, export_full
+from jaxtune.exports.write import export, export_adapter, export_full
+from jaxtune.hf.tensor_sources import open_sources
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models.options import ExpertsOptions, VisionOptions
 from jaxtune.training.assembly import objective_of
 from jaxtune.weights.base import read_base
 from jaxtune.weights.model import declare_model
-from jaxtune.weights.values import read_parameters
+from jaxtune.weights.values import initial_parameters, read_parameters
 
 SEEING = (
     "qwen2_5_vl, windows",
     "qwen3_vl, deepstack",
-    "qwen3_vl_moe, a dense layer",
+    nightly("qwen3_vl_moe, a dense layer"),  # all its parts are those of other rows
     "qwen3_5, inside a model that sees",
     "qwen3_5_moe, inside a model that sees",
+    "ernie4_5_vl_moe, experts of images",
     "mistral3, inside a model that sees, untied",
     "gemma3, inside a model that sees",
     "gemma4, inside a model that sees",
@@ -42,6 +48,8 @@ def read_seeing(folder, mesh, lora: LoraOptions = LoraOptions(), **vision):
     if base.spec.has_experts:  # of packed rows and of single documents, balancing losses differ
         config = dataclasses.replace(config, experts=ExpertsOptions(router_loss=0.0))
     model = declare_model(base, config, mesh)
+    if lora.enabled:
+        return model, read_parameters(model, model.frozen) | initial_parameters(model, config), config
     return model, read_parameters(model, model.whole), config
 
 
@@ -62,23 +70,22 @@ def documents(case, one_device):
     grids = [[], [(2, 4), (6, 4)], [(4, 4)]]
     if layout.side is not None:
         grids = [[(layout.side, layout.side) for _ in one] for one in grids]
-    return layout, [draw_sample(layout, 13, one, number) for number, one in enumerate(grids)]
+    return vision, [draw_sample(vision, 13, one, number) for number, one in enumerate(grids)]
 
 
 def test_logits_loss_and_gradients_of_packed_documents(case, documents, one_device, tmp_path):
     """A document in a packed row has the logits that transformers computes for it, and the same gradients."""
     import torch
 
-    (folder, reference), (layout, samples) = case, documents
+    (folder, reference), (vision, samples) = case, documents
     model, parameters, config = read_seeing(folder, one_device, train="tower")
     # Torch groups experts only in float32.
     dtype = torch.float32 if model.spec.has_experts else torch.float64
     reference.to(dtype).zero_grad()
-    frames = 0 if model.spec.family in ("mistral3", "gemma3") else 2
-    inputs = gemma4_inputs if model.spec.family == "gemma4" else partial(torch_inputs, frames=frames)
+    inputs = gemma4_inputs if model.spec.family == "gemma4" else torch_inputs
     loss, targets, expected = torch.zeros((), dtype=torch.float64), 0, []
     for sample in samples:
-        logits = reference(**inputs(sample, layout, dtype)).logits[0]
+        logits = reference(**inputs(sample, vision, dtype)).logits[0]
         loss = loss + torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(sample.tokens[1:]), reduction="sum")
         targets += len(sample.tokens) - 1
         expected.append(logits.detach().numpy())
@@ -92,12 +99,12 @@ def test_logits_loss_and_gradients_of_packed_documents(case, documents, one_devi
         sums, logits = sums_and_logits(model, objective_of(config, model), parameters, batch, remat="block")
         return sums.loss / sums.weight, logits
 
-    batch = put_columns(image_batch(samples, layout, PATCHES, LENGTH), one_device)
+    batch = put_columns(image_batch(samples, vision.layout, PATCHES, LENGTH), one_device)
     (value, logits), gradients = compute(parameters, batch)
     found = np.asarray(logits)[0, : sum(map(len, expected))]
     assert np.abs(found - np.concatenate(expected)).max() <= 2e-5
     assert abs(float(value) - loss.item() / targets) <= 1e-6 * loss.item() / targets
-    assert {parameter.kind for parameter in model.frozen.values()} <= {"constant"}
+    assert {parameter.kind for parameter in model.frozen.values()} <= {"correction", "constant"}
     for name, parameter in model.trained.items():
         for index, place in parameter.elements():
             ours = np.asarray(gradients[name])[index]
@@ -110,10 +117,54 @@ def test_export_gives_back_every_bit(case, one_device, tmp_path):
 
     folder, reference = case
     model, parameters, config = read_seeing(folder, one_device)
-    assert model.spec.vision is not None and not any("vision" in name for name in model.trained)
+    assert model.spec.vision is not None and not any(name.startswith("vision.") for name in model.trained)
     export_full(model, parameters, config, tmp_path / "out")
     found = type(reference).from_pretrained(tmp_path / "out").state_dict()
     assert [name for name, value in reference.state_dict().items() if not torch.equal(found[name], value)] == []
+
+
+@pytest.mark.nightly
+def test_adapters_of_tower_projector_and_decoder_are_those_of_peft(case, documents, one_device, tmp_path):
+    import torch
+
+    peft = pytest.importorskip("peft")
+    (folder, reference), (vision, samples) = case, documents
+    lora = LoraOptions(
+        enabled=True,
+        rank=4,
+        alpha=8.0,
+        target_modules=r"(q_proj(\.linear)?|qkv|fc1|mlp\.0|linear_1|embedding_projection)$",
+    )
+    model, parameters, config = read_seeing(folder, one_device, lora=lora)
+    inputs = gemma4_inputs if model.spec.family == "gemma4" else torch_inputs
+    parts = {"stacks.", "vision.stacks."} | ({"vision.projector."} if model.spec.family != "gemma3" else set())
+    assert all(any(name.startswith(part) for name in model.trained) for part in parts)
+    parameters |= {name: 5 * value for name, value in random_values(model.trained).items()}
+    byte_tokenizer(folder)
+    export_adapter(model, parameters, config, tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(reference), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        expected = [theirs(**inputs(one, vision, torch.float32)).logits[0].numpy() for one in samples]
+    batch = put_columns(image_batch(samples, vision.layout, PATCHES, LENGTH), one_device)
+    found = jax.jit(lambda *of: sums_and_logits(model, objective_of(config, model), *of)[1])(parameters, batch)
+    assert np.abs(np.asarray(found)[0, : sum(map(len, expected))] - np.concatenate(expected)).max() <= 5e-5
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("vision", [False, True])
+def test_tensors_named_as_their_publisher_does_are_exported_so(vision, one_device, tmp_path):
+    """The files of ERNIE 4.5 VL have its tower outside of `model`."""
+    save_torch_model("ernie4_5_vl_moe, experts of images", tmp_path / "base")
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    published = {name.replace("model.vision_model.", "vision_model."): value for name, value in tensors.items()}
+    assert published.keys() != tensors.keys()
+    save_file(published, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    read = read_seeing if vision else read_model
+    model, parameters, config = read(tmp_path / "base", one_device)
+    export_full(model, parameters, config, tmp_path / "out")
+    before, after = (open_sources(hf.weight_files(tmp_path / name)) for name in ("base", "out"))
+    assert before.keys() == after.keys()
+    assert [name for name, source in before.items() if not source.equals(after[name])] == []
 
 
 @pytest.mark.nightly
@@ -132,13 +183,13 @@ def test_adapters_of_clipped_layers_and_of_the_projector_give_the_same_logits_in
         for name, p in model.trained.items()
     }
     assert {p.kind for p in model.trained.values()} == {"adapter"} and model.spec.vision is not None
-    parameters, layout = frozen | adapters, model.spec.vision.layout
+    parameters, vision = frozen | adapters, model.spec.vision
     for kind, merge in (("peft", False), ("hf", True)):
         export(model, parameters, config, RunFolder(tmp_path), tmp_path / kind, kind, merge=merge, steps=1, tokens=1)
-    sample = draw_sample(layout, 13, [(2, 4), (6, 4)], 0)
-    batch = put_columns(image_batch([sample], layout, PATCHES, LENGTH), one_device)
+    sample = draw_sample(vision, 13, [(2, 4), (6, 4)], 0)
+    batch = put_columns(image_batch([sample], vision.layout, PATCHES, LENGTH), one_device)
     ours = logits_on_host(model, parameters, batch)[0, : len(sample.tokens)]
-    inputs = gemma4_inputs(sample, layout, torch.float32)
+    inputs = gemma4_inputs(sample, vision, torch.float32)
     merged = type(reference).from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
         before = reference(**inputs).logits[0].numpy()

@@ -62,7 +62,7 @@ _NAMES = {
     "full_attention_interval no_rope_layer_interval moe_layer_interval linear_conv_kernel_dim linear_key_head_dim "
     "linear_value_head_dim linear_num_key_heads linear_num_value_heads rotary_dim global_attn_every_n_layers "
     "prefix_dense_intermediate_size prefix_dense_sliding_window_pattern block_ff_dim block_multiple_of conv_L_cache",
-    _FROM_0: "pad_token_id image_token_id image_token_index num_local_experts "
+    _FROM_0: "pad_token_id image_token_id image_token_index image_start_token_id image_end_token_id num_local_experts "
     "num_experts n_shared_experts num_shared_experts moe_num_shared_experts shared_expert_intermediate_size "
     "first_k_dense_replace moe_layer_start_index max_window_layers qk_rope_head_dim hidden_size_per_layer_input "
     "num_kv_shared_layers shared_intermediate_size num_dense_layers num_nextn_predict_layers mtp_num_hidden_layers",

@@ -109,6 +109,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "relu2": "relu2",
 }
 

@@ -47,6 +47,7 @@ class Inputs(NamedTuple):
             None.
         kept: the caches that earlier layers keep for later ones (`Heads.keeps`).
         images: the outputs of the vision tower at image tokens; None: the batch has none.
+        visual: whether a token is one of `Vision.visual_tokens`; None: there are none.
     """
 
     rotations: Mapping[tuple[Rope, int], Rotation]
@@ -58,6 +59,7 @@ class Inputs(NamedTuple):
     routed_experts: Any = None
     kept: Mapping[str, Any] = {}
     images: ImageTokens | None = None
+    visual: Bool[Array, "b s"] | None = None
 
 
 class Attention(nnx.Module):

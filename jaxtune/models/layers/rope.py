@@ -75,6 +75,9 @@ def _position_of_pairs(rope: Rope, pairs: int, positions: Float[Array, "b s axes
         count, pair = len(rope.axes), np.arange(pairs)
         sizes = np.array(rope.axes)[pair % count]
         axis_of = np.where(pair < count * sizes, pair % count, 0)
+    elif rope.time_last:
+        time, height, _ = rope.axes
+        axis_of = np.concatenate([np.tile([1, 2], height), np.zeros(time, int)])
     else:
         axis_of = np.repeat(np.arange(len(rope.axes)), rope.axes)
     turning = positions[..., :1]

@@ -42,6 +42,10 @@ class ExpertsLayer(nnx.Module):
     """The weighted sum of the chosen experts' outputs, plus the shared expert's output if there is one.
 
     Each parameter of the experts has a leading axis of experts.
+
+    With `Vision.experts` there are two mixtures, of texts and of images. They are not one mixture in which a token
+    chooses among one half of the experts, because the two differ in the size of experts. Each runs its own tokens only,
+    in arrays with room for all of them: shapes are static, and how many tokens are of images is not known before.
     """
 
     def __init__(self, spec: ModelSpec, layer: layer_spec.Layer, options: layer_spec.Experts):
@@ -56,6 +60,9 @@ class ExpertsLayer(nnx.Module):
         self.latent_down = latent("latent_down", (options.latent, spec.hidden), (None, "embed"))
         self.latent_up = latent("latent_up", (spec.hidden, options.latent), ("embed", None))
         self.experts = feed_forward(options.size, "experts", options.latent)
+        visual = None if spec.vision is None else spec.vision.experts
+        self.vision_router = None if visual is None else Router(spec, visual)
+        self.vision_experts = None if visual is None else feed_forward(visual.size, "vision_experts")
         self.shared = feed_forward(options.shared, "shared") if options.shared else None
         gate = Linear(spec, layer, "mlp.shared_gate", (1, spec.hidden), (None, "embed"), kind="gate")
         self.shared_gate = gate if options.shared_gate else None
@@ -74,49 +81,72 @@ class ExpertsLayer(nnx.Module):
         valid: Bool[Array, "b s"],
         residual: Float[Array, "b s d"],
         replayed: Int[Array, "b s k"] | None = None,
+        visual: Bool[Array, "b s"] | None = None,
     ) -> tuple[Float[Array, "b s d"], dict[str, Num[Array, "..."]]]:
         """Return the output, and sums over the `valid` tokens of each row, for `objectives.balanced`.
 
         residual: the residual stream before the norm whose output is x; only parallel experts read it.
         replayed: as in `Router`.
+        visual: the tokens that go to the mixture of images; None: none do.
         router_choices (b, e): how often each expert is chosen. router_probability (b, e): sum of its probabilities.
-        router_z (b): sum of the squares of `Routing.log_sum`.
+        router_z (b): sum of the squares of `Routing.log_sum`. router_tokens (b): the number of tokens. With `visual`
+        they have a leading axis of the two mixtures.
         """
         routed, into = x, x
         if self.experts_norm is not None:
             routed = jax.reshard(residual, by_token(None))
             into = self.experts_norm(routed)
         routing = self.router(routed, replayed)
-        # Weights are rounded to the dtype of activations, but multiplied and summed in float32.
-        routing = routing._replace(weights=routing.weights.astype(x.dtype).astype(jnp.float32))
-        try:
-            backend = registry.choose("experts", BACKENDS, current_device(), self.experts, call.experts)
-        except CannotRun as error:
-            raise UserError(f"experts.backend={call.experts!r}: {error}") from None
         into = into if self.latent_down is None else self.latent_down(into, call)
-        y = backend.run(self.experts, into, routing, call).astype(x.dtype)
+        y = self._run(self.experts, into, routing if visual is None else routing.only(~visual), call)
         y = y if self.latent_up is None else self.latent_up(y, call)
         y = y if self.experts_out_norm is None else self.experts_out_norm(y)
-        is_chosen = jax.nn.one_hot(routing.chosen, self.options.count, dtype=jnp.float32)  # (b, s, active, e)
-        counted, by_row = valid.astype(jnp.float32), by_token()[:1]
-
-        def over_tokens(values: Float[Array, "b s *of"]) -> Float[Array, "b *of"]:
-            return jnp.einsum("bs...,bs->b...", values, counted, out_sharding=P(*by_row, *[None] * (values.ndim - 2)))
-
-        sums = {
-            "router_choices": over_tokens(is_chosen.sum(-2)),
-            "router_probability": over_tokens(routing.probability),
-            "router_z": over_tokens(routing.log_sum**2),
-        }
+        if visual is None:
+            sums = _sum_routing(routing, valid)
+        else:
+            assert self.vision_router is not None and self.vision_experts is not None
+            of_images = self.vision_router(x)
+            y += self._run(self.vision_experts, x, of_images.only(visual), call)
+            both = _sum_routing(routing, valid & ~visual), _sum_routing(of_images, valid & visual)
+            sums = jax.tree.map(lambda *of_mixtures: jnp.stack(of_mixtures), *both)
         if call.record_routing:
             sums["routed_experts"] = routing.chosen
         return (y if self.shared is None else y + self._run_shared(self.shared, x, call)), sums
+
+    def _run(
+        self, experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: ForwardOptions
+    ) -> Float[Array, "b s d"]:
+        """Return the weighted sum of the chosen experts' outputs, zeros for tokens without experts."""
+        # Weights are rounded to the dtype of activations, but multiplied and summed in float32.
+        routing = routing._replace(weights=routing.weights.astype(x.dtype).astype(jnp.float32))
+        try:
+            backend = registry.choose("experts", BACKENDS, current_device(), experts, call.experts)
+        except CannotRun as error:
+            raise UserError(f"experts.backend={call.experts!r}: {error}") from None
+        return backend.run(experts, x, routing, call).astype(x.dtype)
 
     def _run_shared(self, shared: MLP, x: Float[Array, "b s d"], call: ForwardOptions) -> Float[Array, "b s d"]:
         y = shared(x, call)
         y = y if self.shared_out_norm is None else self.shared_out_norm(y)
         y = y if self.shared_gate is None else y * jax.nn.sigmoid(self.shared_gate(x, call))
         return y if self.options.shared_scale == 1 else y * self.options.shared_scale
+
+
+def _sum_routing(routing: Routing, counted: Bool[Array, "b s"]) -> dict[str, Num[Array, "..."]]:
+    """Return the sums of a mixture over the counted tokens of each row."""
+    # (b, s, active, e)
+    is_chosen = jax.nn.one_hot(routing.chosen, routing.probability.shape[-1], dtype=jnp.float32)
+    weights, by_row = counted.astype(jnp.float32), by_token()[:1]
+
+    def over_tokens(values: Float[Array, "b s *of"]) -> Float[Array, "b *of"]:
+        return jnp.einsum("bs...,bs->b...", values, weights, out_sharding=P(*by_row, *[None] * (values.ndim - 2)))
+
+    return {
+        "router_choices": over_tokens(is_chosen.sum(-2)),
+        "router_probability": over_tokens(routing.probability),
+        "router_z": over_tokens(routing.log_sum**2),
+        "router_tokens": over_tokens(jnp.ones_like(weights)),
+    }
 
 
 def dense(experts: MLP, x: Float[Array, "b s d"], routing: Routing, call: ForwardOptions) -> Float[Array, "b s d"]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxtune.models.declared import declare_parameter
 from jaxtune.models.layers.norm import divide_by_rms
@@ -32,6 +32,10 @@ class Routing(NamedTuple):
     chosen: Int[Array, "b s k"]
     weights: Float[Array, "b s k"]
     log_sum: Float[Array, "b s"]
+
+    def only(self, tokens: Bool[Array, "b s"]) -> "Routing":
+        """Return the routing of these tokens only: the others have no experts, but numbers past the last one."""
+        return self._replace(chosen=jnp.where(tokens[..., None], self.chosen, self.probability.shape[-1]))
 
 
 class Router(nnx.Module):

@@ -38,7 +38,7 @@ class ClampedSilu:
     limit: float
 
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"] | ClampedSilu
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu2"] | ClampedSilu
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class FeedForward:
     Attributes:
         size: number of hidden features.
         bias: whether its linear layers have biases.
-        activation: the activation; "relu2": the square of relu (Primer, So et al. 2021).
+        activation: the activation; "relu2": the square of relu (Primer, So et al. 2021); "quick_gelu" (CLIP): x times
+            the sigmoid of 1.702 x.
         gated: True: down(activation(gate(x)) * up(x)); False: down(activation(up(x))).
         gate_factor: factor on the gate before its activation (Falcon-H1).
         out_factor: factor on the output.

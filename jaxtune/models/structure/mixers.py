@@ -22,6 +22,7 @@ class Rope:
         axes: number of pairs that turn with the position along each axis, if positions have several: time, height and
             width in a decoder (M-RoPE, Qwen2-VL, arXiv:2409.12191), row and column in a vision tower. (): one position.
         axes_interleaved: whether the pairs of the axes alternate (Qwen3-VL) instead of following one another.
+        time_last: whether the pairs of height and width alternate, and those of time follow (ERNIE 4.5 VL).
     """
 
     theta: float
@@ -43,6 +44,7 @@ class Rope:
     query_growth: float = 0.0
     axes: tuple[int, ...] = ()
     axes_interleaved: bool = False
+    time_last: bool = False
 
     @property
     def parts(self) -> int:

@@ -20,6 +20,7 @@ class Vision:
         layers: the layers, first to last.
         norm: the norms of the tower, and of the projector if it has none of its own.
         frames: size of the patch kernel in time, in which an image is constant; None: the kernel has no such axis.
+        flat_kernel: whether the files hold the patch kernel as a matrix (ERNIE 4.5 VL).
         patch_bias: whether the patch embedding has a bias.
         patch_matrix: whether the patch embedding is a linear layer, whose input is a patch with the channels of a pixel
             side by side and values moved from [0, 1] to [-1, 1] (Gemma 4).
@@ -39,8 +40,13 @@ class Vision:
         average_factor: factor on the averages of a `PatchAverage`.
         standardized: whether these are then shifted and scaled by numbers in the files (Gemma 4).
         layer_embedding_token: the token whose embeddings for each layer an image token has (Gemma 4 E2B).
+        resampled: whether the projector is a `Resampler` (ERNIE 4.5 VL); `projected` is its width.
         deepstack: numbers of layers, in ascending order, whose outputs have projectors of their own; they are added to
             the image tokens after the decoder's first layers (DeepStack, arXiv:2406.04334).
+        experts: the mixture that `visual_tokens` go to in each of the decoder's layers with experts (ERNIE 4.5 VL). It
+            has as many experts as the layer's own mixture, and the shared layer is of all tokens. None: all tokens go
+            to the layer's own.
+        visual_tokens: the numbers of these tokens: the image token, and those before and after an image.
         initializer_range: standard deviation of random weights.
     """
 
@@ -63,7 +69,11 @@ class Vision:
     average_factor: float = 1.0
     standardized: bool = False
     layer_embedding_token: int = 0
+    flat_kernel: bool = False
+    resampled: bool = False
     deepstack: tuple[int, ...] = ()
+    experts: Experts | None = None
+    visual_tokens: tuple[int, ...] = ()
     initializer_range: float = 0.02
 
 

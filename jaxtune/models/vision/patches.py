@@ -23,6 +23,8 @@ class PatchEmbedding(nnx.Module):
         layout, init = vision.layout, nnx.initializers.normal(vision.initializer_range)
         frames = () if vision.frames is None else (vision.frames,)
         shape = (vision.hidden, layout.channels, *frames, layout.patch, layout.patch)
+        if vision.flat_kernel:
+            shape = (vision.hidden, layout.patch_values)
         self.kernel = declare_parameter(shape, ("embed", *(None,) * (len(shape) - 1)), init, "convolution")
         zeros = nnx.initializers.zeros
         self.bias = declare_parameter((vision.hidden,), (None,), zeros, "vector") if vision.patch_bias else None

@@ -25,6 +25,7 @@ from jaxtune.models.vision.image_tokens import ImageTokens
 from jaxtune.models.vision.patch_average import PatchAverage
 from jaxtune.models.vision.patch_merger import PatchMerger
 from jaxtune.models.vision.patches import AxisEmbedding, PatchEmbedding, PatchMatrix, PositionEmbedding
+from jaxtune.models.vision.resampler import Resampler
 from jaxtune.parallel.layout import by_residual, by_token
 
 NO_KEY_END = ("cudnn", "fa3", "flash")  # attention.backend of kernels without an end of keys for each query
@@ -43,7 +44,8 @@ class Tower(nnx.Module):
         self.input_norm = NormLayer(vision.hidden, vision.norm) if vision.input_norm else None
         self.stacks = nnx.List([Stack(spec, stack) for stack in spec.tower_stacks])
         self.output_norm = NormLayer(vision.hidden, vision.norm) if vision.output_norm else None
-        self.projector = (PatchMerger if vision.projected else PatchAverage)(spec, vision, "vision.projector")
+        projector = Resampler if vision.resampled else PatchMerger if vision.projected else PatchAverage
+        self.projector = projector(spec, vision, "vision.projector")
         self.deepstack = nnx.List(
             [
                 PatchMerger(spec, vision, f"vision.deepstack.{number}", late_norm=True)

@@ -7,7 +7,8 @@ layers, 32 experts) with Nebius' cookbook. Gemma 4 is in transformers' convert_g
 E4B were compared with their config.json as quoted in public code. Qwen3.5-27B was
 compared with slime's scripts/models/qwen3.5-27B.sh, Qwen3.8-27B with LoongForge's pull request 176, and Nemotron-3 Nano
 with its config.json in jax-llm-examples. The towers of Qwen3-VL-8B and Qwen3.5-9B are as public code quotes their
-config.json; Qwen3.5-27B is assumed to have the same tower.
+config.json; Qwen3.5-27B is assumed to have the same tower. ERNIE-4.5-VL-28B-A3B has the sizes of ERNIE-4.5-21B-A3B and
+the defaults of transformers 5.24, for which its class was written.
 Weights are planned in `model.dtype`, also those that the hub has in MXFP4 or FP8, unless quant.format says otherwise.
 """
 
@@ -64,6 +65,11 @@ _KINDS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6, "max_position_embeddings": 262_144, "head_dim": 128,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
     },
+    "ernie4_5_vl_moe": {
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "moe_intermediate_size": [1536, 512],
+        "moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [22, 22, 20]},
+    },
     "nemotron_h": {
         "layer_norm_epsilon": 1e-5, "max_position_embeddings": 262_144, "head_dim": 128, "mamba_num_heads": 64,
         "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
@@ -77,7 +83,10 @@ _GEMMA4_E = {
     "vision_config": {"use_clipped_linears": True},  # other entries have their defaults
 }  # fmt: skip
 # Models that see: the decoder is in `text_config`.
-_DECODERS = {"gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text", "qwen3_vl": "qwen3_vl_text"}
+_DECODERS = {
+    "gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text", "qwen3_vl": "qwen3_vl_text",
+    "ernie4_5_vl_moe": "ernie4_5_vl_moe_text",
+}  # fmt: skip
 _TOWER = {
     "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16,
     "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 2304,
@@ -89,6 +98,10 @@ _TOWERS = {
     },
     "qwen3_5": _TOWER | {"deepstack_visual_indexes": []},
     "qwen3_vl": _TOWER | {"deepstack_visual_indexes": [8, 16, 24]},
+    "ernie4_5_vl_moe": {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 5120, "num_heads": 16, "patch_size": 14,
+        "spatial_merge_size": 2, "rms_norm_eps": 1e-6,
+    },
 }  # fmt: skip
 _SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads",
           "vocab_size", "tie_word_embeddings")  # fmt: skip
@@ -157,6 +170,7 @@ _MODELS: dict[str, tuple[str, tuple[int, int, int, int, int, int, bool], dict[st
         ("Qwen/Qwen3.5-27B", "Qwen/Qwen3.6-27B", "Qwen/Qwen3.8-27B"),
         ("qwen3_5", (5120, 64, 17_408, 24, 4, 248_320, False), {"linear_num_value_heads": 48}),
     ),
+    "baidu/ERNIE-4.5-VL-28B-A3B-PT": ("ernie4_5_vl_moe", (2560, 28, 12_288, 20, 4, 103_424, True), {}),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (
         "nemotron_h", (2688, 52, 1856, 32, 2, 131_072, False), {}
     ),

@@ -18,7 +18,7 @@ from jaxtune.errors import UserError
 from jaxtune.lora.inject import inject
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models.decoder import bind
-from jaxtune.models.families import read_spec
+from jaxtune.models.families import is_untouched, read_spec
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.options import VisionOptions
 from jaxtune.models.parameters import abstract, declare, loaded_names, sites
@@ -34,10 +34,10 @@ from jaxtune.weights.values import config_for_model
 
 WINDOWS, DEEPSTACK = "qwen2_5_vl, windows", "qwen3_vl, deepstack"
 MIXED, MISTRAL = "qwen3_vl_moe, a dense layer", "mistral3, inside a model that sees, untied"
-GEMMA = "gemma3, inside a model that sees"
+GEMMA, ERNIE = "gemma3, inside a model that sees", "ernie4_5_vl_moe, experts of images"
 GEMMA4 = "gemma4, inside a model that sees"
-EVERY = pytest.mark.parametrize("name", [WINDOWS, DEEPSTACK, MISTRAL, GEMMA, GEMMA4])
-TOWER = r"visual|vision_tower|multi_modal_projector|embed_vision"
+EVERY = pytest.mark.parametrize("name", [WINDOWS, DEEPSTACK, MISTRAL, GEMMA, GEMMA4, ERNIE])
+TOWER = r"visual|vision_tower|multi_modal_projector|embed_vision|resampler_model"
 
 
 def described(name):
@@ -112,7 +112,9 @@ def test_a_kernel_of_patches_has_moments_in_float32(one_device):
     assert float32_moments(kernels) == ["vision.patches.kernel [1280, 3, 2, 14, 14]"]
 
 
-@pytest.mark.parametrize("name", [WINDOWS, MISTRAL, "mistral3, a mistral4 inside a model that sees", GEMMA, GEMMA4])
+@pytest.mark.parametrize(
+    "name", [WINDOWS, MISTRAL, "mistral3, a mistral4 inside a model that sees", GEMMA, GEMMA4, ERNIE]
+)
 def test_the_names_of_a_tower_in_a_loaded_model_are_those_of_transformers(name):
     import torch
     import transformers
@@ -125,10 +127,12 @@ def test_the_names_of_a_tower_in_a_loaded_model_are_those_of_transformers(name):
     assert {loaded_names(spec)[name] for name in of_tower(spec)} == names
 
 
-def test_adapters_of_a_projector_have_its_names_in_files():
-    spec = seeing(WINDOWS)
-    merger = adapted_by(spec, target_modules=r"model\.visual\.merger\.mlp\.0")
-    assert merger == {f"visual.merger.mlp.0.lora_{part}.weight" for part in "AB"}
+@pytest.mark.parametrize(
+    ("name", "module"), [(WINDOWS, "model.visual.merger.mlp.0"), (ERNIE, "model.resampler_model.temporal_linear.fc1")]
+)
+def test_adapters_of_a_projector_have_its_names_in_a_loaded_model(name, module):
+    adapted = adapted_by(seeing(name), target_modules=re.escape(module))
+    assert adapted == {f"{module}.lora_{part}.weight" for part in "AB"}
 
 
 def test_adapters_of_the_decoder_leave_the_biases_of_the_tower():
@@ -144,7 +148,7 @@ def test_adapters_of_the_decoder_leave_the_biases_of_the_tower():
 def test_layers_to_transform_are_of_the_decoder():
     spec = seeing(WINDOWS)
     chosen = adapted_by(spec, target_modules=r"o_proj|blocks\.\d+\.attn\.proj", layers_to_transform=(1,))
-    assert chosen == {f"model.layers.1.self_attn.o_proj.lora_{part}.weight" for part in "AB"}
+    assert chosen == {f"model.language_model.layers.1.self_attn.o_proj.lora_{part}.weight" for part in "AB"}
     with pytest.raises(UserError, match=f"layer {len(spec.layers)} has none"):
         inject(spec, LoraOptions(enabled=True, target_modules=r"proj", layers_to_transform=(len(spec.layers),)))
 
@@ -208,6 +212,17 @@ def test_an_audio_tower_cannot_start_from_random_weights(tmp_path):
         else:
             with pytest.raises(UserError, match="its audio tower would stay random; .* has audio_config null"):
                 read_base(config)
+
+
+def test_experts_of_images_have_no_adapters_and_no_place_in_a_run_on_texts():
+    spec, of_images = seeing(ERNIE), "model.layers.1.mlp.experts.4.up_proj.weight"
+    assert sites(spec)[of_images][0].of_experts and not is_untouched(spec, of_images)
+    assert not any(".experts." in name for name in adapted_by(spec))
+    with pytest.raises(UserError, match=r"peft cannot load LoRA of model\.layers\.1\.mlp\.experts\.\d\.up"):
+        adapted_by(spec, target_modules=r"experts\.\d\.up_proj")
+    text = read_spec(described(ERNIE))
+    assert of_images not in sites(text) and is_untouched(text, of_images)
+    assert not is_untouched(text, of_images.replace("experts.4", "experts.3"))
 
 
 def test_something_is_trained(one_device):
@@ -281,6 +296,14 @@ def test_the_layout_of_experts_is_seen_though_a_matrix_is_square(swapped, size, 
             "rope_type='linear' is not",
         ),
         (MISTRAL, "vision_config", {"model_type": "siglip_vision_model"}, "model_type='siglip_vision_model' is not"),
+        (
+            ERNIE,
+            "text_config",
+            {"rope_parameters": {"mrope_section": [4, 2, 2]}},
+            "the first two must be equal",
+        ),
+        (ERNIE, "text_config", {"moe_intermediate_size": 24}, "is 24; in this family it must be two whole numbers"),
+        (ERNIE, "vision_config", {"temporal_merge_size": 1}, "temporal_merge_size=1 is not supported"),
         (GEMMA, "vision_config", {"num_attention_heads": 3}, "hidden_size=16 is not a multiple of num_attention_hea"),
         (GEMMA, "vision_config", {"image_size": 26}, "image_size=26, patch_size=4, .* must be divided into whole"),
         (GEMMA, "vision_config", {"image_size": 32}, "image_size=32, .*=9: an image must be divided"),

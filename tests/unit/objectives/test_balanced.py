@@ -1,6 +1,7 @@
 """Losses that balance experts, on padded rows, against numpy; they are float32 whatever activations are."""
 
 import dataclasses
+import json
 from functools import partial
 
 import jax
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 from batches import make_batch, tokens
 from flax import nnx
-from tiny import VOCABULARY, layer, random_values, spec
+from tiny import VOCABULARY, layer, random_values, spec, transformers_config
 
 from jaxtune.config.schema import Config, DataOptions, MemoryOptions, ModelOptions, TrainOptions
 from jaxtune.models.decoder import bind
+from jaxtune.models.families import read_spec
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.head.score import Scores
 from jaxtune.models.options import ExpertsOptions as Options
@@ -54,7 +56,6 @@ def test_a_row_balances_alone_and_padding_does_not_count(one_device, experts):
         return nnx.merge(graph, stacked)(x, ForwardOptions(jnp.dtype("bfloat16"), experts="dense"), valid, x)[1]
 
     scores = Scores(jnp.zeros(()), jnp.zeros(()), emitted(stacked, x, valid))
-    batch = {"segment_ids": jnp.asarray(real, jnp.int32)}
 
     balance, z = np.zeros((2, ROWS)), []
     for number in range(2):
@@ -67,8 +68,45 @@ def test_a_row_balances_alone_and_padding_does_not_count(one_device, experts):
             balance[number, row] = np.sum(f * (s / s.sum(-1, keepdims=True)).mean(0))
             z.extend(np.log(np.exp(logits).sum(-1)) ** 2)
     expected = np.average(balance.mean(0), weights=TOKENS)
-    assert abs(float(sequence_loss(scores, batch)) - expected) <= 1e-5 * expected
-    assert abs(float(z_loss(scores, batch)) - np.mean(z)) <= 1e-5 * np.mean(z)
+    assert abs(float(sequence_loss(scores)) - expected) <= 1e-5 * expected
+    assert abs(float(z_loss(scores)) - np.mean(z)) <= 1e-5 * np.mean(z)
+
+
+def test_mixtures_of_texts_and_of_images_are_balanced_apart(one_device):
+    """Each counts its own tokens; a row without an image counts for the texts' only."""
+    written = json.loads(transformers_config("ernie4_5_vl_moe, experts of images").to_json_string(use_diff=False))
+    config = Config(ModelOptions(dtype="float32"), DataOptions(seq_len=POSITIONS), precision=PrecisionOptions("fp32"))
+    model = declare_model(Base(read_spec(written, vision=True)), config, one_device)
+    values = {name: 10 * value for name, value in random_values(model.parameters).items()}
+    graph, stacked = nnx.split(bind(model.graph, values).stacks[1].blocks[0].mlp)
+    random = np.random.default_rng(0)
+    x, real = random.normal(size=(ROWS, POSITIONS, 64)), np.arange(POSITIONS) < np.array(TOKENS)[:, None]
+    seen = random.random((ROWS, POSITIONS)) < np.array([0.4, 0.7, 0])[:, None]
+    layouts = by_token(None), by_token(), by_token()
+    x, valid, visual = (
+        jax.device_put(array, jax.NamedSharding(one_device, layout))
+        for array, layout in zip((x.astype(np.float32), real, seen), layouts)
+    )
+
+    @jax.jit
+    def emitted(stacked, x, valid, visual):
+        layer = nnx.merge(graph, jax.tree.map(lambda stack: stack[0], stacked))
+        return layer(x, ForwardOptions(jnp.dtype("float32")), valid, x, None, visual)[1]
+
+    both, balance, tokens = emitted(stacked, x, valid, visual), [], []
+    for number, (prefix, of) in enumerate((("router", real & ~seen), ("vision_router", real & seen))):
+        names = ("weight", "correction")
+        router = {name: np.asarray(values[f"stacks.1.blocks.0.mlp.{prefix}.{name}"])[0] for name in names}
+        scores = jax.nn.softmax(np.asarray(x) @ router["weight"].T, axis=-1)
+        chosen = np.argsort(-(scores + router["correction"]), axis=-1)[..., :2]
+        choices = np.stack([np.bincount(row[counted].ravel(), minlength=4) for row, counted in zip(chosen, of)])
+        np.testing.assert_array_equal(both["router_choices"][number], choices)
+        tokens.append(of.sum(-1))
+        mean = (scores * of[..., None]).sum(1) / np.maximum(tokens[-1], 1)[:, None]
+        balance.append((4 * choices / np.maximum(2 * tokens[-1], 1)[:, None] * mean).sum(-1))
+    found = sequence_loss(Scores(jnp.zeros(()), jnp.zeros(()), {name: value[None] for name, value in both.items()}))
+    assert tokens[1][2] == 0 and tokens[1].sum() > 9
+    assert float(found) == pytest.approx(np.average(balance, weights=tokens), rel=1e-5)
 
 
 def gradients_of(mesh, micro_batches: int, **options):

@@ -32,7 +32,8 @@ PARAMETERS = {
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     "microsoft/phi-4": 14_659_507_200,
 }
-# Billions of parameters, as published; GLM-4.5-Air is cut, not rounded. Gemma 4 and Qwen3.5 count their text decoder.
+# Billions of parameters, as published; GLM-4.5-Air is cut, not rounded. Gemma 4 and Qwen3.5 count their text decoder,
+# and ERNIE-4.5-VL-28B's is ERNIE-4.5-21B, cut too.
 PUBLISHED = {
     "Qwen/Qwen3-30B-A3B-Base": "30.5",
     "Qwen/Qwen3-235B-A22B": "235",
@@ -50,6 +51,7 @@ PUBLISHED = {
     "Qwen/Qwen3.5-9B": "9",
     "Qwen/Qwen3.5-27B": "27",
     "Qwen/Qwen3.8-27B": "27",
+    "baidu/ERNIE-4.5-VL-28B-A3B-PT": "21",
 }
 
 
