@@ -316,7 +316,7 @@ def letters(completions, **columns):
 '''
 
 
-def rewarded(home: Path) -> dict:
+def rewarded(home: Path, family: str) -> dict:
     """Write a reward function; return options of a run that learns from it about the pictures."""
     (home / "rewards.py").write_text(REWARD)
     return OPTIONS | {
@@ -338,7 +338,7 @@ def test_rewards_for_answers_about_pictures_resume_in_equal_bits(family, home):
     """The sampler, which reads a prompt's pictures once, and packed rows of completions give the same probabilities."""
     options = {"data.validation_split": 6, "train.max_steps": 4, "ckpt.save_steps": 2}
     options |= {"lora.enabled": False, "optim.learning_rate": 1e-2}
-    command = recipe_command(home, "qwen_grpo.py", "rewarded", **rewarded(home) | options)
+    command = recipe_command(home, "qwen_grpo.py", "rewarded", **rewarded(home, family) | options)
     run = home / "runs" / "rewarded"
     call(*command)
     rows = [row for row in metrics(run) if "loss" in row]
@@ -358,7 +358,7 @@ def test_rewards_for_answers_about_pictures_resume_in_equal_bits(family, home):
 @pytest.mark.nightly
 def test_devices_share_the_completions_about_pictures(family, home):
     """A step on eight devices, data, FSDP and tensor parallel, has the completions and the loss of one device."""
-    options = rewarded(home) | {"data.validation_split": 0, "train.max_steps": 1, "export.at_end": False}
+    options = rewarded(home, family) | {"data.validation_split": 0, "train.max_steps": 1, "export.at_end": False}
     options |= {"grpo.iterations": 2, "grpo.beta": 0.1}
     call(*recipe_command(home, "qwen_grpo.py", "one", **options))
     options |= {"train.micro_batch_size": 2, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
