@@ -21,9 +21,10 @@ class ImageLayout:
         token: the number of the image token.
         window: blocks of the side of an attention window of the tower (Qwen2.5-VL); None: it has no windows.
         rope_axes: whether the decoder's rotary positions have three axes: time, height, width (M-RoPE, Qwen2-VL).
-        bidirectional: whether the tokens of an image see each other in the decoder (Gemma 3).
+        bidirectional: whether the tokens of an image see each other in the decoder (Gemma 3 and 4).
         channels: colours of a pixel.
         side: rows, and columns, of patches of every image; None: images differ in size.
+        longest: the most rows, or columns, of patches that the tower has positions for; None: any number.
     """
 
     patch: int
@@ -34,6 +35,7 @@ class ImageLayout:
     bidirectional: bool = False
     channels: int = 3
     side: int | None = None
+    longest: int | None = None
 
     @property
     def patch_values(self) -> int:

@@ -138,15 +138,20 @@ GEMMA4 = dict(
     global_head_dim=32,
     pad_token_id=None,
 )
+# In float32 small heads and a large epsilon keep errors small: logits of attention have a scale of 1.
+EXACT_GEMMA4 = dict(initializer_range=0.05, rms_norm_eps=0.1, head_dim=8, global_head_dim=16)
 SIGLIP4 = dict(
     model_type="gemma4_vision",
     hidden_size=16,
     intermediate_size=24,
-    num_hidden_layers=1,
+    num_hidden_layers=2,
     num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=8,
-    position_embedding_size=64,
+    num_key_value_heads=1,
+    head_dim=12,
+    patch_size=4,
+    pooling_kernel_size=2,
+    position_embedding_size=8,
+    initializer_range=0.1,
 )
 TWO_KINDS = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
 # name: (config class in transformers, fields). The class may be of another family if there is a `model_type` among the
@@ -537,11 +542,7 @@ FAMILIES = {
         | dict(
             num_hidden_layers=5,
             layer_types=["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
-            # In float32 small heads and a large epsilon keep errors small: logits of attention have a scale of 1.
-            initializer_range=0.05,
-            rms_norm_eps=0.1,
-            head_dim=8,
-            global_head_dim=16,
+            **EXACT_GEMMA4,
             hidden_size_per_layer_input=8,
             vocab_size_per_layer_input=VOCABULARY,
             num_kv_shared_layers=3,
@@ -551,9 +552,20 @@ FAMILIES = {
     "gemma4, inside a model that sees": (
         "Gemma4Config",
         dict(
-            vision_config=SIGLIP4,
+            vision_config=SIGLIP4 | dict(standardize=True, use_clipped_linears=True),
             audio_config=None,
-            text_config=GEMMA4 | dict(model_type="gemma4_text", vocab_size=VOCABULARY + 1, pad_token_id=VOCABULARY),
+            image_token_id=VOCABULARY + 1,
+            text_config=GEMMA4
+            | dict(
+                model_type="gemma4_text",
+                vocab_size=VOCABULARY + 2,
+                vocab_size_per_layer_input=VOCABULARY + 2,
+                pad_token_id=VOCABULARY,
+                hidden_size_per_layer_input=8,
+                use_bidirectional_attention="vision",
+                sliding_window=4,  # shorter than an image of six tokens
+                **EXACT_GEMMA4,
+            ),
         ),
     ),
     "gemma4_unified_text, keys as values": (

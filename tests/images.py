@@ -37,7 +37,7 @@ def draw_sample(vision: Vision, length: int, grids: list[tuple[int, int]], seed:
     layout, (_, *around) = vision.layout, vision.visual_tokens or (None,)
     before, after = around[:1], around[1:]
     rng = np.random.default_rng(seed)
-    texts = rng.choice(np.delete(np.arange(VOCABULARY), [layout.token, *around]), length)
+    texts = rng.choice(np.setdiff1d(np.arange(VOCABULARY), [layout.token, *around]), length)
     images = tuple(Seen(grid, rng.normal(size=(grid[0] * grid[1], layout.patch_values))) for grid in grids)
     parts = []
     for number, image in enumerate(images):
@@ -132,6 +132,27 @@ def torch_inputs(sample: Sample, vision: Vision, dtype) -> dict:
         inputs["pixel_values"] = torch.tensor(patches.reshape(len(patches), -1), dtype=dtype)
         inputs["image_grid_thw"] = torch.tensor([(1, *image.grid) for image in sample.images])
     return inputs
+
+
+def gemma4_inputs(sample: Sample, vision: Vision, dtype) -> dict:
+    """Return the document as arguments of Gemma 4 in transformers, with padded patches in a dtype of torch."""
+    import torch
+
+    layout = vision.layout
+    tokens = torch.tensor(sample.tokens)[None]
+    inputs = {"input_ids": tokens, "mm_token_type_ids": (tokens == layout.token).int()}
+    if not sample.images:
+        return inputs
+    most = max(len(image.patches) for image in sample.images)
+    patches = np.zeros((len(sample.images), most, layout.patch_values))
+    places = np.full((*patches.shape[:2], 2), -1)  # (column, row); -1: padding
+    for image, of_image, its_places in zip(sample.images, patches, places):
+        (rows, columns), size = image.grid, layout.patch
+        pixels = whole_image(image, layout).reshape(layout.channels, rows, size, columns, size)
+        of_image[: rows * columns] = pixels.transpose(1, 3, 2, 4, 0).reshape(rows * columns, -1)
+        its_places[: rows * columns] = [(column, row) for row in range(rows) for column in range(columns)]
+    pixels = {"pixel_values": torch.tensor(patches, dtype=dtype), "image_position_ids": torch.tensor(places)}
+    return inputs | pixels
 
 
 def whole_image(image: Seen, layout: ImageLayout) -> np.ndarray:

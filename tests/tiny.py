@@ -206,13 +206,16 @@ def save_torch_model(name: str, folder: Path, **sizes):
     model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if any(word in parameter_name for word in ("norm", "bias", "scale")):
+            if any(word in parameter_name for word in ("norm", "bias", "scale", "embedding_table")):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             if "A_log" in parameter_name:  # slow decay: if states forget quickly, its gradients are mere rounding
                 parameter.sub_(5)
         for buffer_name, buffer in model.named_buffers():
-            if any(word in buffer_name for word in ("correction", "expert_bias", "layer_scalar")):
+            if any(word in buffer_name for word in ("correction", "expert_bias", "layer_scalar", ".std_")):
                 buffer.add_(torch.randn_like(buffer) * 0.1)
+            if buffer_name.endswith(("_min", "_max")):  # bounds of linear layers, which clip some values of each
+                buffer.copy_(torch.tensor(-1.0 if buffer_name.endswith("_min") else 0.9))
+                buffer.mul_(1.0 if "input" in buffer_name else 0.5)
     if kind == "OlmoHybridConfig":  # without its renamings, norms have the names in published files
         from transformers.conversion_mapping import get_model_conversion_mapping
 

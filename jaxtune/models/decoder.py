@@ -4,7 +4,7 @@ Modules only declare parameters (shapes, layout) and the forward pass. The value
 (`parameters.py`); inside a pure function, `bind` puts them into the modules.
 
 Shape letters: b rows of the batch, s positions in a row, d features of the residual stream, v rows of the head (the
-padded vocabulary, or labels), n repeats of a stack's period.
+padded vocabulary, or labels), n repeats of a stack's period, l layers, f features of an embedding for one layer.
 """
 
 from functools import reduce
@@ -26,6 +26,7 @@ from jaxtune.models.stack import Stack, Sums, join_sums
 from jaxtune.models.structure.mixers import Heads
 from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.models.structure.stack_spec import StackSpec
+from jaxtune.models.vision.image_tokens import ImageTokens
 from jaxtune.models.vision.tower import Tower
 from jaxtune.parallel.layout import P, by_residual, by_token
 from jaxtune.parallel.random import neftune
@@ -111,7 +112,7 @@ class Decoder(nnx.Module):
         if inputs.images is not None:
             x = inputs.images.replace(x)
         if self.layer_embeddings is not None:
-            inputs = inputs._replace(layer_embeddings=self.layer_embeddings(tokens, x, call))
+            inputs = inputs._replace(layer_embeddings=self._embed_for_layers(tokens, x, inputs.images, call))
         x, cache, sums = self.run(x, inputs._replace(visual=self._find_visual(tokens)), call, cache)
         return self.apply_final_norm(x), cache, sums
 
@@ -122,6 +123,17 @@ class Decoder(nnx.Module):
         """
         numbers = () if self.spec.vision is None else self.spec.vision.visual_tokens
         return reduce(jnp.logical_or, (tokens == number for number in numbers)) if numbers else None
+
+    def _embed_for_layers(
+        self, tokens: Int[Array, "b s"], x: Float[Array, "b s d"], images: ImageTokens | None, call: ForwardOptions
+    ) -> Float[Array, "l b s f"]:
+        """Return the embeddings for each layer; image tokens have those of a token that the tower names."""
+        assert self.layer_embeddings is not None
+        if images is None or self.spec.vision is None:
+            return self.layer_embeddings(tokens, x, call)
+        is_image = jax.reshard(images.place >= 0, by_token())
+        tokens = jnp.where(is_image, self.spec.vision.layer_embedding_token, tokens)
+        return self.layer_embeddings(tokens, x, call, is_image)
 
     @jax.named_scope("mtp")
     def predict_further(

@@ -262,7 +262,8 @@ def _places(
 
     def place(layer: int | None, expert: int) -> Place:
         name = tensor.name.format(layer=layer, expert=expert, later_expert=experts + expert)
-        whole = Place(name, first, rows_of_whole, step, transposed=tensor.transposed)
+        how = {"transposed": tensor.transposed, "scalar": tensor.scalar}
+        whole = Place(name, first, rows_of_whole, step, **how)
         if of_vectors:
             return Place(name, element=alike.index(weight), stack=len(alike))
         if not of_stacked:

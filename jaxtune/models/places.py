@@ -17,6 +17,7 @@ class Tensor:
         transposed: whether a matrix is stored as (in, out).
         interleaved: whether the rows of the parameters with this name alternate, instead of following one another.
         loaded: name of the parameter in transformers after loading, and in peft; None: the name in the files.
+        scalar: whether the tensor has no dimensions, although the parameter has one, of size 1.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Tensor:
     transposed: bool = False
     interleaved: bool = False
     loaded: str | None = None
+    scalar: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Place:
         transposed: whether the matrix is stored as (in, out).
         column: the part's first column.
         columns: distance between two columns of the part.
+        scalar: as in `Tensor`.
     """
 
     name: str
@@ -51,9 +54,12 @@ class Place:
     transposed: bool = False
     column: int = 0
     columns: int = 1
+    scalar: bool = False
 
     def shape_in_file(self, part: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the tensor, given the shape of the part."""
+        if self.scalar:
+            return ()
         rows, *rest = part
         matrix = (self.of or rows, *(size * self.columns for size in rest))
         matrix = matrix[::-1] if self.transposed else matrix
@@ -61,6 +67,8 @@ class Place:
 
     def rows_in(self, tensor: np.ndarray) -> np.ndarray:
         """Return a view of the tensor that begins with the rows of the part (and may have more)."""
+        if self.scalar:
+            return tensor.reshape(1)
         matrix = tensor if self.element is None else tensor[self.element]
         rows = (matrix.T if self.transposed else matrix)[self.first :: self.step]
         return rows if self.columns == 1 else rows[:, self.column :: self.columns]

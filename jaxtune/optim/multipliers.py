@@ -12,9 +12,9 @@ from jaxtune.optim.options import OptimOptions
 
 EMBEDDING = r"embed_tokens|\bembeddings\.weight"  # the second is Nemotron-H's
 # The vision tower and its projectors.
-TOWER = r"\b(visual|vision_tower|multi_modal_projector|vision_model|resampler_model)\."
+TOWER = r"\b(visual|vision_tower|multi_modal_projector|embed_vision|vision_model|resampler_model)\."
 # Norms and positions of vision towers, the last norms in ERNIE's resampler.
-_OF_TOWERS = r"\bln_(q|pre)\b|\.ln\.|\b(pos_embed|position_embedding)\b|\b(spatial|temporal)_linear\.3\b"
+_OF_TOWERS = r"\bln_(q|pre)\b|\.ln\.|\b(pos_embed|position_embedding(_table)?)\b|\b(spatial|temporal)_linear\.3\b"
 NO_DECAY = rf"norm|bias|A_log|\.D$|sinks|{_OF_TOWERS}|{EMBEDDING}"  # A_log, D: recurrences; sinks: gpt-oss
 
 # One number, or one for each layer of a stacked parameter.

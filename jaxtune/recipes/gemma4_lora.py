@@ -16,5 +16,5 @@ from jaxtune.recipes import qwen_lora
 def get_config(model="google/gemma-4-26B-A4B-it"):
     """Return the config of qwen_lora for a Gemma 4 model, with adapters on attention and dense MLPs."""
     config = qwen_lora.get_config(model)
-    config.lora.target_modules = r"self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj"
+    config.lora.target_modules = r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)$"
     return config

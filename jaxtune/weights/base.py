@@ -56,6 +56,11 @@ def read_base(config: Config) -> Base:
             f"model.from_scratch: only the text decoder of {spec.family} is trained, so its other parts would stay "
             "random; give a folder whose config.json is the text_config of this one"
         )
+    if config.model.from_scratch and spec.vision is not None and described.get("audio_config") is not None:
+        raise UserError(
+            f"model.from_scratch: sound is not trained in {spec.family}, so its audio tower would stay random; give a "
+            "folder whose config.json has audio_config null"
+        )
     if spec.tied and not config.model.from_scratch and _has_own_head(spec, folder):  # reads both tensors
         spec = dataclasses.replace(spec, tied=False)
     if spec.has_experts and not config.model.from_scratch and _has_stacked_experts(spec, folder):

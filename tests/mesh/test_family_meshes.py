@@ -73,7 +73,7 @@ LATENT = dataclasses.replace(
         8,
         24,
         Rope(1e4, original_positions=16, interleaved=True, query_growth=0.1),
-        latent=Latent(rank=16, query_rank=32, rotated=8, value_dim=16),
+        latent=Latent(rank=16, query_rank=32, rope_dim=8, value_dim=16),
     ),
     feed_forward=MIXED,
 )

@@ -9,7 +9,7 @@ import pytest
 from image_processors import image_reader, picture
 from PIL import Image
 from tiny import byte_tokenizer
-from transformers import Gemma3Processor, Qwen3VLProcessor
+from transformers import Gemma3Processor, Gemma4Processor, Qwen3VLProcessor
 
 from jaxtune.columns import NEXT_TOKEN, image_columns
 from jaxtune.config.schema import Config, DataOptions, Dataset, TrainOptions, VisionOptions
@@ -34,23 +34,42 @@ CONTENTS = [
 ]
 
 
-class _WithoutVideos(Qwen3VLProcessor):
-    """The video processor needs torchvision; no test has videos."""
+class _WithoutVideos:
+    """The video processor needs torchvision; no test has videos, or sound."""
 
     def check_argument_for_proper_class(self, *args):
         return None
 
 
+class _Qwen3VL(_WithoutVideos, Qwen3VLProcessor):
+    pass
+
+
+class _Gemma4(_WithoutVideos, Gemma4Processor):
+    pass
+
+
 def qwen3_vl(images, tokenizer):
-    return _WithoutVideos(images, tokenizer, SimpleNamespace())
+    return _Qwen3VL(images, tokenizer, SimpleNamespace())
+
+
+def named(tokenizer, begin, end, image):
+    """Return the tokenizer with Gemma's names for the tokens of images."""
+    for name, token in {"boi_token": begin, "eoi_token": end, "image_token": image}.items():
+        setattr(tokenizer, name, token)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    return tokenizer
 
 
 def gemma3(images, tokenizer):
-    names = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-    for name, token in names.items():
-        setattr(tokenizer, name, token)
-        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    tokenizer = named(tokenizer, "<start_of_image>", "<end_of_image>", "<image_soft_token>")
     return Gemma3Processor(images, tokenizer, image_seq_length=4)
+
+
+def gemma4(images, tokenizer):
+    tokenizer = named(tokenizer, "<|image>", "<image|>", "<|image|>")
+    tokenizer.pad_token = tokenizer.boa_token = tokenizer.eoa_token = "<|endoftext|>"  # not written: one text, no sound
+    return _Gemma4(SimpleNamespace(), images, tokenizer, SimpleNamespace())
 
 
 # The text of an image in the chat template, special tokens, and the Processor.
@@ -61,6 +80,7 @@ FAMILIES = {
         qwen3_vl,
     ),
     "gemma3": ("<start_of_image>", ("<image_soft_token>", "<start_of_image>", "<end_of_image>"), gemma3),
+    "gemma4": ("<|image|>", ("<|image|>", "<|image>", "<image|>", "<|video|>"), gemma4),
 }
 
 
@@ -106,6 +126,15 @@ def canvas(row, place, layout):
 
 def their_pixels(outputs, number, grid, layout):
     """Return the pixels of an image as transformers gives them to the model, (channels, height, width)."""
+    shape = (3, grid[0] * layout.patch, grid[1] * layout.patch)
+    if "image_position_ids" in outputs:  # (column, row) of each patch, whose pixels have their channels side by side
+        pixels, count = np.full(shape, np.nan, np.float32), np.prod(grid)
+        places, patches = (outputs[name][number] for name in ("image_position_ids", "pixel_values"))
+        assert (places[count:] == -1).all()
+        for (x, y), patch in zip(places[:count] * layout.patch, patches):
+            by_pixel = patch.reshape(layout.patch, layout.patch, 3)
+            pixels[:, y : y + layout.patch, x : x + layout.patch] = by_pixel.transpose(2, 0, 1)
+        return pixels
     if "image_grid_thw" not in outputs:
         return outputs["pixel_values"][number]
     counts = np.prod(outputs["image_grid_thw"], axis=1)
@@ -113,13 +142,12 @@ def their_pixels(outputs, number, grid, layout):
     patches = outputs["pixel_values"][counts[:number].sum() : counts[: number + 1].sum()]
     rows, columns = (side // layout.merge for side in grid)
     blocks = patches.reshape(rows, columns, layout.merge, layout.merge, 3, 2, layout.patch, layout.patch)[..., 0, :, :]
-    shape = (3, grid[0] * layout.patch, grid[1] * layout.patch)
     return blocks.transpose(4, 0, 2, 5, 1, 3, 6).reshape(shape)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batches_hold_what_the_processor_gives_to_the_model(family, tmp_path):
-    feed, conversations, processor = opened(tmp_path, family)
+    feed, conversations, processor = opened(tmp_path, family, 2304 if family == "gemma4" else 256)
     layout, trained = feed.documents.layout, 0
     for _, batch in feed.batches({}):
         columns = {name: np.asarray(array) for name, array in batch.items()}

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from images import draw_sample, torch_inputs
+from images import draw_sample, gemma4_inputs, torch_inputs
 from nightly_rows import nightly
 from parity.test_vision import read_seeing
 from tiny import save_torch_model
@@ -27,6 +27,7 @@ NEW = 8
         nightly("qwen3_vl, deepstack"),
         nightly("qwen2_5_vl, windows"),
         nightly("qwen3_vl_moe, a dense layer"),
+        nightly("gemma4, inside a model that sees"),
         nightly("ernie4_5_vl_moe, experts of images"),
     ],
 )
@@ -41,7 +42,7 @@ def test_greedy_tokens_after_images(family, tmp_path, one_device):
     samples = [draw_sample(vision, 13 + number, grids, number) for number, grids in enumerate(GRIDS)]
     expected = []
     for sample in samples:
-        inputs = torch_inputs(sample, vision, torch.float32)
+        inputs = (gemma4_inputs if family.startswith("gemma4") else torch_inputs)(sample, vision, torch.float32)
         with torch.no_grad():
             made = reference.generate(**inputs, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
         expected.append(made[0, -NEW:].tolist())

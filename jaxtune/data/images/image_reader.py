@@ -96,7 +96,10 @@ class ImageReader:
         bounds = {"max_pixels": self.max_pixels, "min_pixels": self.min_pixels}
         limits = [f"vision.{name}" for name, bound in bounds.items() if bound]
         if limits and self._kind in ("fixed", "patches"):
-            raise UserError(f"{limits[0]} has no effect: this model's image processor sets the size of all images")
+            remedy = f"; change max_soft_tokens in {FILES[0]}" if self._kind == "patches" else ""
+            raise UserError(
+                f"{limits[0]} has no effect: this model's image processor sets the size of all images{remedy}"
+            )
         if self.max_pixels and self.min_pixels and self.max_pixels < self.min_pixels:
             raise UserError(f"vision.min_pixels={self.min_pixels} is more than vision.max_pixels={self.max_pixels}")
         least, most = self._bounds if self._kind == "pixels" else (0, 0)
@@ -114,6 +117,25 @@ class ImageReader:
                     f"{self.folder}: its image processor makes images of {size[1]}x{size[0]} pixels, and the vision "
                     f"tower sees images of {wanted}x{wanted}; size in {FILES[0]} must be the image_size of config.json"
                 )
+        if self._kind == "patches":
+            self._check_patches()
+
+    def _check_patches(self) -> None:
+        """Raise UserError unless a processor that limits patches makes those that the tower sees."""
+        processor, layout = self._processor, self.layout
+        size = processor.patch_size, processor.pooling_kernel_size
+        if size != (layout.patch, layout.merge):
+            raise UserError(
+                f"{self.folder}: its image processor has patch_size={size[0]}, pooling_kernel_size={size[1]}, and the "
+                f"vision_config of config.json has {layout.patch} and {layout.merge}; change {FILES[0]}"
+            )
+        most = processor.max_soft_tokens * layout.merge  # patches of the side of an image that is one block high
+        if layout.longest is not None and most > layout.longest:
+            raise UserError(
+                f"{self.folder}: max_soft_tokens={processor.max_soft_tokens} allows images that are {most:,} patches "
+                f"long, and the vision tower has embeddings of {layout.longest:,} positions; make it smaller in "
+                f"{FILES[0]}"
+            )
 
     def write_limits(self, output: Path) -> None:
         """Write the limits of pixels that images were read with into the files of the image processor in a folder.

@@ -50,7 +50,7 @@ _PATTERN = Kind(
 
 _NAMES = {
     _LAYERS: "num_hidden_layers depth",
-    _SIZE: "image_size mm_tokens_per_image "
+    _SIZE: "pooling_kernel_size position_embedding_size image_size mm_tokens_per_image "
     "window_size num_heads in_channels num_channels patch_size spatial_merge_size temporal_patch_size "
     "out_hidden_size num_position_embeddings vocab_size_per_layer_input mamba_d_ssm "
     "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads num_key_value_heads "
@@ -62,7 +62,7 @@ _NAMES = {
     "full_attention_interval no_rope_layer_interval moe_layer_interval linear_conv_kernel_dim linear_key_head_dim "
     "linear_value_head_dim linear_num_key_heads linear_num_value_heads rotary_dim global_attn_every_n_layers "
     "prefix_dense_intermediate_size prefix_dense_sliding_window_pattern block_ff_dim block_multiple_of conv_L_cache",
-    _FROM_0: "image_token_id image_token_index image_start_token_id image_end_token_id num_local_experts "
+    _FROM_0: "pad_token_id image_token_id image_token_index image_start_token_id image_end_token_id num_local_experts "
     "num_experts n_shared_experts num_shared_experts moe_num_shared_experts shared_expert_intermediate_size "
     "first_k_dense_replace moe_layer_start_index max_window_layers qk_rope_head_dim hidden_size_per_layer_input "
     "num_kv_shared_layers shared_intermediate_size num_dense_layers num_nextn_predict_layers mtp_num_hidden_layers",
@@ -77,7 +77,8 @@ _NAMES = {
     "beta_fast beta_slow attention_factor mscale mscale_all_dim routed_scaling_factor router_aux_loss_coef "
     "router_jitter_noise residual_multiplier embedding_multiplier attention_multiplier logit_scale swiglu_alpha "
     "llama_4_scaling_beta clip_qkv route_scale linear_a_log_min",
-    _FLAG: "multimodal_projector_bias use_double_wide_mlp projectors_bias mamba_norm_before_gate mamba_rms_norm "
+    _FLAG: "use_clipped_linears standardize "
+    "multimodal_projector_bias use_double_wide_mlp projectors_bias mamba_norm_before_gate mamba_rms_norm "
     "mamba_use_mlp use_conv_bias mamba_conv_bias mamba_proj_bias "
     "attention_bias attention_out_bias mlp_bias use_bias tie_word_embeddings norm_topk_prob use_qk_norm "
     "use_sliding_window output_router_logits rope_interleave truncate attention_k_eq_v enable_moe_block qkv_bias "
@@ -103,7 +104,7 @@ _NULLABLE = (
     "num_key_value_heads head_dim sliding_window q_lora_rank layer_types rope_scaling rope_parameters mlp_only_layers "
     "mlp_layer_types no_rope_layers attn_logit_softcapping final_logit_softcapping clip_qkv router_jitter_noise "
     "num_experts attention_factor mscale mscale_all_dim beta_fast beta_slow original_max_position_embeddings "
-    "vision_config mrope_section "
+    "vision_config mrope_section pad_token_id "
     "sliding_window_pattern full_attention sliding_attention text_config num_global_key_value_heads per_layer_config "
     "use_bidirectional_attention linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim "
     "prefix_dense_intermediate_size full_attn_idxs mamba_d_ssm mlp_multipliers ssm_multipliers"

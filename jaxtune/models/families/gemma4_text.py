@@ -153,4 +153,6 @@ def sizes(config: dict[str, Any], number: int, kind: str) -> dict[str, Any]:
         own = by_layer.get(str(number)) or {}
     if unknown := sorted(own.keys() - PER_LAYER.keys()):
         raise UserError(f"config.json: per_layer_config: {unknown[0]} of layer {number} is not supported")
-    return {PER_LAYER[name]: own[name] for name in own} | {"keys_as_values": shares and is_global}
+    causal = is_global and config.get("use_bidirectional_attention") == "vision"
+    fields = {"keys_as_values": shares and is_global, "always_causal": causal}
+    return {PER_LAYER[name]: own[name] for name in own} | fields

@@ -32,8 +32,8 @@ def attend_packed(
 ) -> Attend:
     """Make attention within the documents of packed rows, with the backend that the call names.
 
-    It is causal without `key_end`; with it, a query sees the keys from its `key_start` up to its `key_end`. Dropout of
-    probabilities uses plain XLA, because no kernel has it.
+    It is causal without `key_end` and in layers that are `always_causal`; else a query sees the keys from its
+    `key_start` up to its `key_end`. Dropout of probabilities uses plain XLA, because no kernel has it.
 
     place: for each position as devices hold it, its position in the row, if positions are dealt to devices that keep
     them; else None.
@@ -54,6 +54,7 @@ def attend_packed(
         cache: Any,
         of_layer: ForwardOptions,
     ) -> tuple[Array, Any]:
+        ends = None if mixer.always_causal else key_end
         # Without keys and values of its own, a layer gets an earlier layer's as its cache.
         keys_and_values: tuple[Array, Array] = cache if k is None or v is None else (k, v)
         kept = None if mixer.keeps is None else keys_and_values
@@ -87,7 +88,7 @@ def attend_packed(
         bits = None
         if of_layer.noise is not None and of_layer.attention_dropout:
             bits = bits_of(of_layer.noise, of_layer.attention_dropout, q)
-        arguments = (q, k, v, key_start, key_end, sinks, local_place, place, bits)
+        arguments = (q, k, v, key_start, ends, sinks, local_place, place, bits)
         specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
         return from_heads(jax.shard_map(kernel, in_specs=specs, out_specs=by_head(along))(*arguments)), kept
 
@@ -99,7 +100,8 @@ def attend_cached(
 ) -> Attend:
     """Make attention that writes keys and values at `index` of a cache; queries see keys from `key_start` to their own.
 
-    With `key_end` they see the keys up to it instead, of the keys that are written so far.
+    With `key_end` they see the keys up to it instead, of the keys that are written so far; not in layers that are
+    `always_causal`.
 
     A layer with keys and values gets a slot (`CacheSlot`), and returns the updated arrays of all repeats. Another one
     reads the keys and values that an earlier layer has written, and returns none.
@@ -142,7 +144,7 @@ def attend_cached(
         sinks = None if sinks is None else to_heads(sinks, mixer.heads, axis=0)
         (keys, values), place = (cache, None) if k is None else cache
         by_position = P(*by_head()[:2])
-        ends = None if key_end is None else jax.reshard(key_end, by_position)
+        ends = None if key_end is None or mixer.always_causal else jax.reshard(key_end, by_position)
         arguments = (q, k, v, keys, values, jax.reshard(key_start, by_position), ends, sinks, index, place)
         specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arguments)
         outs = by_head(), None if k is None else P(None, *by_head())

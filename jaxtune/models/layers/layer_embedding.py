@@ -9,7 +9,7 @@ embedding for one layer.
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxtune.models.declared import declare_parameter
 from jaxtune.models.forward_options import ForwardOptions
@@ -35,10 +35,20 @@ class LayerEmbeddings(nnx.Module):
 
     @jax.named_scope("embedding")
     def __call__(
-        self, tokens: Int[Array, "b s"], x: Float[Array, "b s d"], call: ForwardOptions
+        self,
+        tokens: Int[Array, "b s"],
+        x: Float[Array, "b s d"],
+        call: ForwardOptions,
+        untrained: Bool[Array, "b s"] | None = None,
     ) -> Float[Array, "l b s f"]:
-        """Return the tokens' embeddings for each layer, in the dtype of x, the first layer's input."""
+        """Return the tokens' embeddings for each layer, in the dtype of x, the first layer's input.
+
+        untrained: tokens that do not train the table, because they are images: these have the embeddings of the padding
+        token, which get no gradient in transformers (`padding_idx`). None: all train it.
+        """
         own = lookup_in_parts(self.weight.astype(x.dtype), tokens)
+        if untrained is not None:
+            own = jnp.where(untrained[..., None], jax.lax.stop_gradient(own), own)
         own *= jnp.asarray(self.features**0.5, x.dtype)  # embed_scale of transformers
         # per_layer_model_projection_scale and, below, per_layer_input_scale of transformers.
         projected = scale(self.projection(jax.reshard(x, by_token(None)), call), x.shape[-1] ** -0.5)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxtune.models.declared import Kind, declare_parameter
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.structure.layer_spec import Layer
+from jaxtune.models.structure.layer_spec import BOUNDS, Layer
 from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.parallel.layout import RULES, P, by_token, gather, gathered_entry, shards
 from jaxtune.parallel.random import Noise
@@ -126,7 +126,7 @@ def matmul(
 
 
 class Linear(nnx.Module):
-    """y = x W^T + bias, with an adapter if there is one.
+    """y = x W^T + bias, with an adapter if there is one; x and y are clipped to bounds if the layer is `clipped`.
 
     `name` is its path in the layer ("mlp.down"), by which the layer's treatments name it; `kind`: its weight's kind.
     `layer`: the spec of the layer; the whole model's, for a linear layer outside the layers.
@@ -149,10 +149,22 @@ class Linear(nnx.Module):
         self.bias = declare_parameter(shape[:1], axes[:1], nnx.initializers.zeros, "vector") if bias else None
         for part, variable in self.adapter.declare(shape, axes).items() if self.adapter else ():
             setattr(self, part, variable)
+        self.clipped = isinstance(layer, Layer) and layer.clipped
+        for bound, start in BOUNDS.items() if self.clipped else ():
+            init = nnx.initializers.constant(start)
+            setattr(self, bound, declare_parameter((1,), (None,), init, "constant"))
 
     def __call__(self, x: Float[Array, "b s i"], call: ForwardOptions) -> Float[Array, "b s o"]:
         """Return y in the dtype of x."""
-        return run_linears([self], x, call)[0]
+        if not self.clipped:
+            return _run([self], x, call)[0]
+        return self._clip(_run([self], self._clip(x, "input"), call)[0], "output")
+
+    def _clip(self, x: Float[Array, "b s f"], side: str) -> Float[Array, "b s f"]:
+        """Clip to the bounds of the inputs or the outputs; a value at a bound has its gradient, as in torch."""
+        least, most = (jax.reshard(self.part(f"{side}_{end}").astype(x.dtype), P(None)) for end in ("min", "max"))
+        inside = (x >= least) & (x <= most)
+        return jnp.where(inside, x, jnp.clip(jax.lax.stop_gradient(x), least, most))
 
     @property
     def is_served(self) -> bool:
@@ -164,7 +176,7 @@ class Linear(nnx.Module):
         return round_inputs(x) if self.weight.get_value().rounds_inputs else x
 
     def part(self, name: str) -> Array:
-        """Return the value of a parameter of the adapter."""
+        """Return the value of a parameter of the adapter, or of a bound."""
         return getattr(self, name).get_value()
 
     def base(self, x: Float[Array, "b s i"], call: ForwardOptions) -> Float[Array, "b s o"]:
@@ -192,8 +204,13 @@ def run_linears(
     `linears` has all parts of a fused Hugging Face module, the first part first: it holds the shared parameters of
     their adapters.
     """
-    if len({linear.float32 for linear in linears}) > 1:  # different modules: parts of one module never differ
+    # Layers that are different modules: their inputs have bounds of their own, or their products other dtypes.
+    if linears[0].clipped or len({linear.float32 for linear in linears}) > 1:
         return [linear(x, call) for linear in linears]
+    return _run(linears, x, call)
+
+
+def _run(linears: Sequence[Linear], x: Float[Array, "b s i"], call: ForwardOptions) -> list[Float[Array, "b s o"]]:
     if not linears[0].float32:
         # Names let a rematerialisation policy choose which outputs are saved.
         return [named(y, call, linear) for y, linear in zip(_outputs(linears, x, call), linears)]

@@ -18,7 +18,7 @@ class NormLayer(nnx.Module):
 
     def __init__(self, size: int, options: layer_spec.Norm, axis: str | None = None):
         start = nnx.initializers.zeros if options.offset else nnx.initializers.ones
-        self.weight = declare_parameter((size,), (axis,), start, "vector")
+        self.weight = declare_parameter((size,), (axis,), start, "vector") if options.weighted else None
         self.bias = declare_parameter((size,), (axis,), nnx.initializers.zeros, "vector") if options.bias else None
         self.options = options
 
@@ -33,6 +33,8 @@ class NormLayer(nnx.Module):
         if self.options.centred:
             wide -= jnp.mean(wide, axis=-1, keepdims=True)
         normed = divide_by_rms(wide, self.options.epsilon)
+        if self.weight is None:
+            return normed.astype(x.dtype)
         if self.options.rounded:
             normed = normed.astype(x.dtype).astype(jnp.float32)
 

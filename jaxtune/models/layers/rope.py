@@ -34,10 +34,14 @@ def rotation(rope: Rope, head_dim: int, positions: Int[Array, "b s"] | Int[Array
     if positions.ndim == 2:
         positions = positions[..., None].astype(jnp.float32)
     else:
+        positions = positions[..., ::-1] if rope.kind == "axial_apart" else positions
         positions = _position_of_pairs(rope, len(frequencies), positions.astype(jnp.float32))
     angles = positions * frequencies
     # Pairs are neighbours (0, 1), (2, 3), ... if interleaved, else feature n and n + r / 2, as in GPT-NeoX.
-    angles = jnp.repeat(angles, 2, axis=-1) if rope.interleaved else jnp.concatenate([angles, angles], axis=-1)
+    if rope.interleaved:
+        angles = jnp.repeat(angles, 2, axis=-1)
+    else:
+        angles = jnp.concatenate([half for part in jnp.split(angles, rope.parts, -1) for half in (part, part)], -1)
     angles = angles[:, :, None, :]  # an axis for heads
     scale = None
     if rope.query_growth:
@@ -57,8 +61,9 @@ def rotate(x: Float[Array, "b s h d"], rope: Rope, rotation: Rotation) -> Float[
         low, high = x[..., ::2], x[..., 1::2]
         turned = jnp.stack([-high, low], axis=-1).reshape(x.shape)
     else:
-        low, high = jnp.split(x, 2, axis=-1)
-        turned = jnp.concatenate([-high, low], axis=-1)
+        halves = jnp.split(x, 2 * rope.parts, axis=-1)
+        pairs = zip(halves[::2], halves[1::2])
+        turned = jnp.concatenate([y for low, high in pairs for y in (-high, low)], axis=-1)
     x = x * cos + turned * sin
     return jnp.concatenate([x, rest], axis=-1) if rest.size else x
 
@@ -88,7 +93,7 @@ def _frequencies(rope: Rope, head_dim: int, positions: Array) -> tuple[Array, fl
     base = 1.0 / np.float32(rope.theta) ** exponents
     if rope.kind == "default":
         return jnp.asarray(base), 1.0
-    if rope.kind == "axial":
+    if rope.kind in ("axial", "axial_apart"):
         own = np.arange(0, 2 * rope.axes[0], 2, dtype=np.float32) / (2 * rope.axes[0])
         return jnp.asarray(np.tile(1.0 / np.float32(rope.theta) ** own, len(rope.axes))), 1.0
     if rope.kind == "axial_alternating":

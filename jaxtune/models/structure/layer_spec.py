@@ -1,5 +1,6 @@
 """The parts of a layer: norm, feed-forward network or experts, and how its parameters are treated."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -18,6 +19,7 @@ class Norm:
         offset: whether the weight is stored as its difference from one (Gemma).
         rounded: whether the normalised value is rounded to the activations' dtype before the weight multiplies it, as
             in Llama.
+        weighted: whether there is a weight that multiplies it.
     """
 
     epsilon: float
@@ -25,6 +27,7 @@ class Norm:
     bias: bool = False
     offset: bool = False
     rounded: bool = True
+    weighted: bool = True
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,10 @@ def with_treatment(treatments: Treatments, names: Iterable[str], change: Mapping
     return tuple(sorted((name, treatment) for name, treatment in by_name.items() if treatment != Treatment()))
 
 
+# The bounds of the inputs and outputs of each linear layer of a clipped layer, with values that clip nothing.
+BOUNDS = {"input_min": -math.inf, "input_max": math.inf, "output_min": -math.inf, "output_max": math.inf}
+
+
 @dataclass(frozen=True)
 class Layer:
     """The structure of a layer, and the treatments of its parameters.
@@ -165,6 +172,7 @@ class Layer:
         predictor: whether it is the layer of a multi-token-prediction module (`decoder.Predictor`).
         output_norm: whether a module has a norm of its own before the head; otherwise it is the body's last one.
         in_tower: whether it is a layer of the vision tower.
+        clipped: whether inputs and outputs of its linear layers are clipped to bounds in the files (Gemma 4's tower).
     """
 
     mixer: Mixer | None
@@ -176,6 +184,7 @@ class Layer:
     predictor: bool = False
     output_norm: bool = True
     in_tower: bool = False
+    clipped: bool = False
 
     def __post_init__(self):
         slots = {self.mixer, self.feed_forward} - {None}

@@ -13,7 +13,8 @@ class Rope:
         theta: base of the wavelengths.
         kind: the scaling, transformers' `rope_type`; the fields from `factor` to `truncate` are its parameters. "axial"
             (vision towers): each of the `axes` has all wavelengths; "axial_alternating" (Pixtral): the wavelengths are
-            of the `axes` in turn.
+            of the `axes` in turn; "axial_apart" (Gemma 4): as "axial", but an axis turns pairs of its own part of a
+            head, the last axis those of the first part.
         interleaved: whether the pairs of features are (2i, 2i + 1) instead of (i, i + d/2).
         fraction: the share of a head's features, from the first, that are rotated; with kind "proportional" (Gemma 4)
             the share of the pairs (i, i + d/2) of the whole head.
@@ -25,9 +26,9 @@ class Rope:
     """
 
     theta: float
-    kind: Literal["default", "linear", "dynamic", "yarn", "llama3", "proportional", "axial", "axial_alternating"] = (
-        "default"
-    )
+    kind: Literal[
+        "default", "linear", "dynamic", "yarn", "llama3", "proportional", "axial", "axial_alternating", "axial_apart"
+    ] = "default"
     factor: float = 1.0
     original_positions: int = 0
     low_frequency_factor: float = 1.0
@@ -44,6 +45,11 @@ class Rope:
     axes: tuple[int, ...] = ()
     axes_interleaved: bool = False
     time_last: bool = False
+
+    @property
+    def parts(self) -> int:
+        """The number of parts of the rotated features, inside of which features n and n + size / 2 are a pair."""
+        return len(self.axes) if self.kind == "axial_apart" else 1
 
     def magnitude(self, mscale: float) -> float:
         """Return yarn's scale of cosine and sine (transformers' `yarn_get_mscale`): 1 if nothing is stretched."""
@@ -91,6 +97,8 @@ class Heads:
         latent: the latents of `LatentAttention`, which then computes the layer; None: plain attention.
         keeps: the name by which later layers find this layer's keys and values; None: no layer takes them.
         takes: the name of the keys and values of an earlier layer, in place of own ones (Gemma 4 E2B); None: own ones.
+        always_causal: whether a query never sees a later key, even if the tokens of an image see each other in other
+            layers (Gemma 4's global layers).
         kv_whole: whether keys and values are replicated although queries are sharded, because there are fewer key and
             value heads than devices.
     """
@@ -111,6 +119,7 @@ class Heads:
     latent: Latent | None = None
     keeps: str | None = None
     takes: str | None = None
+    always_causal: bool = False
     kv_whole: bool = False
 
     def __post_init__(self):

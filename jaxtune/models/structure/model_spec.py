@@ -22,8 +22,12 @@ class Vision:
         frames: size of the patch kernel in time, in which an image is constant; None: the kernel has no such axis.
         flat_kernel: whether the files hold the patch kernel as a matrix (ERNIE 4.5 VL).
         patch_bias: whether the patch embedding has a bias.
+        patch_matrix: whether the patch embedding is a linear layer, whose input is a patch with the channels of a pixel
+            side by side and values moved from [0, 1] to [-1, 1] (Gemma 4).
         positions: side of the square grid of learned position embeddings, which is interpolated to the grid of each
             image; 0: there are none.
+        position_axes: whether there are instead `positions` learned embeddings of rows, and as many of columns, of
+            which each patch gets the sum (Gemma 4).
         projected: hidden features of the projector; 0: it is a `PatchAverage`, which has none.
         out: features of its outputs, as many as the decoder's embeddings have.
         projector_bias: whether the projector's linear layers have biases.
@@ -33,6 +37,9 @@ class Vision:
         joined_projection: whether the joined patches of a block are projected to `hidden` features before the
             projector's two layers (Mistral 3). Then the values of one feature, from all patches of the block, are side
             by side.
+        average_factor: factor on the averages of a `PatchAverage`.
+        standardized: whether these are then shifted and scaled by numbers in the files (Gemma 4).
+        layer_embedding_token: the token whose embeddings for each layer an image token has (Gemma 4 E2B).
         resampled: whether the projector is a `Resampler` (ERNIE 4.5 VL); `projected` is its width.
         deepstack: numbers of layers, in ascending order, whose outputs have projectors of their own; they are added to
             the image tokens after the decoder's first layers (DeepStack, arXiv:2406.04334).
@@ -57,6 +64,11 @@ class Vision:
     input_norm: bool = False
     output_norm: bool = False
     joined_projection: bool = False
+    patch_matrix: bool = False
+    position_axes: bool = False
+    average_factor: float = 1.0
+    standardized: bool = False
+    layer_embedding_token: int = 0
     flat_kernel: bool = False
     resampled: bool = False
     deepstack: tuple[int, ...] = ()

@@ -24,7 +24,7 @@ from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.models.vision.image_tokens import ImageTokens
 from jaxtune.models.vision.patch_average import PatchAverage
 from jaxtune.models.vision.patch_merger import PatchMerger
-from jaxtune.models.vision.patches import PatchEmbedding, PositionEmbedding
+from jaxtune.models.vision.patches import AxisEmbedding, PatchEmbedding, PatchMatrix, PositionEmbedding
 from jaxtune.models.vision.resampler import Resampler
 from jaxtune.parallel.layout import by_residual, by_token
 
@@ -38,8 +38,9 @@ class Tower(nnx.Module):
         vision = spec.vision
         assert vision is not None, "the model has no vision tower"
         self.vision, self.start = vision, spec.tower_start
-        self.patches = PatchEmbedding(vision)
-        self.positions = PositionEmbedding(vision) if vision.positions else None
+        self.patches = (PatchMatrix if vision.patch_matrix else PatchEmbedding)(spec, vision)
+        of_positions = AxisEmbedding if vision.position_axes else PositionEmbedding
+        self.positions = of_positions(vision) if vision.positions else None
         self.input_norm = NormLayer(vision.hidden, vision.norm) if vision.input_norm else None
         self.stacks = nnx.List([Stack(spec, stack) for stack in spec.tower_stacks])
         self.output_norm = NormLayer(vision.hidden, vision.norm) if vision.output_norm else None
@@ -71,7 +72,7 @@ class Tower(nnx.Module):
         call = call._replace(documents=None, hidden_dropout=0.0, attention_dropout=0.0, dropout_layers=None)
         if call.backend in NO_KEY_END:
             call = call._replace(backend="auto")
-        x = self.patches(columns["patches"], call.dtype)
+        x = self.patches(columns["patches"], call)
         if self.positions is not None:
             x += self.positions(columns["patch_positions"], columns["patch_grid"], call.dtype)
         if self.input_norm is not None:

@@ -54,7 +54,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "gemma4": {
         "rms_norm_eps": 1e-6, "max_position_embeddings": 262_144, "head_dim": 256, "global_head_dim": 512,
         "sliding_window": 1024, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
-        "final_logit_softcapping": 30.0,
+        "final_logit_softcapping": 30.0, "use_bidirectional_attention": "vision",
     },
     "qwen3_5": {
         "rms_norm_eps": 1e-6, "max_position_embeddings": 262_144, "head_dim": 256, "linear_num_key_heads": 16,
@@ -79,9 +79,10 @@ _KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _GEMMA4_E = {
     "max_position_embeddings": 131_072, "sliding_window": 512, "attention_k_eq_v": False,
-    "hidden_size_per_layer_input": 256,
+    "hidden_size_per_layer_input": 256, "use_bidirectional_attention": None,
+    "vision_config": {"use_clipped_linears": True},  # other entries have their defaults
 }  # fmt: skip
-# Models that see: the decoder is in `text_config`. Without a tower here, only the decoder is planned.
+# Models that see: the decoder is in `text_config`.
 _DECODERS = {
     "gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text", "qwen3_vl": "qwen3_vl_text",
     "ernie4_5_vl_moe": "ernie4_5_vl_moe_text",
@@ -91,6 +92,10 @@ _TOWER = {
     "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 2304,
 }  # fmt: skip
 _TOWERS = {
+    "gemma4": {
+        "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "head_dim": 72, "standardize": True,
+    },
     "qwen3_5": _TOWER | {"deepstack_visual_indexes": []},
     "qwen3_vl": _TOWER | {"deepstack_visual_indexes": [8, 16, 24]},
     "ernie4_5_vl_moe": {
@@ -181,9 +186,7 @@ def config_of(model: str) -> dict[str, Any] | None:
             text = {**_KINDS[kind], **dict(zip(_SIZES, sizes)), **more}
             if kind not in _DECODERS:
                 return {"model_type": kind, **text}
+            tower = text.pop("vision_config", _TOWERS[kind]) | {"out_hidden_size": text["hidden_size"]}
             config = {"model_type": kind, "text_config": {"model_type": _DECODERS[kind], **text}}
-            config["tie_word_embeddings"] = text["tie_word_embeddings"]
-            if kind in _TOWERS:
-                config["vision_config"] = _TOWERS[kind] | {"out_hidden_size": text["hidden_size"]}
-            return config
+            return config | {"vision_config": tower, "tie_word_embeddings": text["tie_word_embeddings"]}
     return None

@@ -145,6 +145,23 @@ def test_a_limit_without_effect_is_refused(limits, message, tmp_path):
         image_reader("qwen3_vl", tmp_path / "qwen", min_pixels=5000).check()
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"patch": 4}, "patch_size=2, pooling_kernel_size=3, and the vision_config of config.json has 4 and 3"),
+        ({"merge": 2}, "patch_size=2, pooling_kernel_size=3, and the vision_config of config.json has 2 and 2"),
+        ({"longest": 209}, "max_soft_tokens=70 .* 210 patches long, and .* embeddings of 209 positions"),
+    ],
+)
+def test_patches_are_those_that_gemma_4_s_tower_sees(change, message, tmp_path):
+    reader = image_reader("gemma4", tmp_path)
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(reader, layout=dataclasses.replace(reader.layout, **change)).check()
+    dataclasses.replace(reader, layout=dataclasses.replace(reader.layout, longest=210)).check()
+    with pytest.raises(UserError, match="max_pixels has no effect: .*; change max_soft_tokens in preprocessor_config"):
+        dataclasses.replace(reader, max_pixels=100).check()
+
+
 def test_images_have_the_size_that_the_tower_sees(tmp_path):
     reader = image_reader("gemma3", tmp_path)
     dataclasses.replace(reader, layout=dataclasses.replace(reader.layout, side=8)).check()

@@ -35,8 +35,9 @@ from jaxtune.weights.values import config_for_model
 WINDOWS, DEEPSTACK = "qwen2_5_vl, windows", "qwen3_vl, deepstack"
 MIXED, MISTRAL = "qwen3_vl_moe, a dense layer", "mistral3, inside a model that sees, untied"
 GEMMA, ERNIE = "gemma3, inside a model that sees", "ernie4_5_vl_moe, experts of images"
-EVERY = pytest.mark.parametrize("name", [WINDOWS, DEEPSTACK, MISTRAL, GEMMA, ERNIE])
-TOWER = r"visual|vision_tower|multi_modal_projector|resampler_model"
+GEMMA4 = "gemma4, inside a model that sees"
+EVERY = pytest.mark.parametrize("name", [WINDOWS, DEEPSTACK, MISTRAL, GEMMA, GEMMA4, ERNIE])
+TOWER = r"visual|vision_tower|multi_modal_projector|embed_vision|resampler_model"
 
 
 def described(name):
@@ -100,7 +101,7 @@ def test_the_tower_learns_as_slowly_as_the_embedding_and_its_vectors_do_not_deca
     decaying = decays(OptimOptions(weight_decay=0.1), names)
     without = {key for key, one in declared.items() if key.startswith("vision.") and one.kind in ("vector", "position")}
     assert without and {decaying[key] for key in without} == {0.0}
-    assert decaying["vision.patches.kernel"] == 0.1
+    assert decaying["vision.patches.linear.weight" if name == GEMMA4 else "vision.patches.kernel"] == 0.1
 
 
 def test_a_kernel_of_patches_has_moments_in_float32(one_device):
@@ -111,7 +112,9 @@ def test_a_kernel_of_patches_has_moments_in_float32(one_device):
     assert float32_moments(kernels) == ["vision.patches.kernel [1280, 3, 2, 14, 14]"]
 
 
-@pytest.mark.parametrize("name", [WINDOWS, MISTRAL, "mistral3, a mistral4 inside a model that sees", GEMMA, ERNIE])
+@pytest.mark.parametrize(
+    "name", [WINDOWS, MISTRAL, "mistral3, a mistral4 inside a model that sees", GEMMA, GEMMA4, ERNIE]
+)
 def test_the_names_of_a_tower_in_a_loaded_model_are_those_of_transformers(name):
     import torch
     import transformers
@@ -120,7 +123,7 @@ def test_the_names_of_a_tower_in_a_loaded_model_are_those_of_transformers(name):
     with torch.device("meta"):
         model = transformers.AutoModelForImageTextToText.from_config(transformers_config(name))
     # The decoder does not see the outputs of SigLIP's head.
-    names = {name for name, _ in model.named_parameters() if re.search(rf"\b({TOWER})\.(?!head\.)", name)}
+    names = {name for name in model.state_dict() if re.search(rf"\b({TOWER})\.(?!head\.)", name)}
     assert {loaded_names(spec)[name] for name in of_tower(spec)} == names
 
 
@@ -169,6 +172,46 @@ def test_the_product_of_gemma_s_projector_has_no_adapter():
         adapted_by(spec, target_modules=r"multi_modal_projector")
     adapted = adapted_by(spec, target_modules=r"vision_tower.*fc1")
     assert "model.vision_tower.encoder.layers.1.mlp.fc1.lora_A.weight" in adapted
+
+
+def test_a_name_in_gemma_4_means_the_decoder_or_the_tower():
+    spec = seeing(GEMMA4)
+    of_decoder, of_tower = (adapted_by(spec, target_modules=(name,)) for name in ("q_proj", "q_proj.linear"))
+    assert of_decoder and all(name.startswith("model.language_model.layers.") for name in of_decoder)
+    assert of_tower == {
+        f"model.vision_tower.encoder.layers.{number}.self_attn.q_proj.linear.lora_{part}.weight"
+        for number in range(2)
+        for part in "AB"
+    }
+    projector = adapted_by(spec, target_modules="embed_vision")
+    assert projector == {f"model.embed_vision.embedding_projection.lora_{part}.weight" for part in "AB"}
+
+
+def test_gemma_4_s_published_towers():
+    """The kind of rope is "default" in published files and "axial" in new ones; a model without a tower is refused."""
+    for kind in ("default", "axial"):
+        tower = {"use_clipped_linears": True, "rope_parameters": {"rope_type": kind, "rope_theta": 100.0}}
+        vision = read_spec(FORMS["gemma4"] | {"model_type": "gemma4", "vision_config": tower}, vision=True).vision
+        assert vision is not None and len(vision.layers) == 16 and vision.layers[0].clipped
+        assert vision.layers[0].mixer.rope.axes == (16, 16) and vision.layers[0].mixer.rope.theta == 100.0
+        assert not vision.layout.bidirectional and vision.layout.merge == 3
+    with pytest.raises(UserError, match="vision_config is null: this model has no vision tower"):
+        read_spec(FORMS["gemma4"] | {"model_type": "gemma4", "vision_config": None}, vision=True)
+
+
+def test_an_audio_tower_cannot_start_from_random_weights(tmp_path):
+    config = Config(
+        model=ModelOptions(path=str(tmp_path), from_scratch=True),
+        data=DataOptions(seq_len=16),
+        vision=VisionOptions(patches_per_row=64),
+    )
+    for audio in ({}, None):
+        (tmp_path / "config.json").write_text(json.dumps(described(GEMMA4) | {"audio_config": audio}))
+        if audio is None:
+            assert read_base(config).spec.vision is not None
+        else:
+            with pytest.raises(UserError, match="its audio tower would stay random; .* has audio_config null"):
+                read_base(config)
 
 
 def test_experts_of_images_have_no_adapters_and_no_place_in_a_run_on_texts():
@@ -265,6 +308,9 @@ def test_the_layout_of_experts_is_seen_though_a_matrix_is_square(swapped, size, 
         (GEMMA, "vision_config", {"image_size": 26}, "image_size=26, patch_size=4, .* must be divided into whole"),
         (GEMMA, "vision_config", {"image_size": 32}, "image_size=32, .*=9: an image must be divided"),
         (GEMMA, "vision_config", {"model_type": "clip_vision_model"}, "model_type='clip_vision_model' is not support"),
+        (GEMMA4, "vision_config", {"head_dim": 6}, "head_dim=6 is not a multiple of 4"),
+        (GEMMA4, "vision_config", {"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' is not"),
+        (GEMMA4, "vision_config", {"model_type": "siglip_vision_model"}, "model_type='siglip_vision_model' is not"),
     ],
 )
 def test_a_malformed_tower_is_refused(name, part, change, message):
