@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 
 from jaxtune.config.schema import Config
 from jaxtune.data.formats.prompts import Prompts
+from jaxtune.data.images.image_reader import KeepingReader
 from jaxtune.image_layout import ImageRef
 from jaxtune.inference.decode import Sampling
 from jaxtune.inference.generation import (
@@ -98,6 +99,7 @@ def complete_on_devices(config: Config, model: Model, tokenizer) -> Completer:
         images: Sequence[tuple[ImageRef, ...]] | None = None,
     ) -> list[Completion]:
         written, completions = written or [0] * len(prompts), []
+        keeping = reader and KeepingReader.of(reader)
         for first in range(0, len(prompts), size):
             # Pad the last batch to the compiled size, by repeating the last prompt; its completions are dropped.
             rows = [min(row, len(prompts) - 1) for row in range(first, first + size)]
@@ -105,8 +107,8 @@ def complete_on_devices(config: Config, model: Model, tokenizer) -> Completer:
             kept, limits = min(size, len(prompts) - first), [options.max_new_tokens - tokens for tokens in there]
             going = set(range(kept))
             seen = None
-            if images is not None and reader is not None and any(images[row] for row in rows):
-                seen = PromptImages(reader, [images[row] for row in rows])
+            if images is not None and keeping is not None and any(images[row] for row in rows):
+                seen = PromptImages(keeping, [images[row] for row in rows])
             chosen = [prompts[row] for row in rows], [numbers[row] for row in rows]
             steps = generate(weights, *chosen, there, going, seen)
             lengths = [len(prompts[row]) for row in rows] if options.replay_routing else None

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float64, Int16
 from jaxtune.columns import ADVANTAGE, OLD_LOG_PROB, SAMPLED_LOG_PROB, TOKENS, Column, routed_experts
 from jaxtune.config.schema import Config
 from jaxtune.data.formats.prompts import Prompt
-from jaxtune.data.images.image_reader import ImageReader
+from jaxtune.data.images.image_reader import ImageReader, KeepingReader
 from jaxtune.data.rows.prompt_feed import PromptBatch
 from jaxtune.errors import UserError
 from jaxtune.host.process import compiler_options
@@ -284,7 +284,7 @@ def _batch(
         width = math.prod(program.model.spec.routed_shape)
         values[routed_experts(width)] = np.concatenate([_routing(*pair, width) for pair in pairs])
     columns = tuple(column for column in program.objective.columns if column != OLD_LOG_PROB)
-    images = Images([prompt.images for prompt in made.prompts], reader) if reader is not None else None
+    images = reader and Images([prompt.images for prompt in made.prompts], KeepingReader.of(reader))
     return batch_of_documents(config, columns, tokens, weights, values, program.batch[TOKENS.name], images=images)
 
 

@@ -3,7 +3,7 @@
 import importlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -222,6 +222,24 @@ class ImageReader:
     def _grid(self, resized: Size) -> tuple[int, int]:
         rows, columns = (side // self.layout.patch for side in resized)
         return rows, columns
+
+
+@dataclass(frozen=True)
+class KeepingReader(ImageReader):
+    """Reads each image once, and keeps its patches as long as it lives: for images that many completions share."""
+
+    kept: dict[ImageRef, Float32[np.ndarray, "patches values"]] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(cls, reader: ImageReader) -> "KeepingReader":
+        """Return a reader that reads as another one does, and has kept nothing yet."""
+        return cls(**vars(reader))
+
+    def read_patches(self, ref: ImageRef) -> Float32[np.ndarray, "patches values"]:
+        """Return the patches of an image, as `ImageReader.read_patches`."""
+        if ref not in self.kept:
+            self.kept[ref] = super().read_patches(ref)
+        return self.kept[ref]
 
 
 def open_reader(options: VisionOptions, folder: Path, family: str, layout: ImageLayout | None) -> ImageReader | None:

@@ -14,7 +14,7 @@ from jaxtune.config.sources import in_memory
 from jaxtune.data.formats.image_messages import has_images
 from jaxtune.data.images import image_files
 from jaxtune.data.images.image_files import decode_image, read_size
-from jaxtune.data.images.image_reader import ImageReader, load_processor
+from jaxtune.data.images.image_reader import ImageReader, KeepingReader, load_processor
 from jaxtune.data.images.table_cells import place_images
 from jaxtune.data.reading import sources
 from jaxtune.errors import UserError
@@ -254,6 +254,16 @@ def test_bad_images_are_errors_that_name_them(tmp_path, monkeypatch):
     monkeypatch.setattr(image_files, "MAX_PIXELS", 1000)
     with pytest.raises(UserError, match=r"thin\.png: 600x2 pixels, the most are 1,000"):
         reader.find(thin, "")
+
+
+def test_a_reader_that_keeps_its_images_reads_each_once(tmp_path):
+    """The completions of a prompt share its images."""
+    reader = image_reader("qwen3_vl", tmp_path / "model")
+    ref, _, _ = reader.find(save(tmp_path / "a.png", 40, 40), "")
+    keeping, expected = KeepingReader.of(reader), reader.read_patches(ref)
+    np.testing.assert_array_equal(keeping.read_patches(ref), expected)
+    (tmp_path / "a.png").unlink()
+    np.testing.assert_array_equal(keeping.read_patches(dataclasses.replace(ref)), expected)
 
 
 def test_an_image_that_has_changed_is_not_read(tmp_path):
