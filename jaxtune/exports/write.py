@@ -102,7 +102,7 @@ def _whole_tensors(model: Model, parameters: Parameters, config: Config) -> tupl
 
     copies, copied = copied_by_modules(model.spec, config, model.folder), copied_layers(model, config)
     tensors = _tensors(model, model.whole, dtype, merge, copies)
-    if model.spec.untouched is not None or copied:
+    if not config.model.from_scratch and (model.spec.untouched is not None or copied):
         # The other parts of a larger model and the copied layers are read from the base and written unchanged.
         tensors = hf.with_untouched(model.folder, tensors, partial(families.is_untouched, model.spec))
     return tensors, [*copied, *copies]

@@ -10,7 +10,7 @@ from jaxtune.lora.dora import DoRA
 from jaxtune.lora.lora import FROM_WEIGHT, LoRA
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models import families
-from jaxtune.models.parameters import loaded_names, sites
+from jaxtune.models.parameters import loaded_names, sites, tensors_of
 from jaxtune.models.selection import select
 from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.models.treatment import linears, treat, treat_linears, treat_sites
@@ -68,7 +68,7 @@ def _adapters(spec: ModelSpec, lora: LoraOptions, file_names: Mapping[str, str])
         if targets != "all-linear":
             raise UserError(
                 f"lora.target_modules: peft cannot load LoRA of {min(refused)} in a {spec.family}; leave it out, as "
-                "all-linear does"
+                "all-linear does, by a regex if other layers have the same name"
             )
         targeted -= refused
     experts = {name for name in targeted if known[file_names[name]][0].of_experts}
@@ -140,6 +140,12 @@ def _whole_modules(spec: ModelSpec, modules: tuple[str, ...], adapted: Set[str])
     tensors = {name: known[name] for name, module in of_module.items() if module in selected}
     if experts := sorted(name for name, parts in tensors.items() if parts[0].of_experts):
         raise UserError(f"{option}: experts, such as {experts[0]}, are not supported; leave them out")
+    entries = tensors_of(spec)
+    if turned := sorted(name for name in tensors if entries[name].transposed):
+        raise UserError(
+            f"{option}: {turned[0]} is another module with another shape in a loaded {spec.family}, so peft would not "
+            "find it; leave it out"
+        )
     if both := sorted(of_module[name] for name in tensors if name.removesuffix(".weight") in adapted):
         raise UserError(f"{option}: {both[0]} has an adapter too; remove it from {option} or from lora.target_modules")
     treatments = {

@@ -333,17 +333,19 @@ def sites(spec: ModelSpec) -> dict[str, tuple[Site, ...]]:
     return by_tensor
 
 
+def tensors_of(spec: ModelSpec) -> dict[str, Tensor]:
+    """Return the entry of the family's table for each Hugging Face tensor."""
+    layers: dict[int | None, Layer | None] = {None: None, **dict(enumerate(spec.every_layer))}
+    return {name: _tensor(names_of(spec, layers[site.layer])[site.local]) for name, (site, *_) in sites(spec).items()}
+
+
 def loaded_names(spec: ModelSpec) -> dict[str, str]:
     """Return transformers' name of each Hugging Face tensor after loading; it differs for some stacked tensors."""
-    layers: dict[int | None, Layer | None] = {None: None, **dict(enumerate(spec.every_layer))}
-    tensors = {
-        name: _tensor(names_of(spec, layers[site.layer])[site.local]) for name, (site, *_) in sites(spec).items()
-    }
     return {
         name: name
         if tensor.loaded is None
         else tensor.loaded.format(layer=spec.number_in_files(sites(spec)[name][0].layer))
-        for name, tensor in tensors.items()
+        for name, tensor in tensors_of(spec).items()
     }
 
 

@@ -1,7 +1,7 @@
 """Losses that balance the load of a mixture of experts, added to another objective; and metrics of the load.
 
 Shape letters: b rows of a micro-batch; sums over tokens are (mixtures, b, experts). A layer has one mixture, or two, of
-texts and of images, which are balanced apart and follow one another.
+texts and of images, which follow one another.
 """
 
 import dataclasses
@@ -62,7 +62,8 @@ def batch_loss(scores: AnyScores) -> Float[Array, ""]:
     """Return the load-balancing loss over tokens and layers (Switch Transformer, arXiv:2101.03961).
 
     As transformers' load_balancing_loss_func: (number of experts) * sum over experts of (choices per token * mean
-    probability). For an even load it equals the number of experts that a token chooses.
+    probability). For an even load it equals the number of experts that a token chooses. Experts with the same number in
+    several mixtures, also those of texts and of images, are counted together, as there.
     """
     choices, probability = (_by_mixture(scores, f"router_{name}") for name in ("choices", "probability"))
     tokens = jnp.maximum(_by_mixture(scores, "router_tokens").sum(), 1.0)

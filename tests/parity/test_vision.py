@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import shutil
 from functools import partial
 
 import jax
@@ -121,6 +122,20 @@ def test_export_gives_back_every_bit(case, one_device, tmp_path):
     export_full(model, parameters, config, tmp_path / "out")
     found = type(reference).from_pretrained(tmp_path / "out").state_dict()
     assert [name for name, value in reference.state_dict().items() if not torch.equal(found[name], value)] == []
+
+
+def test_a_model_of_random_weights_is_exported_without_weights_in_its_folder(case, one_device, tmp_path):
+    import torch
+
+    folder, reference = case
+    _, parameters, config = read_seeing(folder, one_device)
+    (tmp_path / "base").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "base")
+    config = dataclasses.replace(config, model=ModelOptions(str(tmp_path / "base"), dtype="float32", from_scratch=True))
+    export_full(declare_model(read_base(config), config, one_device), parameters, config, tmp_path / "out")
+    found = type(reference).from_pretrained(tmp_path / "out").state_dict()
+    different = [name for name, value in reference.state_dict().items() if not torch.equal(found[name], value)]
+    assert [name for name in different if ".vision_tower.head." not in name] == [], "nothing reads SigLIP's head"
 
 
 @pytest.mark.nightly
