@@ -20,7 +20,7 @@ from jaxtune.inference.prompt_images import PromptImages
 from jaxtune.models.decoder import Parameters, bind
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.structure.model_spec import ModelSpec
-from jaxtune.parallel.layout import RULES, shards
+from jaxtune.parallel.layout import RULES, by_token, shards
 from jaxtune.weights.model import Model
 from jaxtune.weights.served_linears import serve_weights
 
@@ -143,7 +143,7 @@ def make_generate(graph: nnx.GraphDef, spec: ModelSpec, *, max_new_tokens: int, 
         numbered = np.resize(np.array(range(len(prompts)) if numbers is None else numbers, np.int32), len(tokens))
         index = max_new_tokens - np.resize(np.array(lacking, np.int32), len(tokens))  # tokens written so far
         with RULES(rules_of_decoding(RULES.value)):
-            seen = () if images is None else (images.columns(tokens, start),)
+            seen = () if images is None else (jax.tree.map(_by_rows, images.columns(tokens, start)),)
             upcoming, decoding = first(tokens, start, numbered, index, parameters, *seen)
         rows = np.arange(len(tokens))  # the prompt of each; those past the last prompt are padding
         parts = row_shards()
@@ -162,6 +162,12 @@ def make_generate(graph: nnx.GraphDef, spec: ModelSpec, *, max_new_tokens: int, 
             yield local._replace(tokens=of_prompts, rows=of_chosen)
 
     return generate
+
+
+def _by_rows(column: np.ndarray) -> jax.Array:
+    """Put an array on the devices, each the rows that it decodes."""
+    sharding = jax.NamedSharding(jax.sharding.get_mesh(), jax.P(by_token()[0]))
+    return jax.make_array_from_callback(column.shape, sharding, lambda part: column[part])
 
 
 def decoding_weights(model: Model, parameters: Parameters, dtype: jnp.dtype) -> Parameters:

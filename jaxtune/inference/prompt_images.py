@@ -9,11 +9,18 @@ from jaxtyping import Int32
 from jaxtune.columns import image_columns
 from jaxtune.data.images.image_reader import ImageReader
 from jaxtune.data.rows.row_images import put_image_tokens, put_patches
-from jaxtune.image_layout import ImageRef
+from jaxtune.image_layout import ImageLayout, ImageRef
 
 # Image tokens of a row are padded to a multiple of this or, if that is more, of an eighth of their number rounded up to
 # a power of two, so that few sizes are compiled.
 BUCKET = 64
+
+
+def padded_patches(patches: int, layout: ImageLayout) -> int:
+    """Return the number of patches of each row, for the most that a prompt has."""
+    block = layout.merge**2
+    bucket = max(BUCKET, 2 ** (patches // block).bit_length() // 8)
+    return -(-patches // (bucket * block)) * bucket * block
 
 
 @dataclass(frozen=True)
@@ -35,10 +42,8 @@ class PromptImages:
             UserError: an image cannot be read, or a prompt has another number of image tokens than its images.
         """
         layout = self.reader.layout
-        block = layout.merge**2
-        most = max(sum(image.patches for image in images) for images in self.of_prompts) // block
-        bucket = max(BUCKET, 2 ** most.bit_length() // 8)
-        declared = image_columns(layout, -(-most // bucket) * bucket * block)
+        most = max(sum(image.patches for image in images) for images in self.of_prompts)
+        declared = image_columns(layout, padded_patches(most, layout))
         columns = {one.name: np.full(one.shape(*tokens.shape), one.padding, one.dtype) for one in declared}
         for number, first in enumerate(start):
             images = self.of_prompts[number] if number < len(self.of_prompts) else ()

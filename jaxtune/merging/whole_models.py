@@ -152,7 +152,12 @@ def _merge(name: str, sources: Sequence[TensorSource], has_base: bool, options: 
     first = sources[0]
     reads: list[Read] = [partial(_read, name, source) for source in sources]
     merged = merge_tensor(name, reads[has_base:], reads[0] if has_base else None, options)  # True is 1
-    return cast(merged, DTYPES[first.dtype], f"{first.file}: {name}").reshape(first.shape)
+    try:
+        return cast(merged, DTYPES[first.dtype], f"{first.file}: {name}").reshape(first.shape)
+    except UserError:
+        if all(source.equals(first) for source in sources[1:]):  # such as bounds that are infinite (Gemma 4's tower)
+            return first.whole()
+        raise
 
 
 def _read(name: str, source: TensorSource) -> Values:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtune.columns import OF_IMAGES
+from jaxtune.columns import image_columns
 from jaxtune.config.schema import Config
 from jaxtune.inference.decode import Decoding, rules_of_decoding
 from jaxtune.inference.generation import (
@@ -17,6 +17,7 @@ from jaxtune.inference.generation import (
     padded_shape,
     row_shards,
 )
+from jaxtune.inference.prompt_images import padded_patches
 from jaxtune.models.parameters import abstract
 from jaxtune.parallel.layout import RULES
 from jaxtune.precision.recipes import recipe_of
@@ -56,7 +57,7 @@ class _Sampling(NamedTuple):
     Attributes:
         programs: the programs.
         prompts: of the prompts, padded.
-        images: the columns of their images, if the model sees: as many patches as a row of the run has.
+        images: the columns of their images, if the model sees: vision.patches_per_row, rounded up.
         of_rows: of integers, one a row.
         decoding: after the prompts.
         weights: the parameters.
@@ -78,9 +79,10 @@ def _sampling(run: Program, config: Config, mesh: jax.sharding.Mesh) -> _Samplin
         rows, length = padded_shape(completions_at_once(config, mesh), longest)
         programs = decode_programs(model.graph, model.spec, **how)
         prompts, of_rows = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, length), (rows,)))
-        columns = [column for column in run.objective.columns if column.name in OF_IMAGES]
-        of_prompts = {one.name: jax.ShapeDtypeStruct(one.shape(rows, length), one.dtype) for one in columns}
-        images = (of_prompts,) if columns else ()
+        images, vision, patches = (), model.spec.vision, config.vision.patches_per_row
+        if vision is not None and patches is not None:
+            columns = image_columns(vision.layout, padded_patches(patches, vision.layout))
+            images = ({one.name: jax.ShapeDtypeStruct(one.shape(rows, length), one.dtype) for one in columns},)
         with RULES(rules_of_decoding(RULES.value)):
             _, decoding = jax.eval_shape(programs.first, prompts, of_rows, of_rows, of_rows, weights, *images)
     return _Sampling(programs, prompts, images, of_rows, decoding, weights)

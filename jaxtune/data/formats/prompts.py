@@ -188,7 +188,7 @@ def read_prompts(
     Raises:
         UserError: a sample is bad and `skip` is False; no prompt is left.
     """
-    kept, longer, over = [], 0, 0
+    kept, longer, over, uncut = [], 0, 0, 0
     prompts, bad = Prompts(tokenizer, chat, row_tools=row_tools, images=images), []
 
     def report(error: UserError) -> None:
@@ -211,11 +211,13 @@ def read_prompts(
                 most = min(most, entry.max_prompt_tokens)
             elif entry.max_prompt_tokens is not None:
                 prompt = prompt._replace(tokens=prompt.tokens[-entry.max_prompt_tokens :])  # the end is kept
-            fits = max(len(prompt.tokens), len(prompt.teacher_tokens)) <= most
+            length = max(len(prompt.tokens), len(prompt.teacher_tokens))
+            longer, uncut = longer + (length > most_tokens), uncut + (most < length <= most_tokens)
             seen = most_patches is None or sum(image.patches for image in prompt.images) <= most_patches
-            longer, over = longer + (not fits), over + (fits and not seen)
-            kept += [prompt] if fits and seen else []
-    larger = f", {over:,} of more than vision.patches_per_row={most_patches} patches" if over else ""
+            over += length <= most and not seen
+            kept += [prompt] if length <= most and seen else []
+    larger = f", {uncut:,} with images of more than max_prompt_tokens" if uncut else ""
+    larger += f", {over:,} of more than vision.patches_per_row={most_patches} patches" if over else ""
     log.info(f"data: {len(kept):,} prompts; {longer:,} too long{larger}, {len(bad):,} bad samples skipped")
     if not kept:
         raise UserError(

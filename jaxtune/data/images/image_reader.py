@@ -96,7 +96,7 @@ class ImageReader:
         bounds = {"max_pixels": self.max_pixels, "min_pixels": self.min_pixels}
         limits = [f"vision.{name}" for name, bound in bounds.items() if bound]
         if limits and self._kind in ("fixed", "patches"):
-            remedy = f"; change max_soft_tokens in {FILES[0]}" if self._kind == "patches" else ""
+            remedy = f"; change max_soft_tokens in {self._file}" if self._kind == "patches" else ""
             raise UserError(
                 f"{limits[0]} has no effect: this model's image processor sets the size of all images{remedy}"
             )
@@ -115,7 +115,8 @@ class ImageReader:
             if size != (wanted, wanted):
                 raise UserError(
                     f"{self.folder}: its image processor makes images of {size[1]}x{size[0]} pixels, and the vision "
-                    f"tower sees images of {wanted}x{wanted}; size in {FILES[0]} must be the image_size of config.json"
+                    f"tower sees images of {wanted}x{wanted}; size in {self._file} must be the image_size of "
+                    "config.json"
                 )
         if self._kind == "patches":
             self._check_patches()
@@ -127,14 +128,14 @@ class ImageReader:
         if size != (layout.patch, layout.merge):
             raise UserError(
                 f"{self.folder}: its image processor has patch_size={size[0]}, pooling_kernel_size={size[1]}, and the "
-                f"vision_config of config.json has {layout.patch} and {layout.merge}; change {FILES[0]}"
+                f"vision_config of config.json has {layout.patch} and {layout.merge}; change {self._file}"
             )
         most = processor.max_soft_tokens * layout.merge  # patches of the side of an image that is one block high
         if layout.longest is not None and most > layout.longest:
             raise UserError(
                 f"{self.folder}: max_soft_tokens={processor.max_soft_tokens} allows images that are {most:,} patches "
                 f"long, and the vision tower has embeddings of {layout.longest:,} positions; make it smaller in "
-                f"{FILES[0]}"
+                f"{self._file}"
             )
 
     def write_limits(self, output: Path) -> None:
@@ -147,11 +148,19 @@ class ImageReader:
         least, most = self._bounds
         for path in (output / name for name in FILES if (output / name).is_file()):
             described = read_json(path)
+            if path.name == FILES[1] and "image_processor" not in described:
+                continue
             settings = described.get("image_processor", described)  # processor_config.json describes several
             settings["size"] = {"shortest_edge": least, "longest_edge": most}
-            for name in ("min_pixels", "max_pixels"):  # they would take the place of `size`
-                settings.pop(name, None)
+            # Where they are, they take the place of `size`.
+            settings |= {name: one for name, one in (("min_pixels", least), ("max_pixels", most)) if name in settings}
             path.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+    @property
+    def _file(self) -> str:
+        """The name of the file that transformers reads the settings of the image processor from."""
+        several = self.folder / FILES[1]
+        return FILES[1] if several.is_file() and "image_processor" in read_json(several) else FILES[0]
 
     @property
     def _processor(self) -> Any:

@@ -52,16 +52,27 @@ class PromptSet:
 
     @property
     def key(self) -> str:
-        """A hash of the prompts' tokens and of all columns, because rewards may read any column."""
+        """A hash of the prompts' tokens and of all columns, because rewards may read any column.
+
+        The places of images in a table are left out: they change when its file is moved.
+        """
         content = hashlib.sha256()
         for prompt in self.prompts:
             # default=str, because columns may hold dates and other values that JSON has no type for.
-            content.update(json.dumps([prompt.tokens, dict(prompt.sample)], sort_keys=True, default=str).encode())
+            columns = _without_places(dict(prompt.sample))
+            content.update(json.dumps([prompt.tokens, columns], sort_keys=True, default=str).encode())
         return content.hexdigest()
 
     def has_key(self, key: str) -> bool:
         """Whether `key` is the key of the same prompts."""
         return key == self.key
+
+
+def _without_places(value: Any) -> Any:
+    """Return a sample's value without the places that `place_images` has written next to images' bytes."""
+    if isinstance(value, dict):
+        return {name: _without_places(one) for name, one in value.items() if name != "place" or "bytes" not in value}
+    return [_without_places(one) for one in value] if isinstance(value, list) else value
 
 
 class PromptFeed:

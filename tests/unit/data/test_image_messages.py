@@ -93,7 +93,8 @@ def test_prompts_hold_the_images_of_their_messages_and_are_never_cut(tmp_path, c
     how = {"most_tokens": 200, "images": images, "most_patches": 16}
     with caplog.at_level("INFO", logger="jaxtune"):
         (prompt,) = read_prompts((entry,), tokenizer, ChatOptions(), skip=True, **how)
-    assert "1 prompts; 1 too long, 1 of more than vision.patches_per_row=16 patches, 1 bad samples" in caplog.text
+    left_out = "1 with images of more than max_prompt_tokens, 1 of more than vision.patches_per_row=16 patches"
+    assert f"1 prompts; 0 too long, {left_out}, 1 bad samples" in caplog.text
     (image,) = prompt.images
     assert prompt.tokens.count(reader.layout.token) == image.patches // reader.layout.merge**2
     with pytest.raises(UserError, match="prompts.jsonl:4: image .*absent.png"):

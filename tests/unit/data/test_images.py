@@ -113,6 +113,14 @@ def test_an_export_gets_the_limits_that_images_were_read_with(nested, tmp_path):
     exported = ImageReader(written, "qwen2_5_vl", reader.layout)
     save(tmp_path / "a.png", 80, 60)
     assert exported.find("a.png", str(tmp_path)) == reader.find("a.png", str(tmp_path))
+    assert (
+        settings.keys() == (json.loads(path.read_text()).get("image_processor") or json.loads(path.read_text())).keys()
+    )
+    if not nested:
+        of_texts = written / "processor_config.json"
+        of_texts.write_text('{"processor_class": "x"}')
+        reader.write_limits(written)
+        assert of_texts.read_text() == '{"processor_class": "x"}'
     other = image_reader("mistral3", tmp_path / "mistral", **options)
     before = (tmp_path / "mistral" / "preprocessor_config.json").read_text()
     other.write_limits(tmp_path / "mistral")
