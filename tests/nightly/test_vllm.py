@@ -73,7 +73,9 @@ def home(tmp_path_factory):
     template = Template(find_template("qwen3_nothinking", {"<|im_start|>": 0, "<|im_end|>": 0}))
     text = template.render(messages=conversation("@", "@"), tools=tools)[0]
     words = set(re.split(r"@|<\|im_\w+\|>|(?<=</think>\n\n)", text)) - {"", "\n"}
-    write_model_folder(home / "model", words=tuple(sorted(words)), max_position_embeddings=256, **SIZES)
+    # vLLM 0.32 for CPUs with AVX-512 BF16 packs a tied head once, and does not pack it again for new weights.
+    sizes = SIZES | {"max_position_embeddings": 256, "tie_word_embeddings": False}
+    write_model_folder(home / "model", words=tuple(sorted(words)), **sizes)
     return home
 
 
