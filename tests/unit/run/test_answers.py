@@ -97,7 +97,7 @@ def test_a_run_s_sample_keeps_it(tokenizer, monkeypatch):
 @pytest.mark.parametrize(("prefix", "expected"), [(None, "upon a"), ("Sure,", "Sure, upon a")])
 def test_rewards_see_the_text_of_the_completion_as_in_trl(tokenizer, monkeypatch, prefix, expected):
     made = Completion(ids_of(tokenizer, "▁upon", "▁a", "</s>"), True)
-    scripted = Completer(lambda trained, frozen: None, lambda weights, prompts, numbers: [made])  # pyright: ignore
+    scripted = Completer(lambda trained, frozen: None, lambda weights, prompts, numbers, images: [made])  # pyright: ignore
     monkeypatch.setattr(rollouts, "completer", lambda *_: scripted)
     sample: Sample = {"prompt": "Once"} if prefix is None else {"prompt": [{"role": "user", "content": "Once"}]}
     prompt = Prompts(tokenizer, ChatOptions(response_prefix=prefix), texts_are_chat=False)(Dataset(), sample)
