@@ -57,8 +57,8 @@ class Measured:
         kind: The family, as transformers names it.
         sizes: The sizes in its config.json.
         base: (learning rate, steps) of the runs that train the base, one after the other.
-        seeds: The formats that it is served in, each with the number of seeds: the less a format adds to the loss, the
-            more of them it takes to see which share remains.
+        seeds: The formats that it is served in, each with the number of seeds. A format that adds little to the loss
+            needs more seeds to show which share remains.
     """
 
     kind: str
@@ -74,7 +74,7 @@ MODELS = {
 # (rank of adapters, which is also their alpha; learning rate)
 KINDS = {"full": (None, 1e-3), "LoRA": (64, 2e-3)}
 DISTILL_STEPS = 400
-# Learning rates of distilling, if not that of the row's training: what fp8 adds is less than the noise of such steps.
+# Learning rates of distilling for rows whose training had a higher one: its steps add more noise than fp8 adds loss.
 DISTILL_RATES = {"fp8, full": 1e-4}
 
 

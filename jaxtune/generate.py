@@ -45,6 +45,7 @@ from jaxtune.host.run_folder import RunFolder
 from jaxtune.inference.answers import AnswerGenerator, Opened, mesh_of, open_model
 from jaxtune.inference.decisions import Decider, evaluated_temperatures, read_temperatures
 from jaxtune.inference.sampling import BOUNDS, SamplingOptions
+from jaxtune.json_file import as_text
 
 log = logging.getLogger("jaxtune")
 
@@ -88,11 +89,6 @@ def _check_images(values: flags.FlagValues) -> None:
 
 def _raise(error: UserError) -> None:
     raise error
-
-
-def _without_bytes(value: Any) -> str | None:
-    """Return a value that JSON has no form for as text; images that are stored in a table are left out."""
-    return None if isinstance(value, bytes) else str(value)
 
 
 @contextlib.contextmanager
@@ -154,7 +150,7 @@ def run_command(values: flags.FlagValues, _: None) -> None:
             for answer in answering.each(_samples(values.input, {"completion", "finish_reason"})):
                 finished.append(answer.finished)
                 columns = {"completion": answer.text, "finish_reason": "stop" if answer.finished else "length"}
-                line = json.dumps({**answer.prompt.sample, **columns}, ensure_ascii=False, default=_without_bytes)
+                line = json.dumps({**answer.prompt.sample, **columns}, ensure_ascii=False, default=as_text)
                 print(line, file=file, flush=True)
         if values.output is not None:
             cut = finished.count(False)

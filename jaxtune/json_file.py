@@ -1,4 +1,4 @@
-"""Reading of JSON files from other programs; damage or a value of the wrong type becomes one message."""
+"""JSON of other programs and of users: damage or a value of the wrong type becomes one message."""
 
 import dataclasses
 import json
@@ -10,6 +10,11 @@ from typing import Any, TypeVar
 from jaxtune.errors import UserError
 
 T = TypeVar("T")
+
+
+def as_text(value: Any) -> str | None:
+    """Return a value that JSON has no form for as text; bytes, which are of images in a table, are left out."""
+    return None if isinstance(value, bytes) else str(value)
 
 
 def read_json(path: Path) -> dict[str, Any]:

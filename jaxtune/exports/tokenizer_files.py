@@ -8,6 +8,7 @@ from jaxtune.config.schema import Config
 from jaxtune.data.formats.sample_formats import ends_texts
 from jaxtune.errors import UserError
 from jaxtune.tokenizer_type import Tokenizer
+from jaxtune.training.assembly import open_images
 from jaxtune.weights.model import Model
 
 log = logging.getLogger("jaxtune")
@@ -20,10 +21,7 @@ def write_tokenizer(model: Model, config: Config, output: Path) -> None:
     """
     home, vision = model.folders.tokenizer, config.vision
     hf.copy_tokenizer_files(home, output)
-    if vision.max_pixels or vision.min_pixels:
-        layout = None if model.spec.vision is None else model.spec.vision.layout
-        reader = data.open_reader(vision, home, model.spec.family, layout)
-        assert reader is not None, "both need vision.patches_per_row"
+    if (vision.max_pixels or vision.min_pixels) and (reader := open_images(model, config)) is not None:
         reader.write_limits(output)
     if model.spec.labels:
         tokenizer, _ = classifier_tokenizer(model, config)

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +153,13 @@ def _tensors(
         for index, place in parameter.elements():
             parts.setdefault(place.name, []).append((place, name, index))
     parts |= {copy: parts[original] for copy, original in copies.items()}
+    base = cache(partial(hf.open_weights, model.folder))
 
     def assemble(pieces: list[tuple[Place, str, tuple[int, ...]]], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         first = pieces[0][0]
         if first.stack is not None and {place.element for place, *_ in pieces} != set(range(first.stack)):
             # The other elements belong to parts of a larger model that this run does not read.
-            tensor = hf.open_weights(model.folder)[first.name].whole().astype(dtype)
+            tensor = base()[first.name].whole().astype(dtype)
         else:
             tensor = np.empty(shape, dtype)
         for place, name, index in pieces:

@@ -127,7 +127,7 @@ class Decoder(nnx.Module):
     def _embed_for_layers(
         self, tokens: Int[Array, "b s"], x: Float[Array, "b s d"], images: ImageTokens | None, call: ForwardOptions
     ) -> Float[Array, "l b s f"]:
-        """Return the embeddings for each layer; image tokens have those of a token that the tower names."""
+        """Return the embeddings for each layer; an image token has the embeddings of `layer_embedding_token`."""
         assert self.layer_embeddings is not None
         if images is None or self.spec.vision is None:
             return self.layer_embeddings(tokens, x, call)

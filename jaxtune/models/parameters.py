@@ -247,7 +247,7 @@ def _places(
     alike = [other for other in names if names[other] == names[weight]]
     parts = [other for other in alike if other in siblings]
     of_stacked = weight != local and tensor.stacked
-    of_vectors = tensor.stacked and len(lead) < 2  # also if the model has no parameter for one of them
+    of_vectors = tensor.stacked and len(lead) < 2  # some may have no parameter in this model
     if weight != local:
         module = _wrapper(names, tensor, siblings) if of_stacked else _loaded_name(tensor).removesuffix(".weight")
         tensor = Tensor(f"{module}.{treatment.adapter.peft_names[part]}", interleaved=tensor.interleaved)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,21 +11,8 @@ from jaxtune.columns import ADDED, LOSS_WEIGHT, TOKENS, Column
 from jaxtune.config.schema import Config
 from jaxtune.data.cache.token_cache import store_images
 from jaxtune.data.formats.units import Documents, TokenisedDataset
-from jaxtune.data.images.image_reader import ImageReader
-from jaxtune.image_layout import ImageRef
+from jaxtune.inference.prompt_images import PromptImages
 from jaxtune.models.head.score import Batch
-
-
-class Images(NamedTuple):
-    """The images of documents.
-
-    Attributes:
-        of_documents: the images of each document.
-        reader: reads their patches.
-    """
-
-    of_documents: Sequence[tuple[ImageRef, ...]]
-    reader: ImageReader
 
 
 def batch_of_documents(
@@ -37,7 +23,7 @@ def batch_of_documents(
     values: Mapping[Column, np.ndarray],
     like: jax.ShapeDtypeStruct,
     packing: bool = True,
-    images: Images | None = None,
+    images: PromptImages | None = None,
 ) -> Batch:
     """Return a batch of documents; the rows after the last one are padding, which the step does not compute.
 
@@ -49,7 +35,7 @@ def batch_of_documents(
         values: the other columns, by token or by document, of all documents one after another.
         like: an array (micro-batches, rows, positions) with the sharding of the batch.
         packing: whether a row may have several documents. It has one if the attention kernel bounds their number.
-        images: the images of the documents; None: the model sees none.
+        images: the images of the prompts in the documents; None: the model sees none.
 
     Raises:
         UserError: an image cannot be read.
@@ -68,7 +54,7 @@ def batch_of_documents(
         continuous=np.zeros(len(tokens), bool),
         skipped=0,
         notes=(),
-        images=None if images is None else store_images(images.of_documents),
+        images=None if images is None else store_images(images.of_prompts),
     )
     packing = packing and config.attention.max_documents_per_row is None
     options = dataclasses.replace(config.data, packing=packing, shuffle=False, num_workers=0, prefetch=0)

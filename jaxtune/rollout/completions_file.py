@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxtune.config.schema import Config
 from jaxtune.host.run_folder import RunFolder
+from jaxtune.json_file import as_text
 from jaxtune.monitor.metrics import cut
 from jaxtune.parallel import multihost
 
@@ -24,13 +25,9 @@ class CompletionsFile:
             self._begun = True
         with self._path.open("a", encoding="utf-8") as file:
             for line in lines:
-                file.write(json.dumps({"step": step} | dict(line), ensure_ascii=False, default=_as_text) + "\n")
+                file.write(json.dumps({"step": step} | dict(line), ensure_ascii=False, default=as_text) + "\n")
 
 
 def completions_file(config: Config, run: Path) -> CompletionsFile | None:
     """Return the file of a run's folder; None without log.jsonl, and in all processes but the first."""
     return CompletionsFile(RunFolder(run).completions) if config.log.jsonl and multihost.is_main() else None
-
-
-def _as_text(value: Any) -> str | None:
-    return None if isinstance(value, bytes) else str(value)  # bytes are of images in a table

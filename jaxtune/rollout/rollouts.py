@@ -23,6 +23,7 @@ from jaxtune.data.rows.prompt_feed import PromptBatch
 from jaxtune.errors import UserError
 from jaxtune.host.process import compiler_options
 from jaxtune.inference.generation import Completion, completion_text
+from jaxtune.inference.prompt_images import PromptImages
 from jaxtune.models.decoder import Decoder, Parameters
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.head.score import Batch, ScoreOptions, score
@@ -30,7 +31,7 @@ from jaxtune.objectives.grpo import advantages, gdpo_advantages, keep_uncertain
 from jaxtune.parallel import multihost
 from jaxtune.rollout.ahead import RolloutsAhead
 from jaxtune.rollout.completers import completer, stops_of
-from jaxtune.rollout.completion_rows import Images, batch_of_documents
+from jaxtune.rollout.completion_rows import batch_of_documents
 from jaxtune.rollout.completions_file import completions_file
 from jaxtune.rollout.engine_comparison import EngineComparison
 from jaxtune.rollout.episodes.episode_player import EpisodePlayer
@@ -284,7 +285,7 @@ def _batch(
         width = math.prod(program.model.spec.routed_shape)
         values[routed_experts(width)] = np.concatenate([_routing(*pair, width) for pair in pairs])
     columns = tuple(column for column in program.objective.columns if column != OLD_LOG_PROB)
-    images = reader and Images([prompt.images for prompt in made.prompts], KeepingReader.of(reader))
+    images = reader and PromptImages(KeepingReader.of(reader), [prompt.images for prompt in made.prompts])
     return batch_of_documents(config, columns, tokens, weights, values, program.batch[TOKENS.name], images=images)
 
 

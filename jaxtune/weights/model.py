@@ -123,7 +123,7 @@ class Model:
         """Return the work of a token: the active experts and the head's product count, embedding lookups do not."""
         matrices = {name: p for name, p in self.parameters.items() if len(p.matrix) == 2}
         matrices.pop("layer_embeddings.weight", None)  # only looked up
-        # Patches, not tokens, go through the tower, and a token that goes to experts of images not to those of texts.
+        # Patches, not tokens, go through the tower, and an image token has other experts than a text token.
         elsewhere = ("vision.", "mlp.vision_")
         matrices = {n: p for n, p in matrices.items() if not (n.startswith(elsewhere) or p.local.startswith(elsewhere))}
         if not self.spec.tied:

@@ -70,7 +70,7 @@ class Family(NamedTuple):
         types: the argument of transformers' model that says which tokens are of images; None: it has none.
         text, vision, whole: entries of config.json: of the decoder, of the tower, of both.
         preprocessing: arguments of the image processor that config.json decides.
-        routed: the argument of transformers' model that says which tokens, those of `special`, have own experts.
+        routed: the argument of transformers' model that says which tokens have experts of images: the `special` ones.
         options: further options of full training.
     """
 

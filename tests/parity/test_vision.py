@@ -30,7 +30,7 @@ from jaxtune.weights.values import initial_parameters, read_parameters
 SEEING = (
     "qwen2_5_vl, windows",
     "qwen3_vl, deepstack",
-    nightly("qwen3_vl_moe, a dense layer"),  # all its parts are those of other rows
+    nightly("qwen3_vl_moe, a dense layer"),  # other rows have all its parts
     "qwen3_5, inside a model that sees",
     "qwen3_5_moe, inside a model that sees",
     "ernie4_5_vl_moe, experts of images",

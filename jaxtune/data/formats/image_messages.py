@@ -80,8 +80,7 @@ class ImageMessages:
         if (placeholders := sources.count(None)) != len(unchosen):
             raise UserError(
                 f"{format_count(placeholders, 'placeholder')} for {format_count(len(unchosen), 'image')}: each image "
-                f"of the column {' or '.join(map(repr, COLUMNS))} needs one {PLACEHOLDER} in a message, where it "
-                "belongs"
+                f"of the column {' or '.join(map(repr, COLUMNS))} needs one {PLACEHOLDER} in a message"
             )
         rest = iter(unchosen)
         sources = [source if i is None else listed[i] for source, i in zip(sources, chosen)]

@@ -152,7 +152,7 @@ class ImageReader:
                 continue
             settings = described.get("image_processor", described)  # processor_config.json describes several
             settings["size"] = {"shortest_edge": least, "longest_edge": most}
-            # Where they are, they take the place of `size`.
+            # Older files have these two, which take the place of `size`.
             settings |= {name: one for name, one in (("min_pixels", least), ("max_pixels", most)) if name in settings}
             path.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 

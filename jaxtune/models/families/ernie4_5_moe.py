@@ -47,6 +47,20 @@ DEFAULTS = {
 }
 
 
+def experts(config: dict[str, Any], size: int) -> Experts:
+    """Return the mixture of a layer; size: hidden features of an expert."""
+    return Experts(
+        size=size,
+        count=config["moe_num_experts"],
+        active=config["moe_k"],
+        normalized=True,
+        activation=llama.activation(config),
+        corrected=True,
+        float32=True,
+        shared=size * config["moe_num_shared_experts"],
+    )
+
+
 def read_spec(config: dict[str, Any]) -> ModelSpec:
     """ModelSpec of an `Ernie4_5_MoeForCausalLM` config.json."""
     config = DEFAULTS | config
@@ -56,22 +70,13 @@ def read_spec(config: dict[str, Any]) -> ModelSpec:
     end = config.get("moe_layer_end_index", -1)
     sparse = range(config["moe_layer_start_index"], count if end == -1 else end + 1)  # -1: to the last layer
     dense = llama.dense(config)
-    experts = Experts(
-        size=config["moe_intermediate_size"],
-        count=config["moe_num_experts"],
-        active=config["moe_k"],
-        normalized=True,
-        activation=llama.activation(config),
-        corrected=True,
-        float32=True,
-        shared=config["moe_intermediate_size"] * config["moe_num_shared_experts"],
-    )
+    mixture = experts(config, config["moe_intermediate_size"])
     return llama.common_spec(
         "ernie4_5_moe",
         config,
         rope=ernie4_5.rope(config),
         feed_forward=[
-            experts if n in sparse and (n + 1) % config["moe_layer_interval"] == 0 else dense for n in range(count)
+            mixture if n in sparse and (n + 1) % config["moe_layer_interval"] == 0 else dense for n in range(count)
         ],
         model=qwen3_moe.router_loss(config, 0.001),
     )

@@ -1,7 +1,7 @@
 """ERNIE 4.5 VL: `ernie4_5_moe` with rotary positions in three axes, a vision tower, and experts of images.
 
-In each layer with experts, image tokens and the tokens before and after an image go to a mixture of their own. Its
-tensors are numbered on after those of the mixture of texts. Without the tower this mixture is not read either.
+In each layer with experts, image tokens and the tokens before and after an image go to a mixture of their own. The
+numbers of its experts in the files follow the last expert of texts. Without the tower this mixture is not read either.
 """
 
 import dataclasses
@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtune.errors import UserError
-from jaxtune.image_layout import ImageLayout
 from jaxtune.models.families import ernie4_5, ernie4_5_moe, glm4_moe, llama, qwen3_moe, qwen_vision, vision_wrapper
 from jaxtune.models.families.entries import check_kinds, choose, require
 from jaxtune.models.families.vision_tensors import VisionTensors
 from jaxtune.models.places import Tensor
-from jaxtune.models.structure.layer_spec import Experts, FeedForward, Layer, Norm
-from jaxtune.models.structure.mixers import Heads, Rope
+from jaxtune.models.structure.layer_spec import Norm
+from jaxtune.models.structure.mixers import Rope
 from jaxtune.models.structure.model_spec import ModelSpec, Vision
 
 # The files keep the names of `ernie4_5_moe`; a loaded model has others.
@@ -107,16 +106,7 @@ def read_text(config: dict[str, Any]) -> ModelSpec:
     require(config, use_bias=False)
     count, size = config["num_hidden_layers"], _expert_sizes(config)[0]
     kinds = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (count - 1)
-    experts = Experts(
-        size=size,
-        count=config["moe_num_experts"],
-        active=config["moe_k"],
-        normalized=True,
-        activation=llama.activation(config),
-        corrected=True,
-        float32=True,
-        shared=size * config["moe_num_shared_experts"],
-    )
+    experts = ernie4_5_moe.experts(config, size)
     return llama.common_spec(
         "ernie4_5_vl_moe",
         config,
@@ -159,40 +149,19 @@ def read_vision(config: Mapping[str, Any]) -> Vision:
     """Return the tower of a config.json, and the mixture of image tokens."""
     own, decoder = TOWER_DEFAULTS | (config.get("vision_config") or {}), read_spec(dict(config))
     require(own, temporal_merge_size=2)
-    rope = own.get("rope_parameters") or {}
-    choose({"rope_type": "axial"} | rope, "rope_type", "axial")
-    hidden, heads, merge = own["hidden_size"], own["num_heads"], own["spatial_merge_size"]
-    pairs = qwen_vision.count_pairs(hidden, heads)
-    layer = Layer(
-        Heads(
-            heads=heads,
-            kv_heads=heads,
-            head_dim=hidden // heads,
-            rope=Rope(rope.get("rope_theta", 10_000.0), "axial", axes=(pairs, pairs)),
-            bias=frozenset("qkvo"),
-        ),
-        FeedForward(own["intermediate_size"], bias=True, activation=llama.activation(own), gated=False),
-        in_tower=True,
-    )
-    layout = ImageLayout(
-        patch=own["patch_size"],
-        merge=merge,
-        token=config.get("image_token_id", 100_295),
-        rope_axes=True,
-        channels=own["in_channels"],
-    )
+    layout = qwen_vision.read_layout(config, own, 100_295)
     text = next(iter(decoder.mixtures.values()), None)
     size = _expert_sizes(config["text_config"])[1]
     around = (config.get("image_start_token_id", 101_304), config.get("image_end_token_id", 101_305))
     return Vision(
         layout=layout,
-        hidden=hidden,
-        layers=(layer,) * own["depth"],
+        hidden=own["hidden_size"],
+        layers=(qwen_vision.read_layer(own),) * own["depth"],
         norm=Norm(own["rms_norm_eps"], centred=True, bias=True),
         frames=None,
         patch_bias=False,
         positions=0,
-        projected=hidden * merge**2,
+        projected=own["hidden_size"] * layout.merge**2,
         out=decoder.hidden,
         projector_norm=Norm(decoder.norm.epsilon),
         output_norm=True,

@@ -64,13 +64,38 @@ def count_pairs(hidden: int, heads: int, entry: str = "num_heads") -> int:
     return hidden // heads // 4
 
 
+def read_layer(own: dict[str, Any]) -> Layer:
+    """Return a layer of the tower; own: the vision_config, with its defaults."""
+    rope, hidden, heads = own.get("rope_parameters") or {}, own["hidden_size"], own["num_heads"]
+    choose({"rope_type": "axial"} | rope, "rope_type", "axial")
+    pairs = count_pairs(hidden, heads)
+    return Layer(
+        Heads(
+            heads=heads,
+            kv_heads=heads,
+            head_dim=hidden // heads,
+            rope=Rope(rope.get("rope_theta", 10_000.0), "axial", axes=(pairs, pairs)),
+            bias=frozenset("qkvo"),
+        ),
+        FeedForward(own["intermediate_size"], bias=True, activation=llama.activation(own), gated=False),
+        in_tower=True,
+    )
+
+
+def read_layout(config: Mapping[str, Any], own: Mapping[str, Any], image_token: int) -> ImageLayout:
+    """Return the layout of images; own: the vision_config, with its defaults. image_token: the default."""
+    return ImageLayout(
+        patch=own["patch_size"],
+        merge=own["spatial_merge_size"],
+        token=config.get("image_token_id", image_token),
+        rope_axes=True,
+        channels=own["in_channels"],
+    )
+
+
 def read_vision(config: Mapping[str, Any], image_token: int, **defaults: Any) -> Vision:
     """Return the tower of a config.json; defaults: other ones than DEFAULTS."""
     own = DEFAULTS | defaults | (config.get("vision_config") or {})
-    rope = own.get("rope_parameters") or {}
-    choose({"rope_type": "axial"} | rope, "rope_type", "axial")
-    hidden, heads, merge = own["hidden_size"], own["num_heads"], own["spatial_merge_size"]
-    pairs = count_pairs(hidden, heads)
     side, taken = math.isqrt(own["num_position_embeddings"]), own["deepstack_visual_indexes"]
     if side**2 != own["num_position_embeddings"]:
         raise UserError(
@@ -82,33 +107,15 @@ def read_vision(config: Mapping[str, Any], image_token: int, **defaults: Any) ->
             f"config.json: vision_config: deepstack_visual_indexes={taken} must be different layers from 0 to "
             f"{own['depth'] - 1}"
         )
-    layer = Layer(
-        Heads(
-            heads=heads,
-            kv_heads=heads,
-            head_dim=hidden // heads,
-            rope=Rope(rope.get("rope_theta", 10_000.0), "axial", axes=(pairs, pairs)),
-            bias=frozenset("qkvo"),
-        ),
-        FeedForward(own["intermediate_size"], bias=True, activation=llama.activation(own), gated=False),
-        in_tower=True,
-    )
-    layout = ImageLayout(
-        patch=own["patch_size"],
-        merge=merge,
-        token=config.get("image_token_id", image_token),
-        rope_axes=True,
-        channels=own["in_channels"],
-    )
     return Vision(
-        layout=layout,
-        hidden=hidden,
-        layers=(layer,) * own["depth"],
+        layout=read_layout(config, own, image_token),
+        hidden=own["hidden_size"],
+        layers=(read_layer(own),) * own["depth"],
         norm=Norm(1e-6, centred=True, bias=True),
         frames=own["temporal_patch_size"],
         patch_bias=True,
         positions=side,
-        projected=hidden * merge**2,
+        projected=own["hidden_size"] * own["spatial_merge_size"] ** 2,
         out=own["out_hidden_size"],
         deepstack=tuple(sorted(taken)),
         initializer_range=own["initializer_range"],

@@ -45,7 +45,7 @@ class ExpertsLayer(nnx.Module):
 
     With `Vision.experts` there are two mixtures, of texts and of images. They are not one mixture in which a token
     chooses among one half of the experts, because the two differ in the size of experts. Each runs its own tokens only,
-    in arrays with room for all of them: shapes are static, and how many tokens are of images is not known before.
+    in arrays that have room for all tokens, because shapes are static and the number of image tokens varies.
     """
 
     def __init__(self, spec: ModelSpec, layer: layer_spec.Layer, options: layer_spec.Experts):

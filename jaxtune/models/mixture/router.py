@@ -34,7 +34,7 @@ class Routing(NamedTuple):
     log_sum: Float[Array, "b s"]
 
     def only(self, tokens: Bool[Array, "b s"]) -> "Routing":
-        """Return the routing of these tokens only: the others have no experts, but numbers past the last one."""
+        """Return the routing of some tokens; the others get numbers past the last expert, so they have none."""
         return self._replace(chosen=jnp.where(tokens[..., None], self.chosen, self.probability.shape[-1]))
 
 

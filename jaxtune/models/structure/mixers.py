@@ -14,7 +14,7 @@ class Rope:
         kind: the scaling, transformers' `rope_type`; the fields from `factor` to `truncate` are its parameters. "axial"
             (vision towers): each of the `axes` has all wavelengths; "axial_alternating" (Pixtral): the wavelengths are
             of the `axes` in turn; "axial_apart" (Gemma 4): as "axial", but an axis turns pairs of its own part of a
-            head, the last axis those of the first part.
+            head, and the last axis turns the first part.
         interleaved: whether the pairs of features are (2i, 2i + 1) instead of (i, i + d/2).
         fraction: the share of a head's features, from the first, that are rotated; with kind "proportional" (Gemma 4)
             the share of the pairs (i, i + d/2) of the whole head.
@@ -22,7 +22,7 @@ class Rope:
         axes: number of pairs that turn with the position along each axis, if positions have several: time, height and
             width in a decoder (M-RoPE, Qwen2-VL, arXiv:2409.12191), row and column in a vision tower. (): one position.
         axes_interleaved: whether the pairs of the axes alternate (Qwen3-VL) instead of following one another.
-        time_last: whether the pairs of height and width alternate, and those of time follow (ERNIE 4.5 VL).
+        time_last: whether the pairs of height and width alternate, and time's pairs come last (ERNIE 4.5 VL).
     """
 
     theta: float

@@ -46,7 +46,7 @@ class Vision:
         experts: the mixture that `visual_tokens` go to in each of the decoder's layers with experts (ERNIE 4.5 VL). It
             has as many experts as the layer's own mixture, and the shared layer is of all tokens. None: all tokens go
             to the layer's own.
-        visual_tokens: the numbers of these tokens: the image token, and those before and after an image.
+        visual_tokens: the image token, and the tokens directly before and after an image.
         initializer_range: standard deviation of random weights.
     """
 

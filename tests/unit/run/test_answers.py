@@ -15,10 +15,10 @@ from jaxtune import hf
 from jaxtune.config.schema import ChatOptions, Config, Dataset, ModelOptions, RolloutOptions
 from jaxtune.data.formats.prompts import Prompts, Sample
 from jaxtune.errors import UserError
-from jaxtune.generate import _without_bytes
 from jaxtune.inference import answers
 from jaxtune.inference.decode import NextTokens
 from jaxtune.inference.generation import Completion, continue_text
+from jaxtune.json_file import as_text
 from jaxtune.lora.options import LoraOptions
 from jaxtune.objectives.options import MtpOptions
 from jaxtune.prepare import _in_a_line
@@ -143,6 +143,6 @@ def test_a_run_of_texts_whose_tower_is_not_known_is_not_asked_about_pictures(opt
 
 
 def test_image_bytes_are_left_out_of_the_output():
-    assert json.dumps({"image": {"bytes": b"PNG", "path": "a.png"}, "at": Path("b")}, default=_without_bytes) == (
+    assert json.dumps({"image": {"bytes": b"PNG", "path": "a.png"}, "at": Path("b")}, default=as_text) == (
         '{"image": {"bytes": null, "path": "a.png"}, "at": "b"}'
     )
