@@ -101,8 +101,9 @@ def _train(
 
     # ---- step: compiled before a weight is read, so that its memory is known ----
     with goodput.measure("compile"):
-        saved_remat = None if saved is None else saved.record.get("remat")
-        program, compiled, record["remat"] = memory.compile_fitting_step(config, program, mesh, saved_remat, held)
+        before = {} if saved is None else saved.record
+        program, compiled, chosen = memory.compile_fitting_step(config, program, mesh, before, held)
+        record |= {"remat": chosen.remat, "unroll": bool(chosen.unroll)}
     model = program.model
     inputs = add_scores(inputs, config, model, mesh, goodput)  # of a reference or a teacher: no step runs these
     feed = inputs.feed
@@ -114,7 +115,7 @@ def _train(
         resume.begin(config, folder, feed.counts)
         mirror_sync.remove_overwritten(config, mirror)
     with goodput.measure("compile"):
-        train_step = quantize_late(config, program, train_step, position, record["remat"])
+        train_step = quantize_late(config, program, train_step, position, chosen)
 
     # ---- the loop: steps, and the tasks between them; it advances `position` ----
     callbacks = plugins.callbacks(config, folder.path, position.plugins)

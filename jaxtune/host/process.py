@@ -49,6 +49,10 @@ GPU_OPTIONS: Options = {
     # Overlap products with all-gathers of weights and reduce-scatters of gradients, and with copies of layers from the
     # host. By default XLA overlaps the former only on Hopper, and the latter on no GPU: it would wait for each.
     "xla_gpu_enable_latency_hiding_scheduler": True,
+    # So many collectives may have begun and not ended. With XLA's default of 1 the all-gather of a weight begins when
+    # the one before it has ended, and little work is left to hide it. They run one after another all the same, on one
+    # stream (https://github.com/openxla/xla/pull/17749). marin-community/marin trains on GPUs with 4, too.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     # Only memory.remat decides about recomputation. Near the limit of the GPU's memory XLA's own pass would compute
     # products of the backward pass three times, and save next to nothing.
     "xla_disable_hlo_passes": "rematerialization",

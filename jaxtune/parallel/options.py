@@ -63,9 +63,10 @@ class MemoryOptions:
         also="gradient_checkpointing activation_checkpointing use_gradient_checkpointing recompute "
         "recompute_ffn recompute_qkv recompute_att recompute_block recompute_modules "
         "recompute_granularity activation_offloading enable_activation_offload offload_residual tiled_mlp")
-    unroll: bool = option(False,
+    unroll: bool | None = option(None,
         "compile each layer separately instead of a loop over equal layers: a faster step that takes several times as "
-        "long to compile and needs more memory")
+        "long to compile and needs more memory; unset: on one GPU, up to 2e9 weights, if nothing is recomputed and it "
+        "fits")
     check: Literal["error", "warn", "off"] = option("error",
         "if the run needs more device or host memory than available: refuse and suggest changes (error), warn, or "
         "continue (off)")

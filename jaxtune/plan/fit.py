@@ -232,6 +232,8 @@ def overrides(config: Config, chosen: Config) -> list[str]:
 
 
 def _options(config: Config) -> tuple:
+    looped = dataclasses.replace(config.memory, unroll=bool(config.memory.unroll))  # unset is as good as False
+    config = dataclasses.replace(config, memory=looped)
     return tuple(getattr(getattr(config, section), name) for section, name in OPTIONS)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -155,37 +156,48 @@ def state_bytes(config: Config, where: TargetGpus) -> int:
     return memory.need_of(run, where.gpus, held=kept_bytes(config, mesh, base_of)).state
 
 
+@explain_missing_kernels()
 def predict(config: Config, where: TargetGpus, measured: calibration.Calibration | None = None) -> Plan:
     """Plan a config as `train` would compile it on these GPUs; measured: rates in place of assumed ones.
-
-    If no rematerialisation policy fits, the plan is the one that needs least, and says what each needs.
 
     No weight is read. For a model on the hub that is not listed in `tables.models`, config.json is read. Raises
     UserError for configs that `train` would refuse, and if compiling for a GPU is not possible here.
     """
-    plans = []
-    for remat in memory.policies(config, "gpu"):
-        plans.append(_predict(memory.with_policy(config, remat), where, measured))
-        if plans[-1].needed <= memory.CLOSE * plans[-1].limit:  # as in a run, the first that leaves enough room
-            return plans[-1]
-    least = min(plans, key=lambda plan: plan.needed)
-    if least.fits or len(plans) == 1:
-        return least
-    needs = ", ".join(f"{plan.config.memory.remat} needs {format_bytes(plan.needed)}" for plan in plans)
-    return dataclasses.replace(least, said=(f"memory.remat=auto: no policy fits: {needs}", *least.said))
-
-
-@explain_missing_kernels()
-def _predict(config: Config, where: TargetGpus, measured: calibration.Calibration | None) -> Plan:
     if reason := aot.unavailable():
         raise UserError(reason)
     if where.gpu not in GPUS:
         raise UserError(f"--gpu={where.gpu}: there are {', '.join(GPUS)}")
-    began = time.monotonic()
     # Descriptions of devices: a step can be compiled for them, but they hold no arrays.
     mesh = make_mesh(config.mesh, aot.devices(where.gpu, where.hosts, where.gpus), config.parallel)
     config = with_sizes(config)
     run = assemble(base_of(config), config, mesh)
+    variants = memory.variants(config, run, "gpu", mesh.size)
+    return choose(_predict(variant, run.model.base, mesh, where, measured) for variant in variants)
+
+
+def choose(variants: Iterable[Plan]) -> Plan:
+    """Return the first plan that leaves enough room, as in a run, and make no others.
+
+    Without one, it is the plan that needs least. If that does not fit, it says what each policy of memory.remat needs.
+    """
+    plans = []
+    for plan in variants:
+        plans.append(plan)
+        if plan.needed <= memory.CLOSE * plan.limit:
+            return plan
+    least = min(plans, key=lambda plan: plan.needed)
+    if least.fits or len(plans) == 1:
+        return least
+    in_loops = [plan for plan in plans if not plan.config.memory.unroll] or plans
+    needs = ", ".join(f"{plan.config.memory.remat} needs {format_bytes(plan.needed)}" for plan in in_loops)
+    return dataclasses.replace(least, said=(f"memory.remat=auto: no policy fits: {needs}", *least.said))
+
+
+def _predict(
+    config: Config, base: Base, mesh: jax.sharding.Mesh, where: TargetGpus, measured: calibration.Calibration | None
+) -> Plan:
+    began = time.monotonic()
+    run = assemble(base, config, mesh)
     options = process.compiler_options(config) | xla_options(where.gpu)
     # The state is donated as in training; otherwise memory would count it twice.
     compiled = aot.compile_for(

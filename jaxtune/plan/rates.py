@@ -164,23 +164,43 @@ def time_launches(program: LaunchedProgram, gpu: str, per_host: int, rates: Rate
         recent[launch.name] = launch.written
         while sum(recent.values()) > _L2_SHARE * GPUS[gpu].l2_cache:
             recent.popitem(last=False)
-    return [
-        Timed(launch, us := alone[id(launch)], _exposed_us(launch, us, alone, rates)) for launch in program.launches
-    ]
+    exposed = _exposed_us(program, alone, rates)
+    return [Timed(launch, alone[id(launch)], exposed[id(launch)]) for launch in program.launches]
 
 
 _L2_SHARE = 0.65  # fraction of L2 that holds recently written results
 _ON_LINKS = (*COLLECTIVES, "host copy")
 
 
-def _exposed_us(launch: Launch, us: float, alone: dict[int, float], rates: Rates) -> float:
-    if launch.beside is None or not launch.count:  # 0: in a loop that is taken not to run (cost.iterations)
-        return us
-    if launch.kind not in _ON_LINKS:
-        return us * (1 - rates.hidden)
-    # Per step, because work between start and end may be a loop that runs more often than the transfer.
-    work = sum(alone[id(o)] * o.count for o in launch.beside if o.kind not in _ON_LINKS)
-    return max(0.0, us - work / launch.count)
+def _exposed_us(program: LaunchedProgram, alone: dict[int, float], rates: Rates) -> dict[int, float]:
+    """Return the us of each launch, by its id, for which the GPU only waits.
+
+    Collectives run one after another on a stream of their own, and copies to and from the host on another one. So one
+    that begins early may delay the next. Times are of a step, since a loop may run between the start and the end of a
+    transfer, and no transfer overlaps with another iteration of its loop.
+    """
+    exposed = dict(alone)
+    ending: dict[int, list[Launch]] = {}  # transfers by the last launch before their end
+    for launch in program.launches:
+        if launch.beside is not None and launch.kind in _ON_LINKS:
+            ending.setdefault(id((launch.beside or [launch])[-1]), []).append(launch)
+    now, free, ends = 0.0, {"collective": 0.0, "host copy": 0.0}, {}
+    for launch in program.launches:
+        total = alone[id(launch)] * launch.count
+        if launch.beside is None:
+            now += total
+        elif launch.kind in _ON_LINKS:
+            stream = "host copy" if launch.kind == "host copy" else "collective"
+            free[stream] = ends[id(launch)] = max(free[stream], now) + total
+        else:
+            exposed[id(launch)] *= 1 - rates.hidden
+            now += exposed[id(launch)] * launch.count
+        for ended in ending.get(id(launch), ()):
+            waits = max(0.0, ends[id(ended)] - now)
+            now += waits
+            if ended.count:  # 0: in a loop that is taken not to run (cost.iterations)
+                exposed[id(ended)] = waits / ended.count
+    return exposed
 
 
 def _us(launch: Launch, gpu: str, per_host: int, cached: float, rates: Rates) -> float:

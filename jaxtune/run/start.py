@@ -13,8 +13,8 @@ from jaxtune.evaluation.evaluator import Evaluate, make_evaluate
 from jaxtune.exports.copied_tensors import warn_lost_layers
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.models.decoder import Parameters
-from jaxtune.models.forward_options import Remat
 from jaxtune.monitor.goodput import Goodput
+from jaxtune.parallel.options import MemoryOptions
 from jaxtune.quant.options import ServeOptions
 from jaxtune.rollout import own_answers, rollouts
 from jaxtune.rollout.completers import completer
@@ -112,18 +112,18 @@ def check_start_step(config: Config, total_steps: int) -> None:
 
 
 def quantize_late(
-    config: Config, program: Program, train_step: TrainStep, position: Position, remat: Remat
+    config: Config, program: Program, train_step: TrainStep, position: Position, chosen: MemoryOptions
 ) -> TrainStep:
     """Return the step of a run whose first serve.start_step steps multiply by the unquantized weights.
 
-    The program of these steps is compiled here, with the rematerialisation policy `remat`. Both programs have the same
-    state. position: the run's progress, which the loop advances.
+    The program of these steps is compiled here, with the memory options `chosen`. Both programs have the same state.
+    position: the run's progress, which the loop advances.
     """
     start_step = config.serve.start_step
     if position.step >= start_step:
         return train_step
     serve = ServeOptions(distill=config.serve.distill)  # the same teacher, and so the same columns
-    plain = memory.with_policy(dataclasses.replace(config, serve=serve), remat)
+    plain = dataclasses.replace(config, serve=serve, memory=chosen)
     log.info("compiling the step before serve.start_step=%d", start_step)
     first = compile_step(assemble(program.model.base, plain, jax.sharding.get_mesh()), plain)
     return lambda *arguments: (first if position.step < start_step else train_step)(*arguments)

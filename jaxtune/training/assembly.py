@@ -239,12 +239,12 @@ def _decision_options(config: Config, model: Model) -> DecisionOptions:
 
 
 def forward_of(config: Config, model: Model) -> Forward:
-    """Return the forward pass of a run; memory.remat='auto' counts as 'block' here."""
+    """Return the forward pass of a run; memory.remat='auto' counts as 'block' here, and no memory.unroll as False."""
     recipe = recipe_of(config.precision, model.linears)
     call = ForwardOptions(
         recipe.dtype,
         remat="block" if config.memory.remat == "auto" else config.memory.remat,
-        unroll=config.memory.unroll,
+        unroll=bool(config.memory.unroll),
         backend=config.attention.backend,
         fallback=config.attention.fallback,
         documents=config.attention.max_documents_per_row,

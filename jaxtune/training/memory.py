@@ -11,7 +11,7 @@ import math
 import re
 import resource
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from jaxtune.config.schema import Config
 from jaxtune.errors import UserError, format_bytes
 from jaxtune.models.forward_options import Remat
 from jaxtune.parallel.offload import is_on_host
+from jaxtune.parallel.options import MemoryOptions
 from jaxtune.training.assembly import Program, assemble, compile_step
 from pallas_kernels.aot import CompiledMemory, memory_of
 from pallas_kernels.gpus import current_device
@@ -33,6 +34,10 @@ log = logging.getLogger("jaxtune")
 CLOSE = 0.9  # fraction of the limit above which a need causes a warning
 # In order of falling device memory: each policy recomputes or moves more than the one before it.
 POLICIES: tuple[Remat, ...] = ("none", "dots", "block", "offload")
+# The most weights of a model whose layers are unrolled if memory.unroll is unset. On an H200 a step of 0.6B took 16%
+# less time unrolled, and 18 s more to compile (benchmarks/results/nvidia_h200.json, step_choices). With more weights
+# products are a larger part of the step.
+UNROLLED_WEIGHTS = 2_000_000_000
 # Host memory that compiler, threads and libraries will take in a process that has compiled nothing yet, in bytes.
 # Measured with jax 0.10 on a tiny model: it ran with 248 MB left, and the kernel killed it with 198 MB left.
 PROCESS = 240_000_000
@@ -89,46 +94,55 @@ def check_state(config: Config, program: Program, mesh: jax.sharding.Mesh, held:
     _judge(config, need_of(program, len(mesh.local_devices), held=held), need)
 
 
-def policies(config: Config, platform: str) -> tuple[Remat, ...]:
-    """Return the rematerialisation policies to try in order; a run takes the first whose step fits."""
-    if config.memory.remat != "auto":
-        return (config.memory.remat,)
+def variants(config: Config, program: Program, platform: str, devices: int) -> tuple[Config, ...]:
+    """Return the config with what memory.remat='auto' and an unset memory.unroll may mean.
+
+    A run on so many devices takes the first whose step fits.
+    """
+    chosen = config.memory.remat
     # On CPUs XLA's code is faster with 'block' than without rematerialisation, because it reads and writes less memory.
-    return POLICIES if platform == "gpu" else ("block",)
+    policies = (chosen,) if chosen != "auto" else POLICIES if platform == "gpu" else ("block",)
+    in_loops = tuple(_with_memory(config, remat=remat) for remat in policies)
+    weights = sum(math.prod(parameter.shape) for parameter in program.model.parameters.values())
+    small = platform == "gpu" and devices == 1 and weights <= UNROLLED_WEIGHTS
+    if config.memory.unroll is not None or policies[0] != "none" or not small:
+        return in_loops
+    return _with_memory(in_loops[0], unroll=True), *in_loops
 
 
-def with_policy(config: Config, remat: Remat) -> Config:
-    """Return the config with this rematerialisation policy."""
-    return dataclasses.replace(config, memory=dataclasses.replace(config.memory, remat=remat))
+def _with_memory(config: Config, **options: Any) -> Config:
+    return dataclasses.replace(config, memory=dataclasses.replace(config.memory, **options))
 
 
 def compile_fitting_step(
-    config: Config, program: Program, mesh: jax.sharding.Mesh, before: Remat | None, held: int = 0
-) -> tuple[Program, jax.stages.Compiled, Remat]:
-    """Compile the step with the config's rematerialisation policy or, if 'auto', with the first that fits.
+    config: Config, program: Program, mesh: jax.sharding.Mesh, before: Mapping[str, Any], held: int = 0
+) -> tuple[Program, jax.stages.Compiled, MemoryOptions]:
+    """Compile the step of the config or, if it leaves memory.remat or memory.unroll open, the first that fits.
 
-    If every policy comes close to a limit, take the one that leaves most room.
+    If every variant comes close to a limit, take the one that leaves most room.
 
     Args:
         config: The run's config.
         program: The run's program, as assembled from `config`.
         mesh: The devices.
-        before: The policy of the run that is resumed. Policies round differently, so policies that need more memory are
-            not tried.
+        before: "remat" and "unroll" of the run that is resumed, if any. Variants round differently, so those that need
+            more memory are not tried.
         held: Bytes that other weights, such as a teacher's, will take on each device during the steps.
 
     Returns:
-        The program, its compiled step and the policy.
+        The program, its compiled step and the memory options that it was compiled with.
 
     Raises:
-        UserError: No policy fits.
+        UserError: No variant fits.
     """
     log.info("compiling the step")
-    allowed = policies(config, current_device().platform)
-    allowed = allowed[allowed.index(before) :] if before in allowed else allowed
+    allowed = variants(config, program, current_device().platform, mesh.size)
+    # Checkpoints of older versions do not name "unroll": their layers were unrolled only if the config says so.
+    same = before.get("remat"), before.get("unroll", bool(config.memory.unroll))
+    taken = [(one.memory.remat, bool(one.memory.unroll)) == same for one in allowed]
+    allowed = allowed[taken.index(True) :] if any(taken) else allowed
     tried = []
-    for remat in allowed:
-        changed = with_policy(config, remat)
+    for changed in allowed:
         assembled = program if changed == config else assemble(program.model.base, changed, mesh)
         step = compile_step(assembled, changed)
         size, limit = _worst(need_of(assembled, len(mesh.local_devices), memory_of(step), held))
@@ -138,10 +152,11 @@ def compile_fitting_step(
         tried.append((share, changed, assembled, step))
         if share <= CLOSE:
             break
-        if remat != allowed[-1]:
+        if changed is not allowed[-1]:
             log.info(
-                "memory.remat=%r would need %s of %s (%s)",
-                remat,
+                "memory.remat=%r%s would need %s of %s (%s)",
+                changed.memory.remat,
+                " with memory.unroll" if changed.memory.unroll else "",
                 format_bytes(size),
                 format_bytes(limit.size),
                 limit.name,
@@ -149,8 +164,10 @@ def compile_fitting_step(
     share, chosen, assembled, step = tried[-1] if share <= CLOSE else min(tried, key=lambda one: one[0])
     if config.memory.remat == "auto":
         log.info("memory.remat='auto' takes %r", chosen.memory.remat)
+    if chosen.memory.unroll and not config.memory.unroll:
+        log.info("layers are compiled one by one, for a faster step; memory.unroll=False compiles sooner")
     check_step(chosen, assembled, step, mesh, held)
-    return assembled, step, chosen.memory.remat
+    return assembled, step, chosen.memory
 
 
 def check_step(
@@ -263,7 +280,7 @@ def _smaller(config: Config) -> Iterator[tuple[str, Config]]:
         }
         if gpu
         else {},
-        "memory.unroll=False": {"memory": {"unroll": False}},
+        "memory.unroll=False": {"memory": {"unroll": False}} if config.memory.unroll else {},
         "lora.enabled=True, adapters instead of all weights": {} if config.lora.enabled else lora,
         "quant.format='nf4', the base in 4 bits, under adapters": nf4 if config.lora.enabled else {**lora, **nf4},
         "optim.name='adamw_8bit'": {"optim": {"name": "adamw_8bit"}} if config.optim.name == "adamw" else {},

@@ -61,7 +61,7 @@ def test_the_command_says_what_fits_and_what_does_not(capsys, tmp_path):
     assert "measured on NVIDIA GeForce RTX 4090, 2030-01-02, jax 0.12.0 (found.json): sustained 0.7" in output
     assert "Qwen/Qwen3-0.6B on 1 x NVIDIA GeForce RTX 4090" in output and ": fits" in output
     assert "linear.py" in output and "flash_attention" in output and "attention.py" in output
-    large = ["--config.memory.remat=none", "--config.train.micro_batch_size=32"]
+    large = ["--config.memory.remat=none", "--config.memory.unroll=False", "--config.train.micro_batch_size=32"]
     assert plan.main([*recipe, *large, "--json"]) == 2
     planned = json.loads(capsys.readouterr().out)
     assert planned["fits"] is False and planned["assumptions"]["sustained"] == {"value": 0.92, "source": "assumed"}

@@ -83,6 +83,21 @@ def test_work_hides_a_collective_that_runs_beside_it():
     assert hidden.exposed == 0 and exposed.exposed == exposed.us == hidden.us
 
 
+def test_work_hides_one_collective_at_a_time():
+    """Two that overlap share the links; the copy from the host has links of its own."""
+    work = product(4096, 12_288, 4096)
+
+    def gather(name, **options):
+        return Launch(name, "all-gather", "forward", 1, (("w", 1e7),), 1.5e8, group=tuple(range(8)), **options)
+
+    gathers = [gather("first", beside=[work]), gather("second", beside=[work])]
+    copied = launch("host copy", read=1e7, beside=[work])
+    first, second, copy, done = time_launches(LaunchedProgram([*gathers, copied, work]), "h100", 8, CENTRAL)
+    assert first.us < done.us < 2 * first.us and copy.us < done.us
+    assert first.exposed == copy.exposed == 0
+    assert second.exposed == pytest.approx(2 * first.us - done.us)
+
+
 def test_a_collective_in_a_loop_that_does_not_run_takes_no_time():
     """Such as the further rounds of experts.dispatch=all_to_all, which balanced routing does not need."""
     exchange = Launch("e", "all-to-all", "forward", 0, (), 1e8, group=tuple(range(8)), beside=[product(256, 256, 256)])

@@ -10,6 +10,7 @@ from jaxtune.plan import __main__ as plan
 from jaxtune.plan import hints, prediction, summary
 from jaxtune.plan.prediction import Collective, Speed, TargetGpus
 from jaxtune.plan.tables.prices import Price
+from jaxtune.training.memory import POLICIES
 
 FACTORS = {"central": 1.0, "optimistic": 2.0, "pessimistic": 0.5}
 
@@ -47,16 +48,16 @@ def test_a_price_gives_what_tokens_and_the_run_cost():
         ),
     ],
 )
-def test_a_plan_that_does_not_fit_is_the_one_that_needs_least_and_says_so(monkeypatch, needs, chosen, said):
+def test_a_plan_that_does_not_fit_is_the_one_that_needs_least_and_says_so(needs, chosen, said):
     """The limit is 10 GB; a run wants a tenth of the memory to be free."""
 
-    def plan_of(config, where, measured):
-        needed, speeds = int(1e9 * needs[config.memory.remat]), {"central": Speed(1.0, 5.0, 0.4)}
+    def plan_of(remat):
+        config, where = Config(memory=MemoryOptions(remat)), TargetGpus("h100")
+        needed, speeds = int(1e9 * needs[remat]), {"central": Speed(1.0, 5.0, 0.4)}
         rest = {"groups": (), "collectives": (), "launches": {}, "assumptions": {}, "said": ("a note",), "seconds": 1.0}
         return prediction.Plan(config, where, 1, {"weights": 3}, needed, 10**10, speeds, **rest)
 
-    monkeypatch.setattr(prediction, "_predict", plan_of)
-    planned = prediction.predict(Config(memory=MemoryOptions("auto")), TargetGpus("h100"))
+    planned = prediction.choose(map(plan_of, POLICIES))
     assert planned.config.memory.remat == chosen and summary.line(planned).endswith(said)
     each = "none needs 14.00 GB, dots needs 12.00 GB, block needs 10.50 GB, offload needs 11.00 GB"
     assert planned.said == (() if planned.fits else (f"memory.remat=auto: no policy fits: {each}",)) + ("a note",)

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import resource
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -12,6 +13,7 @@ from runs import call, recipe
 
 from jaxtune.config.schema import Config, DataOptions, Dataset, ModelOptions
 from jaxtune.errors import UserError
+from jaxtune.parallel.options import MemoryOptions
 from jaxtune.training import memory
 from jaxtune.training.memory import Limit, explain_out_of_memory, host_memory
 
@@ -34,6 +36,12 @@ def train(home, monkeypatch):
         return call("jaxtune.train", f"--config={home / 'tiny.py'}", *settings, code=code)
 
     return run
+
+
+def on_a_gpu(monkeypatch):
+    """Let a run try the variants of its step as on one GPU."""
+    variants = memory.variants
+    monkeypatch.setattr(memory, "variants", lambda config, program, *_: variants(config, program, "gpu", 1))
 
 
 def figures(output: str) -> list[float]:
@@ -67,14 +75,36 @@ def test_a_step_that_does_not_fit_is_refused_with_what_would_help_in_order(train
     assert with_options == sorted(with_options) and len(with_options) >= 3 and with_options[-1] < need
 
 
+@pytest.mark.parametrize(
+    ("options", "weights", "platform", "devices", "first"),
+    [
+        ({}, memory.UNROLLED_WEIGHTS, "gpu", 1, ("none", True)),
+        ({}, memory.UNROLLED_WEIGHTS + 1, "gpu", 1, ("none", None)),
+        ({}, 1, "gpu", 2, ("none", None)),
+        ({}, 1, "cpu", 1, ("block", None)),
+        ({"unroll": False}, 1, "gpu", 1, ("none", False)),
+        ({"remat": "none"}, 1, "gpu", 1, ("none", True)),
+        ({"remat": "block"}, 1, "gpu", 1, ("block", None)),
+    ],
+)
+def test_layers_of_a_small_model_are_unrolled_on_one_gpu_if_nothing_is_recomputed(
+    options, weights, platform, devices, first
+):
+    config = Config(memory=MemoryOptions(**options))
+    program = SimpleNamespace(model=SimpleNamespace(parameters={"weight": SimpleNamespace(shape=(1, weights))}))
+    made = [(one.memory.remat, one.memory.unroll) for one in memory.variants(config, program, platform, devices)]
+    assert made[0] == first and not any(unroll for _, unroll in made[1:])
+    assert len({remat for remat, _ in made}) == (4 if platform == "gpu" and "remat" not in options else 1)
+
+
 @pytest.mark.nightly
 def test_the_first_rematerialisation_policy_that_fits_is_taken_and_kept_on_resume(train, monkeypatch):
-    policies = memory.policies
-    monkeypatch.setattr(memory, "policies", lambda config, platform: policies(config, "gpu"))
+    on_a_gpu(monkeypatch)
     monkeypatch.setattr(memory, "_smaller", lambda config: iter(()))  # other suggestions need not be compiled here
     auto = ("memory.remat=auto", "train.micro_batch_size=64", "ckpt.save_steps=1", "export.at_end=False")
-    output = train(1e12, "roomy", *auto, "train.max_steps=1", code=0)
-    assert "memory.remat='auto' takes 'none'" in output
+    for steps in (1, 2):  # the second continues the first
+        output = train(1e12, "roomy", *auto, f"train.max_steps={steps}", code=0)
+        assert "memory.remat='auto' takes 'none'" in output and "layers are compiled one by one" in output
     state = figures(train(1, "state", *auto, code=2))[0]
     needed = {
         policy: figures(train(1e6 * (state + 1), policy, f"memory.remat={policy}", *auto[1:], code=2))[0]
@@ -83,13 +113,13 @@ def test_the_first_rematerialisation_policy_that_fits_is_taken_and_kept_on_resum
     assert needed["block"] < 0.9 * needed["none"]
     enough = 1e6 * (needed["block"] + 1) / memory.CLOSE
     output = train(enough, "auto", *auto, "train.max_steps=1", code=0)
-    assert "memory.remat='none' would need" in output and "memory.remat='auto' takes 'block'" in output
-    assert "memory.remat='auto' takes 'block'" in train(1e12, "auto", *auto, code=0)
+    assert "memory.remat='none' with memory.unroll would need" in output and "memory.remat='none' would need" in output
+    for said in (output, train(1e12, "auto", *auto, code=0)):
+        assert "memory.remat='auto' takes 'block'" in said and "layers are compiled" not in said
 
 
 def test_where_every_policy_is_close_to_the_limit_the_one_with_most_room_is_taken(train, monkeypatch):
-    policies = memory.policies
-    monkeypatch.setattr(memory, "policies", lambda config, platform: policies(config, "gpu"))
+    on_a_gpu(monkeypatch)
     monkeypatch.setattr(memory, "CLOSE", 0.0)
     output = train(1e12, "tight", "memory.remat=auto", "train.micro_batch_size=64", code=0)
     needs = {policy: float(size) for policy, size in re.findall(r"remat='(\w+)' would need ([\d.]+) MB", output)}
