@@ -105,14 +105,20 @@ def agree(facts: Mapping[str, str]) -> None:
 
     Raises UserError in every process if they differ, with the differing values and their processes.
     """
-    encoded = np.frombuffer(json.dumps(facts).encode(), np.uint8)
-    # Arrays must have one shape in all processes: pad the JSON texts with spaces to the longest.
-    size = multihost_utils.process_allgather(np.int32(encoded.size)).max()
-    texts = multihost_utils.process_allgather(np.pad(encoded, (0, size - encoded.size), constant_values=ord(" ")))
-    if lines := differences([json.loads(text.tobytes()) for text in texts]):
+    if lines := differences([json.loads(text) for text in gather_texts(json.dumps(facts))]):
         raise UserError(
             "\n".join(["the processes of this run differ:", *lines, "start all by one command, in one environment"])
         )
+
+
+def gather_texts(text: str) -> list[str]:
+    """Return the text of each process, without spaces at its end; every process must call it."""
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    # Arrays must have one shape in all processes: pad the texts with spaces to the longest.
+    size = max(int(multihost_utils.process_allgather(np.int32(encoded.size)).max()), 1)
+    padded = np.pad(encoded, (0, size - encoded.size), constant_values=ord(" "))
+    texts = multihost_utils.process_allgather(padded).reshape(-1, size)  # a single process gets no leading axis
+    return [each.tobytes().decode().rstrip() for each in texts]
 
 
 def differences(facts: list[dict[str, str]]) -> list[str]:
