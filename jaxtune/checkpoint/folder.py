@@ -3,7 +3,7 @@
 import logging
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxtune.checkpoint import manifest
@@ -22,11 +22,18 @@ def is_checkpoint(folder: Path, step: int) -> bool:
     return (folder / str(step) / manifest.MANIFEST).is_file()
 
 
-def find_newest_good(folder: Path, step: int | None, only: Iterable[str] | None) -> int | None:
+def find_newest_good(
+    folder: Path, step: int | None, verify: Callable[[int], list[str]], whole: bool = True
+) -> int | None:
     """Return the newest step whose files agree with its manifest, or `step` if given; None if the folder has none.
 
-    `only` limits the check to the files that it names. Each damaged or unfinished checkpoint that is skipped is logged
-    as a warning.
+    Each damaged checkpoint that is skipped is logged as a warning.
+
+    Args:
+        folder: the checkpoints' folder.
+        step: the step to take; None: the newest good one.
+        verify: returns what `manifest.verify` says of a step's folder.
+        whole: whether the checkpoint is read whole: then an unfinished one that is skipped is logged too.
 
     Raises:
         UserError: `step` is missing or damaged, or all steps are.
@@ -37,14 +44,14 @@ def find_newest_good(folder: Path, step: int | None, only: Iterable[str] | None)
     # Leftovers before a finished checkpoint cost nothing. A later one is training that is lost, and the user should
     # know.
     for unfinished in sorted({int(path.name) for path in _paths_like(folder, r"\d+")} - set(available)):
-        if only is None and step is None and unfinished > max(available, default=-1):
+        if whole and step is None and unfinished > max(available, default=-1):
             logger.warning("checkpoint %d in %s has no %s, so it is not used", unfinished, folder, manifest.MANIFEST)
     for candidate in [step] if step is not None else reversed(available):
-        problems = manifest.verify(folder / str(candidate), only)
+        problems = verify(candidate)
         if not problems:
             return candidate
         if not is_checkpoint(folder, candidate):  # a run that saves newer ones has just removed it
-            return find_newest_good(folder, step, only)
+            return find_newest_good(folder, step, verify, whole)
         more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
         damage = f"checkpoint {candidate} in {folder} is damaged: {problems[0]}{more}"
         if step is not None:

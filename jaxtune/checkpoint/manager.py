@@ -4,9 +4,12 @@ A checkpoint is the folder `<folder>/<step>`: arrays written by Orbax, `host.jso
 last. A folder without a manifest is left over from an interrupted save, and the next save removes it.
 """
 
+import itertools
 import json
 import logging
+import re
 import sys
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +27,7 @@ from jaxtune.checkpoint import manifest, regroup, structure
 from jaxtune.checkpoint.mirror import Mirror
 from jaxtune.checkpoint.regroup import Grouping
 from jaxtune.errors import UserError
+from jaxtune.parallel import multihost
 
 if TYPE_CHECKING:
     from orbax.checkpoint import v1 as ocp
@@ -32,6 +36,10 @@ logger = logging.getLogger("jaxtune")
 
 HOST_FILE = "host.json"
 FORMAT = 2  # format of HOST_FILE; format 1 had only the content of "host", without a format number
+# How long process 0 waits for others that hash their files: in an hour a slow one reads a terabyte.
+HASH_SECONDS = 3600
+SEEN_SECONDS = 60  # NFS may show a new folder to other hosts this much later
+_NUMBERS = itertools.count()  # of the times that processes hash files together, the same in all of them
 
 
 @dataclass(frozen=True)
@@ -52,10 +60,10 @@ class RestoredCheckpoint:
 class CheckpointManager:
     """The checkpoints in `folder`; the newest `keep_last` verified ones are kept.
 
-    With several processes, all of them call the same methods in the same order on one shared folder. Each writes its
-    own shards. Only process 0 writes `host.json` and the manifest, verifies, removes, and decides which step to
-    restore. Nothing is removed before the first save, so that a process that only reads does not disturb a run.
-    `mirror`, which only process 0 has, is updated after each save.
+    With several processes, all of them call the same methods in the same order on one shared folder. Each writes and
+    hashes its own shards, and verifies a share of the files. Only process 0 writes `host.json` and the manifest,
+    removes, and decides which step to restore. Nothing is removed before the first save, so that a process that only
+    reads does not disturb a run. `mirror`, which only process 0 has, is updated after each save.
     """
 
     def __init__(self, folder: Path, keep_last: int = 2, mirror: Mirror | None = None):
@@ -91,8 +99,8 @@ class CheckpointManager:
         """Save in the background: return when the arrays are copied, so that `state` may be donated afterwards.
 
         Waits for the previous save. A step that this run saved or restored is not written again. A failed save is
-        logged as a warning, and the next one tries again: see `wait`. With several processes, a failure in one process
-        reaches the others only through Orbax's time-out, minutes later.
+        logged as a warning, and the next one tries again: see `wait`. With several processes, a failed write in one of
+        them reaches the others only through Orbax's time-out, minutes later.
 
         Args:
             step: the step to save.
@@ -112,6 +120,7 @@ class CheckpointManager:
         # All processes must take the same branch: one that returned here would leave the others waiting in Orbax.
         if _from_process_0(step in self._verified):
             return
+        number = next(_NUMBERS)  # here and not in the background, where the order could differ between processes
         try:
             if jax.process_index() == 0:
                 checkpoint_folder.remove(self._folder, step)  # damaged, or from before the run went back to a step
@@ -120,7 +129,7 @@ class CheckpointManager:
         except Exception as error:  # any storage error: one failed checkpoint must not end the training
             self._fail(step, error)
         else:
-            self._pending = step, self._background.submit(self._commit, step, response, text)
+            self._pending = step, self._background.submit(self._commit, step, response, text, number)
 
     def wait(self, final: bool = False) -> None:
         """Wait for the save in progress, if any; a failure is logged as a warning.
@@ -219,20 +228,36 @@ class CheckpointManager:
         return None if chosen is None else self._read_host(chosen)[0]
 
     def _choose(self, step: int | None, only: Iterable[str] | None = None) -> int | None:
-        """Choose the step to read. Process 0 decides; if it fails, all processes raise."""
+        """Choose the step to read. All processes verify, and process 0 decides; if it fails, all processes raise."""
         # The decision and its failure travel in one broadcast integer, so no process waits for one that has raised.
         nothing, failed = -1, -2
         choice, failure = nothing, None
+
+        def verify(candidate: int) -> list[str]:
+            return self._verify(_from_process_0(candidate), only)
+
         if jax.process_index() == 0:
             try:
-                good = checkpoint_folder.find_newest_good(self._folder, step, only)
+                good = checkpoint_folder.find_newest_good(self._folder, step, verify, whole=only is None)
                 choice = nothing if good is None else good
             except UserError as error:
                 choice, failure = failed, error
+            _from_process_0(nothing)  # the others need not verify another one
+        else:
+            while (candidate := _from_process_0(nothing)) != nothing:
+                self._verify(candidate, only)
         choice = _from_process_0(choice)
         if choice == failed:
             raise failure or UserError(f"no checkpoint in {self._folder} can be restored: see the log of process 0")
         return None if choice == nothing else choice
+
+    def _verify(self, step: int, only: Iterable[str] | None) -> list[str]:
+        """Verify this process's share of a checkpoint; process 0 returns what all processes found."""
+        share = jax.process_index(), jax.process_count()
+        found = multihost.on_each(
+            f"checkpoint {next(_NUMBERS)}", lambda: manifest.verify(self._folder / str(step), only, share), HASH_SECONDS
+        )
+        return sorted({problem for problems in found for problem in problems})
 
     def _read_host(self, step: int) -> tuple[dict[str, Any], Grouping]:
         """Read the saved `host` and `grouping`. Raises UserError for a checkpoint of a newer jaxtune."""
@@ -247,15 +272,29 @@ class CheckpointManager:
             )
         return saved["host"], {name: (local, tuple(layers)) for name, (local, layers) in saved["grouping"].items()}
 
-    def _commit(self, step: int, response: "ocp.AsyncResponse[None]", host: str) -> None:
-        """Wait until all processes have written, then make the folder a checkpoint. Runs in the background."""
+    def _commit(self, step: int, response: "ocp.AsyncResponse[None]", host: str, number: int) -> None:
+        """Wait until all processes have written, then make the folder a checkpoint. Runs in the background.
+
+        `number` is of this use of `multihost.on_each`.
+        """
         primary = jax.process_index() == 0
-        try:
+        path = self._folder / str(step)
+
+        def measure() -> dict[str, dict[str, Any]]:
+            """Return the manifest's entries of the files that this process wrote."""
             response.result()
             if primary:
-                path = self._folder / str(step)
                 (path / HOST_FILE).write_text(host, encoding="utf-8")
-                manifest.write(path)
+            # Process 0 has just given the folder its name. It hashes what a process does not see in time.
+            deadline = time.monotonic() + SEEN_SECONDS
+            while not path.is_dir() and time.monotonic() < deadline:
+                time.sleep(1)
+            return manifest.measure(path, lambda name: _writer(name) == jax.process_index())
+
+        try:
+            parts = multihost.on_each(f"checkpoint {number}", measure, HASH_SECONDS)
+            if primary:
+                manifest.write(path, {name: entry for part in parts for name, entry in part.items()})
         except BaseException:
             if primary:
                 checkpoint_folder.remove_unfinished(self._folder)  # frees the space, in case the disk is full
@@ -297,6 +336,12 @@ def _not_tensorstore_noise(kind: type[BaseException], error: BaseException, trac
 def _not_orbax_noise(record: logging.LogRecord) -> bool:
     """A log filter for Orbax: it logs 30 lines a save, and a traceback in each thread for an error it also raises."""
     return "orbax" not in record.pathname or (record.levelno > logging.INFO and not record.exc_info)
+
+
+def _writer(name: str) -> int:
+    """Return the process that wrote a file of a checkpoint: Orbax gives each a folder for its shards."""
+    folder = re.search(r"(?:^|/)ocdbt\.process_(\d+)/", name)
+    return int(folder[1]) if folder else 0
 
 
 def _from_process_0(value: int) -> int:

@@ -7,7 +7,7 @@ manifest, and a good one while every file agrees with the manifest.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,18 +22,22 @@ class Entry(NamedTuple):
     sha256: str
 
 
-def write(folder: Path) -> None:
-    """Write the manifest of all files in `folder`, after flushing them to disk."""
-    names = sorted(
-        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST
-    )
-    files = dict(zip(names, _in_threads(lambda name: _measure(folder / name, sync=True), names)))
+def measure(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, dict[str, Any]]:
+    """Flush files of `folder` to disk and return their entries in its manifest. `wanted` chooses by the file's name."""
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    names = sorted(name for name in names if name != MANIFEST and wanted(name))
+    return dict(zip(names, _in_threads(lambda name: _measure(folder / name, sync=True), names)))
+
+
+def write(folder: Path, measured: Mapping[str, dict[str, Any]] = {}) -> None:
+    """Write the manifest of all files in `folder`, after flushing them to disk, except those in `measured`."""
+    files = {**measured, **measure(folder, lambda name: name not in measured)}
     for path in (*filter(Path.is_dir, folder.rglob("*")), folder):
         _sync_folder(path)
     # Files and folders are on disk by now, so that a manifest which survives a crash implies complete files.
     partial = folder / f"{MANIFEST}.partial"
     with partial.open("w", encoding="utf-8") as file:
-        json.dump({"files": files}, file, indent=1)
+        json.dump({"files": dict(sorted(files.items()))}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     # A rename is atomic, so a reader finds no manifest or a whole one.
@@ -43,11 +47,15 @@ def write(folder: Path) -> None:
         _sync_folder(path)
 
 
-def verify(folder: Path, only: Iterable[str] | None = None) -> list[str]:
+def verify(folder: Path, only: Iterable[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Return the disagreements with the manifest, each as "file: reason"; empty for a good checkpoint.
 
-    Files that the manifest does not name are ignored, because nothing reads them. `only` names the files to check;
-    None: all.
+    Files that the manifest does not name are ignored, because nothing reads them.
+
+    Args:
+        folder: the checkpoint's folder.
+        only: the files to check; None: all.
+        share: (i, n): check only the i-th of n parts of these files, which have about the same size.
     """
     try:
         recorded = entries((folder / MANIFEST).read_bytes())
@@ -58,6 +66,9 @@ def verify(folder: Path, only: Iterable[str] | None = None) -> list[str]:
     if only is not None:
         # A file that is not in the manifest gets an entry that no file can agree with.
         recorded = {name: recorded.get(name, Entry(0, "")) for name in only}
+    part, parts = share
+    mine = set(sorted(recorded, key=lambda name: (-recorded[name].size, name))[part::parts])
+    recorded = {name: entry for name, entry in recorded.items() if name in mine}
     problems = _in_threads(lambda item: _problem(folder / item[0], *item[1]), recorded.items())
     return [f"{name}: {problem}" for name, problem in zip(recorded, problems) if problem]
 

@@ -20,7 +20,8 @@ def jev_tensors(tensors: Iterator[hf.OutputTensor], hidden: int) -> Iterator[hf.
             continue
         assert tensor.shape == (HEAD_ROWS, hidden), tensor.shape
         yield tensor._replace(name="proj.weight")
-        yield hf.OutputTensor("proj.bias", (HEAD_ROWS,), tensor.dtype, partial(np.zeros, HEAD_ROWS, tensor.dtype))
+        bias = partial(np.zeros, HEAD_ROWS, tensor.dtype)
+        yield hf.OutputTensor("proj.bias", (HEAD_ROWS,), tensor.dtype, bias, take_part=bias)
 
 
 def write_jev_config(folder: Path, hidden: int) -> None:

@@ -50,8 +50,8 @@ def export_full(
     Quantized weights are written dequantized. `quantize`, one of `hf.SCHEMES`, quantizes them again; that is not the
     default because a small adapter that is merged into 4 bits may mostly be rounded away.
 
-    Tensors are gathered and written one at a time. A tied head is not written, and padded rows are cut. config.json,
-    the tokenizer's files and the tensors outside the decoder are copied byte for byte.
+    A tensor is gathered while the one before is written. A tied head is not written, and padded rows are cut.
+    config.json, the tokenizer's files and the tensors outside the decoder are copied byte for byte.
     """
     tensors, copies = _whole_tensors(model, parameters, config)
     warn_lost_layers(model, config)
@@ -155,6 +155,10 @@ def _tensors(
     parts |= {copy: parts[original] for copy, original in copies.items()}
     base = cache(partial(hf.open_weights, model.folder))
 
+    def gather(pieces: list[tuple[Place, str, tuple[int, ...]]]) -> None:
+        for _, name, index in pieces:
+            jax.block_until_ready(value(name, index))  # otherwise gathered pieces would pile up on the device
+
     def assemble(pieces: list[tuple[Place, str, tuple[int, ...]]], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         first = pieces[0][0]
         if first.stack is not None and {place.element for place, *_ in pieces} != set(range(first.stack)):
@@ -172,7 +176,8 @@ def _tensors(
         rows, *rest = parameters[name].matrix
         shape = place.shape_in_file((model.spec.vocabulary if parameters[name].kind == "table" else rows, *rest))
         file_dtype = _export_dtype(parameters[name], dtype)
-        yield hf.OutputTensor(hf_name, shape, file_dtype, partial(assemble, pieces, shape, file_dtype))
+        get = partial(assemble, pieces, shape, file_dtype)
+        yield hf.OutputTensor(hf_name, shape, file_dtype, get, partial(gather, pieces))
 
 
 def _export_dtype(parameter: Parameter, dtype: jnp.dtype) -> jnp.dtype:

@@ -18,7 +18,7 @@ def with_untouched(
     copied = {name: source for name, source in open_sources(weight_files(folder)).items() if untouched(name)}
     check_content(copied.values())
     for name, source in copied.items():
-        yield OutputTensor(name, source.shape, ALL_DTYPES[source.dtype], source.whole)
+        yield OutputTensor(name, source.shape, ALL_DTYPES[source.dtype], source.whole, take_part=lambda: None)
 
 
 def named_as_in_files(folder: Path, tensors: Iterable[OutputTensor]) -> Iterator[OutputTensor]:

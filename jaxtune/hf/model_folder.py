@@ -14,6 +14,7 @@ from jaxtune.json_file import read_json
 
 # Never *.bin (pickle) and never *.py (remote code).
 _TEXT_FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
+STAGE = ".partial"  # the temporary folder in which `staging_folder` collects files
 
 
 def resolve(path: str, revision: str | None = None, *, weights: bool = True, holds: str | None = "config.json") -> Path:
@@ -127,7 +128,7 @@ def staging_folder(folder: Path, replaces: re.Pattern[str]) -> Iterator[Path]:
     Raises:
         UserError: the folder cannot be written to (no permission, disk full).
     """
-    stage = folder / ".partial"
+    stage = folder / STAGE
     try:
         shutil.rmtree(stage, ignore_errors=True)  # left by a run that was killed
         stage.mkdir(parents=True)

@@ -5,11 +5,13 @@ Whatever the dtype and sharding, reading needs no more host memory than the para
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +23,7 @@ import xxhash
 from jaxtyping import Array, Int, Shaped
 
 from jaxtune.errors import UserError
-from jaxtune.hf.model_folder import staging_folder
+from jaxtune.hf.model_folder import STAGE, staging_folder
 from jaxtune.hf.mxfp4_tensors import Codes, Exponents, Mxfp4Tensors, with_mxfp4
 from jaxtune.hf.tensor_sources import (
     ALL_DTYPES,
@@ -34,6 +36,7 @@ from jaxtune.hf.tensor_sources import (
     open_weights,
 )
 from jaxtune.models.places import Place
+from jaxtune.parallel import multihost
 
 MAX_SHARD_BYTES = 5 * 10**9
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 2**20, 32 * 2**20
@@ -112,12 +115,15 @@ class OutputTensor(NamedTuple):
         name: name in the file.
         shape, dtype: of the value.
         get: returns the value; called once, right before the data is written.
+        take_part: what processes that do not write the tensor call meanwhile, for the collectives of `get`; tensors may
+            then be gathered in any order. None: they call `get`, and tensors are gathered in the order of the files.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: Any
     get: Callable[[], np.ndarray]
+    take_part: Callable[[], object] | None = None
 
 
 def read(folder: Path, targets: Mapping[str, Target], ignorable: Callable[[str], bool]) -> dict[str, Any]:
@@ -340,25 +346,21 @@ def write(
 ) -> None:
     """Write <stem>.safetensors, or numbered files and their index if one file would exceed max_shard_bytes.
 
-    Holds one tensor at a time. The files appear when all of them are complete, and replace files of the same stem.
-    Every process of a run calls this, so that `get` may gather over processes; process 0 writes.
+    Holds two tensors at a time: one is written while the next one is gathered. The files appear when all of them are
+    complete, and replace files of the same stem. Every process of a run calls this, on one shared folder, and writes a
+    share of the files.
 
     Args:
         folder: created if it does not exist.
-        tensors: the tensors to write; `get` is called in order of decreasing item size, then in the order given.
+        tensors: the tensors to write; in the files they are in order of decreasing item size, then in the order given.
         max_shard_bytes: size limit of a file, without its header; a larger tensor gets its own file. None: one file.
         stem: beginning of the file names.
 
     Raises:
-        UserError: the folder cannot be written to.
+        UserError: a process cannot write to the folder; all processes raise it.
     """
     # Larger items first: readers map the file into memory and need every tensor aligned to its item size.
     tensors = sorted((OutputTensor(*tensor) for tensor in tensors), key=lambda tensor: -np.dtype(tensor.dtype).itemsize)
-    # `get` may be a collective: a process that skipped one, or took another order, would leave the others waiting.
-    if jax.process_index() != 0:
-        for tensor in tensors:
-            tensor.get()
-        return
     shards: list[list[OutputTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -368,13 +370,16 @@ def write(
             size = _size(tensor)
         shards[-1].append(tensor)
     single = f"{stem}.safetensors"
-    with staging_folder(folder, replaces=re.compile(rf"{stem}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")) as stage:
-        weight_map = {}
-        for i, shard in enumerate(shards, start=1):
-            file = single if len(shards) == 1 else f"{stem}-{i:05}-of-{len(shards):05}.safetensors"
-            _write_file(stage / file, shard)
-            weight_map |= {tensor.name: file for tensor in shard}
-        if len(shards) > 1:
+    names = [f"{stem}-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    files = dict(zip(names if len(shards) > 1 else [single], shards))
+    replaces = re.compile(rf"{stem}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+    if not multihost.is_main():
+        _write_files(folder / STAGE, files)
+        return
+    with staging_folder(folder, replaces) as stage:
+        _write_files(stage, files)
+        if len(files) > 1:
+            weight_map = {tensor.name: file for file, shard in files.items() for tensor in shard}
             index = {"metadata": {"total_size": sum(map(_size, tensors))}, "weight_map": weight_map}
             (stage / f"{single}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
@@ -383,26 +388,95 @@ def _size(tensor: OutputTensor) -> int:
     return math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize
 
 
-def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
-    """Write a file tensor by tensor, which the safetensors library cannot do: it takes all tensors at once.
+def _write_files(stage: Path, files: Mapping[str, Sequence[OutputTensor]]) -> None:
+    """Write the files. Processes take turns: in each, a process writes one file in the background.
 
-    The format: length of the header (8 bytes), the header (JSON, padded with spaces), the data. The checksum of the
-    data is in the header, so the header is written again at the end, when the checksum is known.
+    `get` may be a collective: a process that skipped one, or took another order, would leave the others waiting. So
+    all gather in the same order, also after a failure, until they stop together at the end of the turn.
     """
+    this, count = jax.process_index(), jax.process_count()
+    headers = {name: _header(tensors) for name, tensors in files.items()}
+    alternate = all(tensor.take_part is not None for tensors in files.values() for tensor in tensors)
+    failures: list[str] = []
+
+    def send(file: Generator[None, np.ndarray | None, None], value: np.ndarray | None) -> None:
+        try:
+            if not failures:
+                file.send(value)
+        except OSError as error:
+            failures.append(f"cannot write to {stage.parent}: {error.strerror or error}")
+
+    _stop_together(failures)  # which waits until process 0 has made the folder
+    with ThreadPoolExecutor(1, thread_name_prefix="export") as background:
+        written = background.submit(lambda: None)
+        for first in range(0, len(files), count):
+            turn = list(files)[first : first + count]
+            file = None
+            if this < len(turn):
+                file = _write_file(stage / turn[this], headers[turn[this]], files[turn[this]])
+                background.submit(send, file, None)
+            for owner, tensor in _in_order([files[name] for name in turn], alternate):
+                if owner != this or file is None:
+                    (tensor.take_part or tensor.get)()
+                    continue
+                value = tensor.get()
+                written.result()
+                if failures and count == 1:
+                    break
+                written = background.submit(send, file, value)
+            _stop_together(failures)
+        written.result()
+    _stop_together(failures)
+
+
+def _in_order(shards: Sequence[Sequence[OutputTensor]], alternate: bool) -> Iterator[tuple[int, OutputTensor]]:
+    """Yield the tensors, each with the number of its shard: one after another, or a tensor of each shard in turn."""
+    if not alternate:
+        yield from ((number, tensor) for number, shard in enumerate(shards) for tensor in shard)
+        return
+    for tensors in itertools.zip_longest(*shards):
+        yield from ((number, tensor) for number, tensor in enumerate(tensors) if tensor is not None)
+
+
+def _stop_together(failures: Sequence[str]) -> None:
+    """Raise UserError in every process if one has failed."""
+    if jax.process_count() == 1:
+        if failures:
+            raise UserError(failures[0])
+        return
+    for process, failure in enumerate(multihost.gather_texts(failures[0] if failures else "")):
+        if failure:
+            raise UserError(f"process {process}: {failure}")
+
+
+def _header(tensors: Sequence[OutputTensor]) -> dict[str, Any]:
+    """Return a file's header. Raises ValueError if a tensor is given twice."""
     names = {dtype: name for name, dtype in ALL_DTYPES.items()}
-    checksum = xxhash.xxh3_64()
     # The digest of nothing holds the place: all digests have 16 digits, so the final header has the same length.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", CHECKSUM: checksum.hexdigest()}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", CHECKSUM: xxhash.xxh3_64().hexdigest()}}
     end = 0
     for tensor in tensors:
         start, end = end, end + _size(tensor)
         entry = {"dtype": names[np.dtype(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": [start, end]}
         if header.setdefault(tensor.name, entry) is not entry:
             raise ValueError(f"tensor {tensor.name} is given twice")
+    return header
+
+
+def _write_file(
+    path: Path, header: dict[str, Any], tensors: Sequence[OutputTensor]
+) -> Generator[None, np.ndarray | None, None]:
+    """Write a file from the values of its tensors, which are sent one at a time, after a None with which it begins.
+
+    The safetensors library cannot do this: it takes all tensors at once. The format: length of the header (8 bytes),
+    the header (JSON, padded with spaces), the data. The checksum of the data is in the header, so the header is
+    written again at the end, when the checksum is known.
+    """
+    checksum = xxhash.xxh3_64()
     with path.open("wb") as file:
         file.write(_encode(header))
         for tensor in tensors:
-            value = np.asarray(tensor.get())
+            value = np.asarray((yield))
             if value.shape != tuple(tensor.shape) or value.dtype != np.dtype(tensor.dtype):
                 raise ValueError(f"{tensor.name} is {value.dtype}{value.shape}, not {tensor.dtype}{tensor.shape}")
             # As bytes, because arrays of bfloat16 and FP8 export no buffer.
@@ -414,6 +488,7 @@ def _write_file(path: Path, tensors: list[OutputTensor]) -> None:
         file.write(_encode(header))
         # On disk before the staging folder's files get their names: after a crash a file is whole or absent.
         os.fsync(file.fileno())
+    yield  # the last value, too, is answered by a yield and not by the end, which raises StopIteration
 
 
 def _encode(header: Mapping[str, Any]) -> bytes:

@@ -16,12 +16,14 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 
 from jaxtune.errors import UserError
@@ -103,14 +105,20 @@ def agree(facts: Mapping[str, str]) -> None:
 
     Raises UserError in every process if they differ, with the differing values and their processes.
     """
-    encoded = np.frombuffer(json.dumps(facts).encode(), np.uint8)
-    # Arrays must have one shape in all processes: pad the JSON texts with spaces to the longest.
-    size = multihost_utils.process_allgather(np.int32(encoded.size)).max()
-    texts = multihost_utils.process_allgather(np.pad(encoded, (0, size - encoded.size), constant_values=ord(" ")))
-    if lines := differences([json.loads(text.tobytes()) for text in texts]):
+    if lines := differences([json.loads(text) for text in gather_texts(json.dumps(facts))]):
         raise UserError(
             "\n".join(["the processes of this run differ:", *lines, "start all by one command, in one environment"])
         )
+
+
+def gather_texts(text: str) -> list[str]:
+    """Return the text of each process, without spaces at its end; every process must call it."""
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    # Arrays must have one shape in all processes: pad the texts with spaces to the longest.
+    size = max(int(multihost_utils.process_allgather(np.int32(encoded.size)).max()), 1)
+    padded = np.pad(encoded, (0, size - encoded.size), constant_values=ord(" "))
+    texts = multihost_utils.process_allgather(padded).reshape(-1, size)  # a single process gets no leading axis
+    return [each.tobytes().decode().rstrip() for each in texts]
 
 
 def differences(facts: list[dict[str, str]]) -> list[str]:
@@ -124,6 +132,47 @@ def differences(facts: list[dict[str, str]]) -> list[str]:
             values = [f"{value} in process {', '.join(where)}" for value, where in processes.items()]
             lines.append(f"  {name}: {'; '.join(values)}")
     return lines
+
+
+def on_each(key: str, work: Callable[[], Any], seconds: float) -> list[Any]:
+    """Run `work` in every process; process 0 returns all results, which are JSON values, and the others return [].
+
+    Process 0 waits on the host for the others: a collective would time out, and, in a background thread, it could meet
+    the training step's own.
+
+    Args:
+        key: a name that is used once, the same in all processes.
+        work: the work of this process.
+        seconds: how long process 0 waits for the others after its own work.
+
+    Raises:
+        RuntimeError: in process 0, if the work of another process failed or has not ended in time; the message has the
+            process and its reason. What this process's own work raises is raised too.
+    """
+    client: Any = distributed.global_state.client  # Orbax uses it too; jax has no public name for it
+    if is_main():
+        results, deadline = [work()], time.monotonic() + seconds
+        for process in range(1, jax.process_count()):
+            left = max(deadline - time.monotonic(), 0)
+            try:
+                text = client.blocking_key_value_get(f"{key} {process}", int(left * 1000))
+            except jax.errors.JaxRuntimeError as error:
+                raise RuntimeError(f"process {process} has not answered within {seconds:g} s: {error}") from error
+            client.key_value_delete(f"{key} {process}")
+            outcome = json.loads(text)
+            if "failure" in outcome:
+                raise RuntimeError(f"process {process}: {outcome['failure']}")
+            results.append(outcome["result"])
+        return results
+    outcome: dict[str, Any] = {"failure": "interrupted"}
+    try:
+        outcome = {"result": work()}
+    except Exception as error:  # whatever it is, process 0 must not wait for the result
+        outcome = {"failure": str(error) or repr(error)}
+        raise
+    finally:
+        client.key_value_set(f"{key} {jax.process_index()}", json.dumps(outcome))
+    return []
 
 
 def init_arguments(environ: Mapping[str, str], gpus: int) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
 
 import jaxtune
-from jaxtune.checkpoint import CheckpointManager, manager
+from jaxtune.checkpoint import CheckpointManager, manager, manifest
 from jaxtune.errors import UserError
 
 SIZE = 1 << 16
@@ -107,6 +107,16 @@ def test_each_damaged_file_is_named_once(two_steps, caplog, damage):
     caplog.clear()
     assert_is(restore(CheckpointManager(two_steps)), 2)
     assert warnings_of(caplog) == []
+
+
+def test_several_processes_verify_each_file_once(two_steps, tmp_path):
+    for path in files_of(two_steps / "2"):
+        (tmp_path / path.relative_to(two_steps / "2")).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(two_steps / "2" / "manifest.json", tmp_path)
+    missing = manifest.verify(tmp_path)
+    shares = [manifest.verify(tmp_path, share=(process, 3)) for process in range(3)]
+    assert sorted(problem for share in shares for problem in share) == sorted(missing)
+    assert min(map(len, shares)) >= len(missing) // 3 > 0
 
 
 def test_all_damaged_is_an_error_and_not_a_fresh_start(tmp_path):
