@@ -48,7 +48,7 @@ def predicted_variants() -> str:
     """Predicted speed of the other rows of the file."""
     rows = read("predicted_speeds")
     names = {
-        "LoRA, bf16, unrolled 0.6B": ("Qwen3-0.6B, LoRA, `memory.unroll`", "one H100"),
+        "LoRA, bf16, in a loop 0.6B": ("Qwen3-0.6B, LoRA, `memory.unroll=False`", "one H100"),
         "full, 8-bit AdamW 8B": ("Qwen3-8B, `qwen_full_8bit`, 8 rows", "one H100"),
         "full, 8-bit AdamW, 8 GPUs 8B": ("Qwen3-8B, `qwen_full_8bit`", "8 H100, for each"),
         "LoRA on NF4 Llama-3 70B": ("Llama 3 70B, LoRA on NF4", "one H200"),

@@ -49,10 +49,6 @@ GPU_OPTIONS: Options = {
     # Overlap products with all-gathers of weights and reduce-scatters of gradients, and with copies of layers from the
     # host. By default XLA overlaps the former only on Hopper, and the latter on no GPU: it would wait for each.
     "xla_gpu_enable_latency_hiding_scheduler": True,
-    # So many collectives may have begun and not ended. With XLA's default of 1 the all-gather of a weight begins when
-    # the one before it has ended, and little work is left to hide it. They run one after another all the same, on one
-    # stream (https://github.com/openxla/xla/pull/17749). marin-community/marin trains on GPUs with 4, too.
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
     # Only memory.remat decides about recomputation. Near the limit of the GPU's memory XLA's own pass would compute
     # products of the backward pass three times, and save next to nothing.
     "xla_disable_hlo_passes": "rematerialization",
@@ -60,6 +56,20 @@ GPU_OPTIONS: Options = {
     # second time if the layer uses it too: six of the seven products of a layer's forward pass.
     **({"xla_gpu_enable_dynamic_slice_fusion": False} if jax.__version_info__[:2] == (0, 11) else {}),
 }
+SEVERAL_DEVICES_OPTIONS: Options = {
+    # Overlap collectives with products also if XLA's own estimate of the step's memory is above 95% of the GPU's. The
+    # estimate is high, and whether the compiled step fits is checked afterwards (training/memory.py).
+    "xla_gpu_memory_limit_slop_factor": 110,
+}
+# If hosts exchange nothing but weights and gradients (FSDP_AXES). What else they would exchange is needed at once, and
+# would wait behind weights that are gathered early; within a host, gathers are too quick to gain.
+SEVERAL_HOSTS_OPTIONS: Options = {
+    # So many collectives may have begun and not ended. With XLA's default of 1 the all-gather of a weight begins when
+    # the one before it has ended, and little work is left to hide it. They run one after another all the same, on one
+    # stream (https://github.com/openxla/xla/pull/17749). marin-community/marin trains on GPUs with 4, too.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
+FSDP_AXES = {"data", "fsdp"}
 DETERMINISTIC_OPTIONS: Options = {
     # Scatters and reductions without atomics, whose order differs from run to run. With this flag XLA also selects
     # cuDNN's deterministic backward pass of attention, so attention.backend='cudnn' needs no special case, unlike fa3.
@@ -84,7 +94,12 @@ def compiler_options(config: Config = Config()) -> Options:
         raise UserError(f"device.command_buffers = {config.device.command_buffers!r}: {reason}")
     if not on_gpu:
         return {}
-    options = GPU_OPTIONS | (DETERMINISTIC_OPTIONS if config.train.deterministic else {}) | wanted
+    mesh = jax.sharding.get_mesh()
+    sharded = {axis for axis, size in mesh.shape.items() if size > 1}
+    options = GPU_OPTIONS | (SEVERAL_DEVICES_OPTIONS if sharded else {})
+    if sharded <= FSDP_AXES and len({device.process_index for device in mesh.devices.flat}) > 1:
+        options |= SEVERAL_HOSTS_OPTIONS
+    options |= (DETERMINISTIC_OPTIONS if config.train.deterministic else {}) | wanted
     return {name: value for name, value in options.items() if name not in flags}
 
 

@@ -175,31 +175,37 @@ _ON_LINKS = (*COLLECTIVES, "host copy")
 def _exposed_us(program: LaunchedProgram, alone: dict[int, float], rates: Rates) -> dict[int, float]:
     """Return the us of each launch, by its id, for which the GPU only waits.
 
-    Collectives run one after another on a stream of their own, and copies to and from the host on another one. So one
+    Collectives run one after another on a stream of their own, and copies to and from the host on another one, so one
     that begins early may delay the next. Times are of a step, since a loop may run between the start and the end of a
-    transfer, and no transfer overlaps with another iteration of its loop.
+    transfer. No transfer overlaps with another iteration of its loop.
     """
-    exposed = dict(alone)
     ending: dict[int, list[Launch]] = {}  # transfers by the last launch before their end
     for launch in program.launches:
         if launch.beside is not None and launch.kind in _ON_LINKS:
             ending.setdefault(id((launch.beside or [launch])[-1]), []).append(launch)
-    now, free, ends = 0.0, {"collective": 0.0, "host copy": 0.0}, {}
+    exposed, ends, now = dict(alone), dict[int, float](), 0.0
+    streams: dict[bool, list[Launch]] = {True: [], False: []}  # transfers in the order in which they run
     for launch in program.launches:
-        total = alone[id(launch)] * launch.count
+        us = alone[id(launch)]
         if launch.beside is None:
-            now += total
-        elif launch.kind in _ON_LINKS:
-            stream = "host copy" if launch.kind == "host copy" else "collective"
-            free[stream] = ends[id(launch)] = max(free[stream], now) + total
-        else:
-            exposed[id(launch)] *= 1 - rates.hidden
+            now += us * launch.count
+        elif launch.kind not in _ON_LINKS:
+            exposed[id(launch)] = us * (1 - rates.hidden)
             now += exposed[id(launch)] * launch.count
-        for ended in ending.get(id(launch), ()):
-            waits = max(0.0, ends[id(ended)] - now)
-            now += waits
-            if ended.count:  # 0: in a loop that is taken not to run (cost.iterations)
-                exposed[id(ended)] = waits / ended.count
+        elif launch.count:  # 0: in a loop that is taken not to run (cost.iterations)
+            stream = streams[launch.kind == "host copy"]
+            begins = max(now, ends[id(stream[-1])]) if stream else now
+            ends[id(launch)] = begins + us * launch.count
+            stream.append(launch)
+            exposed[id(launch)] = 0.0
+        for ended in (one for one in ending.get(id(launch), ()) if ends.get(id(one), now) > now):
+            waits, now = ends[id(ended)] - now, ends[id(ended)]
+            stream = streams[ended.kind == "host copy"]
+            # A transfer may have waited for its turn, so this may be the time of those before it.
+            for one in reversed(stream[: stream.index(ended) + 1]):
+                part = min(waits, (alone[id(one)] - exposed[id(one)]) * one.count)
+                exposed[id(one)] += part / one.count
+                waits -= part
     return exposed
 
 

@@ -10,7 +10,12 @@ pytest.importorskip("ml_collections", reason="jaxtune's own dependencies are not
 
 from jaxtune.config.schema import Config, DeviceOptions
 from jaxtune.errors import UserError
-from jaxtune.host.process import GPU_OPTIONS, compiler_options
+from jaxtune.host.process import (
+    GPU_OPTIONS,
+    SEVERAL_DEVICES_OPTIONS,
+    SEVERAL_HOSTS_OPTIONS,
+    compiler_options,
+)
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.plan.launches import count_executed, read_program
@@ -47,6 +52,20 @@ def test_cuda_graphs_are_of_a_layer_or_none(mesh, command_buffers):
         assert LAYERS <= found["graphs"] <= LAYERS + 1 and found["in graphs"] >= 6 * LAYERS
     else:
         assert found["graphs"] == found["in graphs"] == 0, found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "gpus", "axes", "more"),
+    [
+        (1, 8, {}, SEVERAL_DEVICES_OPTIONS),
+        (2, 8, {"data": 2}, SEVERAL_DEVICES_OPTIONS | SEVERAL_HOSTS_OPTIONS),
+        (2, 8, {"tensor": 8}, SEVERAL_DEVICES_OPTIONS),
+        (2, 1, {"context": 2}, SEVERAL_DEVICES_OPTIONS),
+    ],
+)
+def test_gathers_of_weights_begin_early_only_if_no_host_waits_for_anything_else(hosts, gpus, axes, more):
+    make_mesh(MeshOptions(**axes), aot.devices("h100", hosts, gpus))
+    assert compiler_options() == GPU_OPTIONS | more
 
 
 def test_what_the_user_says_in_xla_flags_is_not_contradicted(mesh, monkeypatch):
