@@ -83,8 +83,8 @@ def block_of(items: int, groups: int) -> int:
     """Return the rows of a block: half of a group's average number of items, on a CPU a quarter; within 16 to 128.
 
     With half at most a quarter of the rows is empty. Fewer than 16 rows do not fill a matrix instruction; more than 128
-    rows do not fit into a program. A CPU skips the weight's copy from the second block of a group on, so smaller blocks
-    cost it less (32 to 256 rows tried, 256 items in a group).
+    rows do not fit into a program. On a CPU blocks of a group share one copy of the weight, so smaller ones cost less
+    (with 256 items in a group 32, 64 and 128 rows were tried).
     """
     part = max(1, items // groups // (4 if current_device().platform == "cpu" else 2))
     # A power of two, rounded down.

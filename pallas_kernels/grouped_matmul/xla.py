@@ -1,8 +1,8 @@
 """Grouped products in plain XLA, one block of rows after another: no more work than the rows need, on any device.
 
-On a CPU the loop is over groups and, inside, over a group's blocks. A weight is then copied out of its stack once, a
-weight's gradient is written to its stack once, and blocks without rows take no time. Elsewhere the number of iterations
-is static.
+On a CPU the loop is over groups and, inside, over a group's blocks: a weight is copied out of its stack once, its
+gradient is written to its stack once, and blocks without rows take no time. Elsewhere the number of iterations is
+static.
 """
 
 import jax
@@ -51,23 +51,26 @@ def multiply(
 def outer(dy: Float[Array, "m o"], x: Float[Array, "m i"], groups: Groups) -> Float[Array, "g o i"]:
     """Sum dy x^T over the rows of each group, accumulated in float32."""
     blocks, precision = len(groups.block_group), "highest" if x.dtype == jnp.float32 else None
-    dys, xs = dy.reshape(blocks, -1, dy.shape[-1]), x.reshape(blocks, -1, x.shape[-1])
 
-    def zeros(*groups: int) -> Array:
-        return vary_over(varying_axes(dy, x), jnp.zeros((*groups, dy.shape[-1], x.shape[-1]), jnp.float32))[0]
+    def in_blocks(rows: Float[Array, "m f"]) -> Float[Array, "blocks rows f"]:
+        return rows.reshape(blocks, -1, rows.shape[-1])
+
+    def zeros(*lead: int) -> Array:
+        return vary_over(varying_axes(dy, x), jnp.zeros((*lead, dy.shape[-1], x.shape[-1]), jnp.float32))[0]
 
     def product(dy: Float[Array, "rows o"], x: Float[Array, "rows i"]) -> Float[Array, "o i"]:
         return jnp.einsum("mo,mi->oi", dy, x, precision=precision, preferred_element_type=jnp.float32)
 
     def one(total: Array, numbered: tuple[Array, Array, Array]) -> tuple[Array, None]:
         dy, x, group = numbered
-        sum_of_group = jax.lax.dynamic_index_in_dim(total, group, keepdims=False) + product(dy, x)
+        of_block = product(dy, x)
+        sum_of_group = jax.lax.dynamic_index_in_dim(total, group, keepdims=False) + of_block
         return jax.lax.dynamic_update_index_in_dim(total, sum_of_group, group, 0), None
 
     def of_group(_, group: tuple[Array, Array]) -> tuple[None, Array]:
         def add(number: Array, total: Array) -> Array:
-            dy, x = (jax.lax.dynamic_index_in_dim(rows, number, keepdims=False) for rows in (dys, xs))
-            return total + product(dy, x)
+            block = (jax.lax.dynamic_index_in_dim(in_blocks(rows), number, keepdims=False) for rows in (dy, x))
+            return total + product(*block)
 
         return None, jax.lax.fori_loop(*group, add, zeros()).astype(x.dtype)
 
@@ -75,4 +78,5 @@ def outer(dy: Float[Array, "m o"], x: Float[Array, "m i"], groups: Groups) -> Fl
         return jax.lax.scan(of_group, None, (groups.first[:-1], groups.first[1:]))[1]
     # A running sum for each group: the products of all blocks together would be an array of (blocks, o, i).
     # Blocks without a group are zeros, so they add nothing to the last group.
-    return jax.lax.scan(one, zeros(len(groups.first) - 1), (dys, xs, groups.block_group))[0].astype(x.dtype)
+    start = zeros(len(groups.first) - 1)
+    return jax.lax.scan(one, start, (in_blocks(dy), in_blocks(x), groups.block_group))[0].astype(x.dtype)
