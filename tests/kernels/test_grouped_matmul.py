@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.grouped_cases import arranged, assert_equal_to_float64
 
+from pallas_kernels.gpus import Device
 from pallas_kernels.grouped_matmul import grouped_matmul, triton
 from pallas_kernels.registry import ANY_GPU, Backend, never_refuses
 
@@ -48,9 +49,11 @@ def test_the_expected_fraction_of_filled_blocks_is_that_of_balanced_items(share)
     assert groups.filled(8192, len(item_of)) == pytest.approx(filled, rel=0.03)
 
 
-@pytest.mark.parametrize("backend", ["xla", "triton"])
+@pytest.mark.parametrize("backend", ["xla", "xla, as on a GPU", "triton"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equals_a_loop_over_groups(dtype, backend, monkeypatch):
+    if backend == "xla, as on a GPU":
+        monkeypatch.setattr("pallas_kernels.grouped_matmul.xla.current_device", lambda: Device("gpu", "a GPU", (9, 0)))
     if backend == "triton":
         interpreted = SimpleNamespace(
             multiply=partial(triton.multiply, interpret=True), outer=partial(triton.outer, interpret=True)
@@ -58,7 +61,7 @@ def test_equals_a_loop_over_groups(dtype, backend, monkeypatch):
         here = Backend("triton", interpreted, never_refuses, {ANY_GPU: "here"})
         monkeypatch.setattr("pallas_kernels.grouped_matmul.BACKENDS", (here,))
     for items in CASES.values():
-        assert_equal_to_float64(items, 5, (40, 24), dtype, backend, block=16)
+        assert_equal_to_float64(items, 5, (40, 24), dtype, backend.partition(",")[0], block=16)
 
 
 def test_what_a_frozen_weight_multiplies_is_not_saved():
