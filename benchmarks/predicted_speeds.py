@@ -23,7 +23,7 @@ import jax
 
 from jaxtune.config import load_recipe, resolve
 from jaxtune.plan import calibration
-from jaxtune.plan.prediction import TargetGpus, predict
+from jaxtune.plan.prediction import Plan, TargetGpus, predict
 from pallas_kernels.gpus import GPUS
 
 QWEN = ("0.6B", "1.7B", "4B", "8B")
@@ -110,6 +110,30 @@ OF_VERSIONS = {
 }
 
 
+# Parts of a step: a word in a launch's kind or in the line of jaxtune that it comes from. The first that fits counts.
+PARTS = {
+    "head and loss": "linear_cross_entropy",
+    "attention": "flash_attention",
+    "products of adapters": "lora.py",
+    "products of weights": "product",
+    "quantization": "quant matmul.py array.py",
+    "norms and rope": "norm.py rope.py",
+    "activations of feed-forward": "mlp.py",
+    "copies into and out of stacks": "stack.py copy fill",
+    "update": "step.py build.py adamw_8bit",
+}
+
+
+def parts_of(plan: Plan) -> dict[str, float]:
+    """Return the ms of a micro-batch by part of the step; all of an update counts in one of them."""
+    parts = dict.fromkeys([*PARTS, "rest"], 0.0)
+    for group in plan.groups:
+        where = f"{group.kind} {group.source}"
+        part = next((part for part, words in PARTS.items() if any(word in where for word in words.split())), "rest")
+        parts[part] += group.ms / plan.config.train.grad_accum_steps
+    return {part: round(ms, 2) for part, ms in parts.items()}
+
+
 def predict_row(recipe: str, model: str, gpu: str, gpus: int, options: dict[str, str], hosts: int = 1) -> dict:
     """Return the plan of a row in the form of the JSON file."""
     config = resolve(load_recipe(recipe, model), recipe, list(options.items()))
@@ -131,6 +155,7 @@ def predict_row(recipe: str, model: str, gpu: str, gpus: int, options: dict[str,
         "exposed_communication": sum(one.exposed_ms for one in plan.collectives)
         / (1e3 * plan.speeds["central"].seconds),
         "mfu": {name: speed.mfu for name, speed in plan.speeds.items()},
+        "parts": parts_of(plan),
     }
 
 
