@@ -44,6 +44,28 @@ def predicted() -> str:
     )
 
 
+# Tokens a second that the project aims at on one H100, by row of predicted_speeds.json.
+GOALS = {
+    "LoRA, bf16 0.6B": 105_000,
+    "LoRA, bf16 8B": 17_500,
+    "LoRA on NF4 8B": 16_450,
+    "LoRA, FP8 8B": 20_000,
+    "full, 8-bit AdamW, 3 rows 8B": 13_900,
+}
+
+
+def parts() -> str:
+    """Predicted ms of a micro-batch by part of the step, and what the goal allows for all of them."""
+    rows = {name: read("predicted_speeds")[name] for name in GOALS}
+    ms = {name: sum(row["parts"].values()) for name, row in rows.items()}
+    allowed = {name: ms[name] * row["tokens_per_second"]["central"] / GOALS[name] for name, row in rows.items()}
+    lines = [
+        [part, *(f"{row['parts'][part]:.1f}" for row in rows.values())] for part in rows["LoRA, bf16 8B"]["parts"]
+    ]
+    lines += [[what, *(f"{of[name]:.1f}" for name in rows)] for what, of in {"all": ms, "at the goal": allowed}.items()]
+    return table(["ms of a micro-batch", *(name.replace(", 3 rows", "") for name in rows)], lines)
+
+
 def predicted_variants() -> str:
     """Predicted speed of the other rows of the file."""
     rows = read("predicted_speeds")
@@ -145,8 +167,8 @@ def measured() -> str:
     results = read("nvidia_h200")
     choices, peft = results["step_choices"]["rows"], results["train_step"]["rows"]
     rows = {
-        "Qwen3-0.6B, LoRA, bf16": (choices["0.6B/mosaic"], peft["hf+peft/0.6B"]),
-        "the same with `memory.unroll`": (choices["0.6B/mosaic-unroll"], None),
+        "Qwen3-0.6B, LoRA, bf16": (choices["0.6B/mosaic-unroll"], peft["hf+peft/0.6B"]),
+        "the same with `memory.unroll=False`": (choices["0.6B/mosaic"], None),
         "Qwen3-8B, LoRA, bf16": (choices["8B/mosaic"], peft["hf+peft/8B"]),
         "Qwen3-8B, LoRA, FP8 products": (choices["8B/mosaic-fp8"], None),
         "Qwen3-8B, LoRA on NF4": (choices["8B/nf4 (fourth call, attention by Mosaic)"], None),
@@ -213,6 +235,7 @@ def tokenising() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "predicted": predicted,
     "predicted variants": predicted_variants,
+    "parts": parts,
     "versions": versions,
     "clusters": clusters,
     "scaling": scaling,
