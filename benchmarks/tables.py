@@ -59,9 +59,7 @@ def parts() -> str:
     rows = {name: read("predicted_speeds")[name] for name in GOALS}
     ms = {name: sum(row["parts"].values()) for name, row in rows.items()}
     allowed = {name: ms[name] * row["tokens_per_second"]["central"] / GOALS[name] for name, row in rows.items()}
-    lines = [
-        [part, *(f"{row['parts'][part]:.1f}" for row in rows.values())] for part in rows["LoRA, bf16 8B"]["parts"]
-    ]
+    lines = [[part, *(f"{row['parts'][part]:.1f}" for row in rows.values())] for part in rows["LoRA, bf16 8B"]["parts"]]
     lines += [[what, *(f"{of[name]:.1f}" for name in rows)] for what, of in {"all": ms, "at the goal": allowed}.items()]
     return table(["ms of a micro-batch", *(name.replace(", 3 rows", "") for name in rows)], lines)
 

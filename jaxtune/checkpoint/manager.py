@@ -234,7 +234,10 @@ class CheckpointManager:
         choice, failure = nothing, None
 
         def verify(candidate: int) -> list[str]:
-            return self._verify(_from_process_0(candidate), only)
+            try:
+                return self._verify(_from_process_0(candidate), only)
+            except RuntimeError as error:  # another process failed, or gave no result
+                return [str(error)]
 
         if jax.process_index() == 0:
             try:

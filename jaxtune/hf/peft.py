@@ -163,7 +163,7 @@ def write_adapter(
         ranks, alphas: ranks and alphas that differ from those in `lora`, by module name.
 
     Raises:
-        UserError: the folder cannot be written to.
+        UserError: the folder cannot be written to; all processes raise it if this is found while tensors are written.
     """
     tensors = list(tensors)
     adapted = adapted_modules(tensor.name for tensor in tensors)

@@ -10,8 +10,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,8 +116,8 @@ class OutputTensor(NamedTuple):
         name: name in the file.
         shape, dtype: of the value.
         get: returns the value; called once, right before the data is written.
-        take_part: what processes that do not write the tensor call meanwhile, for the collectives of `get`; tensors may
-            then be gathered in any order. None: they call `get`, and tensors are gathered in the order of the files.
+        take_part: what processes that do not write the tensor call meanwhile, for the collectives of `get`; the tensor
+            may then be gathered in any order. None: they call `get`, and all tensors are gathered file by file.
     """
 
     name: str
@@ -372,16 +373,41 @@ def write(
     single = f"{stem}.safetensors"
     names = [f"{stem}-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     files = dict(zip(names if len(shards) > 1 else [single], shards))
-    replaces = re.compile(rf"{stem}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-    if not multihost.is_main():
-        _write_files(folder / STAGE, files)
-        return
-    with staging_folder(folder, replaces) as stage:
+    with ExitStack() as at_end:
+        stage = folder / STAGE
+        with _together(folder):
+            if multihost.is_main():
+                replaces = re.compile(rf"{stem}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+                at_end.enter_context(staging_folder(folder, replaces))
         _write_files(stage, files)
-        if len(files) > 1:
-            weight_map = {tensor.name: file for file, shard in files.items() for tensor in shard}
-            index = {"metadata": {"total_size": sum(map(_size, tensors))}, "weight_map": weight_map}
-            (stage / f"{single}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        with _together(folder):
+            if multihost.is_main():
+                if len(files) > 1:
+                    weight_map = {tensor.name: file for file, shard in files.items() for tensor in shard}
+                    index = {"metadata": {"total_size": sum(map(_size, tensors))}, "weight_map": weight_map}
+                    (stage / f"{single}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+                for file in files:
+                    (stage / file).stat()  # NFS may list files of other hosts late, but finds them by name
+                at_end.close()  # gives the files their names
+
+
+@contextmanager
+def _together(folder: Path) -> Iterator[None]:
+    """Raise UserError in every process if one cannot write to `folder` in this block."""
+    failure = ""
+    try:
+        yield
+    except OSError as error:
+        failure = f"cannot write to {folder}: {error.strerror or error}"
+    except UserError as error:
+        failure = str(error)
+    if jax.process_count() == 1:
+        if failure:
+            raise UserError(failure)
+        return
+    for process, text in enumerate(multihost.gather_texts(failure)):
+        if text:
+            raise UserError(f"process {process}: {text}")
 
 
 def _size(tensor: OutputTensor) -> int:
@@ -397,36 +423,23 @@ def _write_files(stage: Path, files: Mapping[str, Sequence[OutputTensor]]) -> No
     this, count = jax.process_index(), jax.process_count()
     headers = {name: _header(tensors) for name, tensors in files.items()}
     alternate = all(tensor.take_part is not None for tensors in files.values() for tensor in tensors)
-    failures: list[str] = []
-
-    def send(file: Generator[None, np.ndarray | None, None], value: np.ndarray | None) -> None:
-        try:
-            if not failures:
-                file.send(value)
-        except OSError as error:
-            failures.append(f"cannot write to {stage.parent}: {error.strerror or error}")
-
-    _stop_together(failures)  # which waits until process 0 has made the folder
     with ThreadPoolExecutor(1, thread_name_prefix="export") as background:
-        written = background.submit(lambda: None)
         for first in range(0, len(files), count):
             turn = list(files)[first : first + count]
-            file = None
-            if this < len(turn):
-                file = _write_file(stage / turn[this], headers[turn[this]], files[turn[this]])
-                background.submit(send, file, None)
-            for owner, tensor in _in_order([files[name] for name in turn], alternate):
-                if owner != this or file is None:
-                    (tensor.take_part or tensor.get)()
-                    continue
-                value = tensor.get()
-                written.result()
-                if failures and count == 1:
-                    break
-                written = background.submit(send, file, value)
-            _stop_together(failures)
-        written.result()
-    _stop_together(failures)
+            name = turn[this] if this < len(turn) else None
+            with _together(stage.parent), ExitStack() as opened:
+                file = _File(stage / name, headers[name], opened) if name else None
+                written = background.submit(file.begin) if file else None
+                for owner, tensor in _in_order([files[name] for name in turn], alternate):
+                    if owner != this or file is None or written is None:
+                        (tensor.take_part or tensor.get)()
+                        continue
+                    value = tensor.get()
+                    if written.exception() is None:  # waits for the tensor before, so that two are held and not more
+                        written = background.submit(file.append, tensor, value)
+                if file and written:
+                    written.result()
+                    file.finish()
 
 
 def _in_order(shards: Sequence[Sequence[OutputTensor]], alternate: bool) -> Iterator[tuple[int, OutputTensor]]:
@@ -436,17 +449,6 @@ def _in_order(shards: Sequence[Sequence[OutputTensor]], alternate: bool) -> Iter
         return
     for tensors in itertools.zip_longest(*shards):
         yield from ((number, tensor) for number, tensor in enumerate(tensors) if tensor is not None)
-
-
-def _stop_together(failures: Sequence[str]) -> None:
-    """Raise UserError in every process if one has failed."""
-    if jax.process_count() == 1:
-        if failures:
-            raise UserError(failures[0])
-        return
-    for process, failure in enumerate(multihost.gather_texts(failures[0] if failures else "")):
-        if failure:
-            raise UserError(f"process {process}: {failure}")
 
 
 def _header(tensors: Sequence[OutputTensor]) -> dict[str, Any]:
@@ -463,32 +465,36 @@ def _header(tensors: Sequence[OutputTensor]) -> dict[str, Any]:
     return header
 
 
-def _write_file(
-    path: Path, header: dict[str, Any], tensors: Sequence[OutputTensor]
-) -> Generator[None, np.ndarray | None, None]:
-    """Write a file from the values of its tensors, which are sent one at a time, after a None with which it begins.
+class _File:
+    """A file that is written tensor by tensor, which the safetensors library cannot do: it takes all tensors at once.
 
-    The safetensors library cannot do this: it takes all tensors at once. The format: length of the header (8 bytes),
-    the header (JSON, padded with spaces), the data. The checksum of the data is in the header, so the header is
-    written again at the end, when the checksum is known.
+    The format: length of the header (8 bytes), the header (JSON, padded with spaces), the data. The checksum of the
+    data is in the header, so the header is written again at the end, when the checksum is known.
     """
-    checksum = xxhash.xxh3_64()
-    with path.open("wb") as file:
-        file.write(_encode(header))
-        for tensor in tensors:
-            value = np.asarray((yield))
-            if value.shape != tuple(tensor.shape) or value.dtype != np.dtype(tensor.dtype):
-                raise ValueError(f"{tensor.name} is {value.dtype}{value.shape}, not {tensor.dtype}{tensor.shape}")
-            # As bytes, because arrays of bfloat16 and FP8 export no buffer.
-            content = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
-            checksum.update(content)
-            file.write(content)
-        header["__metadata__"][CHECKSUM] = checksum.hexdigest()
-        file.seek(0)
-        file.write(_encode(header))
+
+    def __init__(self, path: Path, header: dict[str, Any], opened: ExitStack):
+        self._path, self._header, self._opened, self._checksum = path, header, opened, xxhash.xxh3_64()
+
+    def begin(self) -> None:
+        self._file = self._opened.enter_context(self._path.open("wb"))
+        self._file.write(_encode(self._header))
+
+    def append(self, tensor: OutputTensor, value: np.ndarray) -> None:
+        value = np.asarray(value)
+        if value.shape != tuple(tensor.shape) or value.dtype != np.dtype(tensor.dtype):
+            raise ValueError(f"{tensor.name} is {value.dtype}{value.shape}, not {tensor.dtype}{tensor.shape}")
+        # As bytes, because arrays of bfloat16 and FP8 export no buffer.
+        content = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+        self._checksum.update(content)
+        self._file.write(content)
+
+    def finish(self) -> None:
+        self._header["__metadata__"][CHECKSUM] = self._checksum.hexdigest()
+        self._file.seek(0)
+        self._file.write(_encode(self._header))
         # On disk before the staging folder's files get their names: after a crash a file is whole or absent.
-        os.fsync(file.fileno())
-    yield  # the last value, too, is answered by a yield and not by the end, which raises StopIteration
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
 
 def _encode(header: Mapping[str, Any]) -> bytes:

@@ -97,7 +97,7 @@ def compiler_options(config: Config = Config()) -> Options:
     mesh = jax.sharding.get_mesh()
     sharded = {axis for axis, size in mesh.shape.items() if size > 1}
     options = GPU_OPTIONS | (SEVERAL_DEVICES_OPTIONS if sharded else {})
-    if sharded <= FSDP_AXES and len({device.process_index for device in mesh.devices.flat}) > 1:
+    if sharded and sharded <= FSDP_AXES and multihost.count_hosts(mesh) > 1:
         options |= SEVERAL_HOSTS_OPTIONS
     options |= (DETERMINISTIC_OPTIONS if config.train.deterministic else {}) | wanted
     return {name: value for name, value in options.items() if name not in flags}

@@ -12,10 +12,12 @@ The processes of a run find each other by one of
 On CPU, processes communicate over Gloo, jax's default, and jax's own `JAX_NUM_CPU_DEVICES` gives each several devices.
 """
 
+import functools
 import json
 import os
 import pathlib
 import re
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -121,6 +123,23 @@ def gather_texts(text: str) -> list[str]:
     return [each.tobytes().decode().rstrip() for each in texts]
 
 
+def count_hosts(mesh: jax.sharding.Mesh) -> int:
+    """Return the number of hosts of a mesh's devices; every process must call it.
+
+    Of devices for which a program is only compiled, each process is taken for a host.
+    """
+    processes = {device.process_index for device in mesh.devices.flat}
+    if jax.process_count() == 1:
+        return len(processes)
+    names = _host_names()
+    return len({names[process] for process in processes})
+
+
+@functools.cache
+def _host_names() -> list[str]:
+    return gather_texts(socket.gethostname())
+
+
 def differences(facts: list[dict[str, str]]) -> list[str]:
     """Return a line for each name whose values differ between the processes."""
     lines = []
@@ -153,11 +172,11 @@ def on_each(key: str, work: Callable[[], Any], seconds: float) -> list[Any]:
     if is_main():
         results, deadline = [work()], time.monotonic() + seconds
         for process in range(1, jax.process_count()):
-            left = max(deadline - time.monotonic(), 0)
+            left = max(deadline - time.monotonic(), 1)  # enough to read a result that is there
             try:
                 text = client.blocking_key_value_get(f"{key} {process}", int(left * 1000))
             except jax.errors.JaxRuntimeError as error:
-                raise RuntimeError(f"process {process} has not answered within {seconds:g} s: {error}") from error
+                raise RuntimeError(f"process {process} gave no result: {error}") from error
             client.key_value_delete(f"{key} {process}")
             outcome = json.loads(text)
             if "failure" in outcome:

@@ -227,13 +227,13 @@ def _fastest_in_a_loop(config: Config, planned: Planner) -> Plan | None:
 
 def overrides(config: Config, chosen: Config) -> list[str]:
     """The flags that turn `config` into `chosen`."""
+    if chosen.memory.remat != "none" and config.memory.unroll is None and not chosen.memory.unroll:
+        chosen = dataclasses.replace(chosen, memory=dataclasses.replace(chosen.memory, unroll=None))  # the same step
     changed = zip(OPTIONS, _options(config), _options(chosen))
     return [f"--config.{section}.{name}={new}" for (section, name), old, new in changed if old != new]
 
 
 def _options(config: Config) -> tuple:
-    looped = dataclasses.replace(config.memory, unroll=bool(config.memory.unroll))  # unset is as good as False
-    config = dataclasses.replace(config, memory=looped)
     return tuple(getattr(getattr(config, section), name) for section, name in OPTIONS)
 
 

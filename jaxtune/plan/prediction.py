@@ -186,9 +186,9 @@ def choose(variants: Iterable[Plan]) -> Plan:
         if plan.needed <= memory.CLOSE * plan.limit:
             return plan
     least = min(plans, key=lambda plan: plan.needed)
-    if least.fits or len(plans) == 1:
+    in_loops = [plan for plan in plans if not plan.config.memory.unroll]
+    if least.fits or len(in_loops) <= 1:
         return least
-    in_loops = [plan for plan in plans if not plan.config.memory.unroll] or plans
     needs = ", ".join(f"{plan.config.memory.remat} needs {format_bytes(plan.needed)}" for plan in in_loops)
     return dataclasses.replace(least, said=(f"memory.remat=auto: no policy fits: {needs}", *least.said))
 

@@ -181,16 +181,14 @@ def _exposed_us(program: LaunchedProgram, alone: dict[int, float], rates: Rates)
     """
     ending: dict[int, list[Launch]] = {}  # transfers by the last launch before their end
     for launch in program.launches:
-        if launch.beside is not None and launch.kind in _ON_LINKS:
+        if launch.kind in _ON_LINKS:
             ending.setdefault(id((launch.beside or [launch])[-1]), []).append(launch)
     exposed, ends, now = dict(alone), dict[int, float](), 0.0
     streams: dict[bool, list[Launch]] = {True: [], False: []}  # transfers in the order in which they run
     for launch in program.launches:
         us = alone[id(launch)]
-        if launch.beside is None:
-            now += us * launch.count
-        elif launch.kind not in _ON_LINKS:
-            exposed[id(launch)] = us * (1 - rates.hidden)
+        if launch.kind not in _ON_LINKS:
+            exposed[id(launch)] = us * (1 if launch.beside is None else 1 - rates.hidden)
             now += exposed[id(launch)] * launch.count
         elif launch.count:  # 0: in a loop that is taken not to run (cost.iterations)
             stream = streams[launch.kind == "host copy"]
@@ -198,8 +196,11 @@ def _exposed_us(program: LaunchedProgram, alone: dict[int, float], rates: Rates)
             ends[id(launch)] = begins + us * launch.count
             stream.append(launch)
             exposed[id(launch)] = 0.0
-        for ended in (one for one in ending.get(id(launch), ()) if ends.get(id(one), now) > now):
-            waits, now = ends[id(ended)] - now, ends[id(ended)]
+        for ended in ending.get(id(launch), ()):
+            waits = ends.get(id(ended), now) - now
+            if waits <= 0:
+                continue
+            now += waits
             stream = streams[ended.kind == "host copy"]
             # A transfer may have waited for its turn, so this may be the time of those before it.
             for one in reversed(stream[: stream.index(ended) + 1]):

@@ -110,6 +110,19 @@ def variants(config: Config, program: Program, platform: str, devices: int) -> t
     return _with_memory(in_loops[0], unroll=True), *in_loops
 
 
+def continuing(allowed: tuple[Config, ...], before: Mapping[str, Any]) -> tuple[Config, ...]:
+    """Return the variants that need no more memory than the one of a resumed run, whose "remat" and "unroll" are given.
+
+    Checkpoints of older versions have no "unroll": layers were in loops, unless the user said otherwise, as now.
+    """
+    policies = [one.memory.remat for one in allowed]
+    if before.get("remat") not in policies:
+        return allowed
+    allowed = allowed[policies.index(before["remat"]) :]
+    looped = [one for one in allowed if not one.memory.unroll]
+    return allowed if before.get("unroll") or not looped else tuple(looped)
+
+
 def _with_memory(config: Config, **options: Any) -> Config:
     return dataclasses.replace(config, memory=dataclasses.replace(config.memory, **options))
 
@@ -137,10 +150,7 @@ def compile_fitting_step(
     """
     log.info("compiling the step")
     allowed = variants(config, program, current_device().platform, mesh.size)
-    # Checkpoints of older versions do not name "unroll": their layers were unrolled only if the config says so.
-    same = before.get("remat"), before.get("unroll", bool(config.memory.unroll))
-    taken = [(one.memory.remat, bool(one.memory.unroll)) == same for one in allowed]
-    allowed = allowed[taken.index(True) :] if any(taken) else allowed
+    allowed = continuing(allowed, before)
     tried = []
     for changed in allowed:
         assembled = program if changed == config else assemble(program.model.base, changed, mesh)

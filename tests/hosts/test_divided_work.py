@@ -76,6 +76,11 @@ def tensor(number, any_order):
 for name, any_order in (("any order", True), ("order of the files", False)):
     hf.write(exports / name, [tensor(number, any_order) for number in range(9)], 3000)
 
+try:
+    hf.write(pathlib.Path("/proc/nowhere"), [tensor(0, True)])
+except UserError as error:
+    print("NO FOLDER", error)
+
 def fsync(file):
     raise OSError(28, "No space left on device")
 
@@ -133,5 +138,7 @@ def test_two_processes_export_the_files_of_one(run, tmp_path):
     for folder in (run / "exports").iterdir():
         assert {file.name: file.read_bytes() for file in folder.iterdir()} == expected
     for index in range(2):
+        log = (run / f"process-{index}.log").read_text()
         reason = f"process 1: cannot write to {run / 'exports' / 'any order'}: No space left on device"
-        assert f"STOPPED {reason}\n" in (run / f"process-{index}.log").read_text()
+        assert f"STOPPED {reason}\n" in log
+        assert "NO FOLDER process 0: cannot write to /proc/nowhere: No such file or directory\n" in log

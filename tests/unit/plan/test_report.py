@@ -57,6 +57,8 @@ def test_a_plan_that_does_not_fit_is_the_one_that_needs_least_and_says_so(needs,
         rest = {"groups": (), "collectives": (), "launches": {}, "assumptions": {}, "said": ("a note",), "seconds": 1.0}
         return prediction.Plan(config, where, 1, {"weights": 3}, needed, 10**10, speeds, **rest)
 
+    alone = prediction.choose([plan_of(POLICIES[0])])
+    assert alone.said == ("a note",)  # no other policy was allowed
     planned = prediction.choose(map(plan_of, POLICIES))
     assert planned.config.memory.remat == chosen and summary.line(planned).endswith(said)
     each = "none needs 14.00 GB, dots needs 12.00 GB, block needs 10.50 GB, offload needs 11.00 GB"

@@ -97,6 +97,26 @@ def test_layers_of_a_small_model_are_unrolled_on_one_gpu_if_nothing_is_recompute
     assert len({remat for remat, _ in made}) == (4 if platform == "gpu" and "remat" not in options else 1)
 
 
+@pytest.mark.parametrize(
+    ("options", "before", "first"),
+    [
+        ({}, {}, ("none", True)),
+        ({}, {"remat": "none", "unroll": True}, ("none", True)),
+        ({}, {"remat": "none"}, ("none", None)),  # a checkpoint of an older version
+        ({}, {"remat": "none", "unroll": False}, ("none", None)),
+        ({}, {"remat": "block", "unroll": False}, ("block", None)),
+        ({"unroll": True}, {"remat": "block", "unroll": False}, ("block", True)),
+        ({"unroll": False}, {"remat": "none", "unroll": True}, ("none", False)),
+        ({"remat": "dots"}, {"remat": "block", "unroll": False}, ("dots", None)),
+    ],
+)
+def test_a_resumed_run_takes_the_variant_of_its_checkpoint_or_one_that_needs_less(options, before, first):
+    program = SimpleNamespace(model=SimpleNamespace(parameters={"weight": SimpleNamespace(shape=(1, 1))}))
+    variants = memory.variants(Config(memory=MemoryOptions(**options)), program, "gpu", 1)
+    chosen, *_ = memory.continuing(variants, before)
+    assert (chosen.memory.remat, chosen.memory.unroll) == first
+
+
 @pytest.mark.nightly
 def test_the_first_rematerialisation_policy_that_fits_is_taken_and_kept_on_resume(train, monkeypatch):
     on_a_gpu(monkeypatch)
