@@ -51,7 +51,11 @@ def no_state(config, where):
         (100, 1.1, "memory.remat=none memory.unroll=True train.micro_batch_size=8 train.grad_accum_steps=1"),
         (85, 1.1, "memory.remat=none memory.unroll=False train.micro_batch_size=8 train.grad_accum_steps=1"),
         (100, 1.0, "memory.remat=none memory.unroll=True"),
-        (33, 1.1, "memory.remat=none memory.unroll=False"),  # a micro-batch of four would need rematerialisation, and be slower
+        (
+            33,
+            1.1,
+            "memory.remat=none memory.unroll=False",
+        ),  # four rows would need remat, and be slower
         (18, 1.1, "memory.remat=block"),
         (17, 1.1, "memory.remat=offload"),
         (16.5, 1.1, "memory.remat=offload train.micro_batch_size=1 train.grad_accum_steps=8"),
