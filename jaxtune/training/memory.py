@@ -105,7 +105,6 @@ def variants(config: Config, program: Program, platform: str, devices: int) -> t
     in_loops = tuple(_with_memory(config, remat=remat) for remat in policies)
     weights = sum(math.prod(parameter.shape) for parameter in program.model.parameters.values())
     small = platform == "gpu" and devices == 1 and weights <= UNROLLED_WEIGHTS
-    # Steps with products in 8 or 4 bits are predicted to be slower unrolled.
     gains = small and policies[0] == "none" and config.precision.recipe in ("bf16", "fp16", "fp32")
     if config.memory.unroll is not None or not gains:
         return in_loops

@@ -244,6 +244,7 @@ LABELS = {
             "memory.offload_optimizer",
             "choose another optimizer",
         ),
+        ({"memory.unroll": "true", "precision.recipe": "fp8_hybrid"}, "memory.unroll", "XLA multiplies in bfloat16"),
         ({"memory.offload_master": "true", "lora.enabled": "true"}, "memory.offload_master", "only when not lora"),
         (
             {"memory.offload_gradients": "true", "precision.recipe": "fp8_hybrid"},
