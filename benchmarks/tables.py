@@ -55,7 +55,7 @@ GOALS = {
 
 
 def parts() -> str:
-    """Predicted ms of a micro-batch by part of the step, and what the goal allows for all of them."""
+    """Predicted ms of a micro-batch by part of the step, and the ms that the goal allows for the whole."""
     rows = {name: read("predicted_speeds")[name] for name in GOALS}
     ms = {name: sum(row["parts"].values()) for name, row in rows.items()}
     allowed = {name: ms[name] * row["tokens_per_second"]["central"] / GOALS[name] for name, row in rows.items()}

@@ -120,7 +120,7 @@ class CheckpointManager:
         # All processes must take the same branch: one that returned here would leave the others waiting in Orbax.
         if _from_process_0(step in self._verified):
             return
-        number = next(_NUMBERS)  # here and not in the background, where the order could differ between processes
+        number = next(_NUMBERS)  # not in the background, as the order could differ there between processes
         try:
             if jax.process_index() == 0:
                 checkpoint_folder.remove(self._folder, step)  # damaged, or from before the run went back to a step

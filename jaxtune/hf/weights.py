@@ -347,8 +347,8 @@ def write(
 ) -> None:
     """Write <stem>.safetensors, or numbered files and their index if one file would exceed max_shard_bytes.
 
-    Holds two tensors at a time: one is written while the next one is gathered. The files appear when all of them are
-    complete, and replace files of the same stem. Every process of a run calls this, on one shared folder, and writes a
+    Holds two tensors at a time: one is written while the next one is gathered. The files appear when all are complete,
+    and replace files of the same stem. Every process of a run calls this, on one shared folder, and writes a
     share of the files.
 
     Args:

@@ -61,8 +61,8 @@ SEVERAL_DEVICES_OPTIONS: Options = {
     # estimate is high, and whether the compiled step fits is checked afterwards (training/memory.py).
     "xla_gpu_memory_limit_slop_factor": 110,
 }
-# If hosts exchange nothing but weights and gradients (FSDP_AXES). What else they would exchange is needed at once, and
-# would wait behind weights that are gathered early; within a host, gathers are too quick to gain.
+# If hosts exchange nothing but weights and gradients (FSDP_AXES). Activations are needed at once, and would wait behind
+# weights that are gathered early. Within a host, gathers are too quick to gain.
 SEVERAL_HOSTS_OPTIONS: Options = {
     # So many collectives may have begun and not ended. With XLA's default of 1 the all-gather of a weight begins when
     # the one before it has ended, and little work is left to hide it. They run one after another all the same, on one

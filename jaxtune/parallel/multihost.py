@@ -126,7 +126,7 @@ def gather_texts(text: str) -> list[str]:
 def count_hosts(mesh: jax.sharding.Mesh) -> int:
     """Return the number of hosts of a mesh's devices; every process must call it.
 
-    Of devices for which a program is only compiled, each process is taken for a host.
+    If a program is only compiled for them, each process is taken for a host.
     """
     processes = {device.process_index for device in mesh.devices.flat}
     if jax.process_count() == 1:
@@ -166,7 +166,7 @@ def on_each(key: str, work: Callable[[], Any], seconds: float) -> list[Any]:
 
     Raises:
         RuntimeError: in process 0, if the work of another process failed or has not ended in time; the message has the
-            process and its reason. What this process's own work raises is raised too.
+            process and its reason. Errors of this process's own work are raised too.
     """
     client: Any = distributed.global_state.client  # Orbax uses it too; jax has no public name for it
     if is_main():

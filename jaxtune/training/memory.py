@@ -97,7 +97,7 @@ def check_state(config: Config, program: Program, mesh: jax.sharding.Mesh, held:
 def variants(config: Config, program: Program, platform: str, devices: int) -> tuple[Config, ...]:
     """Return the config with what memory.remat='auto' and an unset memory.unroll may mean.
 
-    A run on so many devices takes the first whose step fits.
+    A run takes the first whose step fits. `devices`: the number of all its devices.
     """
     chosen = config.memory.remat
     # On CPUs XLA's code is faster with 'block' than without rematerialisation, because it reads and writes less memory.
