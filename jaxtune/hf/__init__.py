@@ -22,7 +22,16 @@ from jaxtune.hf.model_folder import (
 from jaxtune.hf.peft import SavedAdapter, adapted_modules, read_adapter, write_adapter
 from jaxtune.hf.quantized.prequantized import Scheme, read_quantized, read_scheme
 from jaxtune.hf.quantized.written import quantization_config, quantize
-from jaxtune.hf.tensor_sources import open_weights, weight_files
+from jaxtune.hf.tensors.tensor_reading import (
+    Conversion,
+    Target,
+    check_tensors,
+    check_weights,
+    read,
+    read_tensors,
+)
+from jaxtune.hf.tensors.tensor_sources import open_weights, weight_files
+from jaxtune.hf.tensors.tensor_writing import OutputTensor, write
 from jaxtune.hf.tokenizer import (
     choose_padding,
     copy_tokenizer_files,
@@ -33,14 +42,4 @@ from jaxtune.hf.tokenizer import (
     write_turn_end,
 )
 from jaxtune.hf.upload import check_upload, upload
-from jaxtune.hf.weights import (
-    Conversion,
-    OutputTensor,
-    Target,
-    check_tensors,
-    check_weights,
-    read,
-    read_tensors,
-    write,
-)
 from jaxtune.quant.options import SCHEMES

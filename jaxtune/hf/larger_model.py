@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from jaxtune.hf.tensor_sources import ALL_DTYPES, check_content, older_name, open_sources, weight_files
-from jaxtune.hf.weights import OutputTensor
+from jaxtune.hf.tensors.tensor_sources import ALL_DTYPES, check_content, older_name, open_sources, weight_files
+from jaxtune.hf.tensors.tensor_writing import OutputTensor
 
 
 def with_untouched(

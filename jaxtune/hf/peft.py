@@ -12,8 +12,8 @@ import jax
 
 from jaxtune.errors import UserError
 from jaxtune.hf.model_folder import staging_folder
-from jaxtune.hf.tensor_sources import DTYPES, TensorSource, current_name, open_sources
-from jaxtune.hf.weights import OutputTensor, write
+from jaxtune.hf.tensors.tensor_sources import DTYPES, TensorSource, current_name, open_sources
+from jaxtune.hf.tensors.tensor_writing import OutputTensor, write
 from jaxtune.json_file import read_json
 from jaxtune.lora.options import LoraOptions
 

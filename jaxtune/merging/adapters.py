@@ -17,7 +17,7 @@ from jaxtyping import Float32
 
 from jaxtune import hf
 from jaxtune.errors import UserError
-from jaxtune.hf.tensor_sources import DTYPES, check_content
+from jaxtune.hf.tensors.tensor_sources import DTYPES, check_content
 from jaxtune.lora.options import LoraOptions
 from jaxtune.merging.methods import cast, merge_differences, slerp_weights, sum_weights
 from jaxtune.merging.options import METHODS, MergeOptions

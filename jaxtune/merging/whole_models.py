@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtune import hf
 from jaxtune.errors import UserError, format_count
-from jaxtune.hf.tensor_sources import ALL_DTYPES, DTYPES, TensorSource, check_content
+from jaxtune.hf.tensors.tensor_sources import ALL_DTYPES, DTYPES, TensorSource, check_content
 from jaxtune.json_file import read_json
 from jaxtune.merging.methods import Read, Values, cast, merge_tensor
 from jaxtune.merging.options import MergeOptions

@@ -21,7 +21,7 @@ TAKES_LONG = True  # 21 minutes on two cores
 COVERS = (
     "jaxtune/checkpoint",
     "jaxtune/data/rows/loader.py",
-    "jaxtune/hf/weights.py",
+    "jaxtune/hf/tensors/tensor_writing.py",
     "jaxtune/exports/write.py",
     "jaxtune/exports/peft_targets.py",
     "jaxtune/exports/tokenizer_files.py",

@@ -19,7 +19,7 @@ from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.exports.copied_tensors import copied_layers, warn_lost_layers
 from jaxtune.exports.write import export_full
-from jaxtune.hf.tensor_sources import current_name, open_sources
+from jaxtune.hf.tensors.tensor_sources import current_name, open_sources
 from jaxtune.inference.decode import Sampling
 from jaxtune.inference.generation import make_generate
 from jaxtune.lora.options import LoraOptions

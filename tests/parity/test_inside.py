@@ -11,7 +11,7 @@ from jaxtune import hf
 from jaxtune.config.schema import Config, ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.exports.write import export_full
-from jaxtune.hf.tensor_sources import open_sources
+from jaxtune.hf.tensors.tensor_sources import open_sources
 from jaxtune.weights.base import read_base
 
 MISTRAL = "mistral3, inside a model that sees, untied"

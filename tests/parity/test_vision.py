@@ -18,7 +18,7 @@ from tiny import byte_tokenizer, random_values, read_model, save_torch_model
 from jaxtune import hf
 from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.exports.write import export, export_adapter, export_full
-from jaxtune.hf.tensor_sources import open_sources
+from jaxtune.hf.tensors.tensor_sources import open_sources
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models.options import ExpertsOptions, VisionOptions

@@ -18,8 +18,8 @@ from jaxtyping import Float, Shaped, UInt8
 
 from jaxtune.errors import UserError
 from jaxtune.hf.model_folder import read_config
-from jaxtune.hf.tensor_sources import TensorSource, check_content, open_weights
-from jaxtune.hf.weights import Target, choose_chunk_bytes, fill
+from jaxtune.hf.tensors.tensor_reading import Target, choose_chunk_bytes, fill
+from jaxtune.hf.tensors.tensor_sources import TensorSource, check_content, open_weights
 from jaxtune.models.places import Place
 from jaxtune.quant.array import SCALES_PER_OUTER, QuantizedArray
 from jaxtune.quant.format_names import format_of

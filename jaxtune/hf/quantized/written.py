@@ -16,7 +16,7 @@ from jaxtyping import Shaped
 
 from jaxtune.errors import UserError
 from jaxtune.hf.quantized.prequantized import convert_int4_codes, convert_int8_codes, swap_codes
-from jaxtune.hf.weights import OutputTensor
+from jaxtune.hf.tensors.tensor_writing import OutputTensor
 from jaxtune.quant.array import QuantizedArray
 from jaxtune.quant.format import Format
 from jaxtune.quant.format_names import format_of

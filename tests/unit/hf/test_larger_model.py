@@ -8,7 +8,7 @@ from safetensors import deserialize
 
 from jaxtune import hf
 from jaxtune.errors import UserError
-from jaxtune.hf.tensor_sources import ALL_DTYPES, current_name, older_name, open_sources
+from jaxtune.hf.tensors.tensor_sources import ALL_DTYPES, current_name, older_name, open_sources
 
 NOW = ("model.language_model.layers.0.mlp.down_proj.weight", "model.language_model.norm.weight", "lm_head.weight")
 OLDER = tuple(f"language_model.{name.replace('model.language_model', 'model')}" for name in NOW)

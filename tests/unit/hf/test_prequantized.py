@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from jaxtune import hf
 from jaxtune.errors import UserError
-from jaxtune.hf import weights
+from jaxtune.hf.tensors import tensor_reading
 from jaxtune.models.places import Place
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
@@ -186,15 +186,15 @@ def test_a_small_part_is_read_at_a_time(folder, monkeypatch, limit):
     one_device()
     whole = read(folder)
     held = []
-    rows = weights.TensorSource.rows
+    rows = tensor_reading.TensorSource.rows
 
     def recorded(self, *arguments):
         part = rows(self, *arguments)
         held.append(part.nbytes)
         return part
 
-    monkeypatch.setattr(weights, "_LARGEST_CHUNK", limit)
-    monkeypatch.setattr(weights.TensorSource, "rows", recorded)
+    monkeypatch.setattr(tensor_reading, "_LARGEST_CHUNK", limit)
+    monkeypatch.setattr(tensor_reading.TensorSource, "rows", recorded)
     for leaf, wanted in zip(jax.tree.leaves(read(folder)), jax.tree.leaves(whole)):
         np.testing.assert_array_equal(leaf, wanted)
     assert max(held) <= max(limit, 1024)  # a row, or a table of bitsandbytes

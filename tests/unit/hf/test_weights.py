@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxtune import hf
 from jaxtune.errors import UserError
-from jaxtune.hf import weights
+from jaxtune.hf.tensors import tensor_reading
 from jaxtune.models.places import Place
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -46,7 +46,7 @@ def random(*shape, dtype=np.float32, seed=0):
 @pytest.fixture(params=[0, 2**20], ids=["in chunks", "at once"])
 def smallest_chunk(request, monkeypatch):
     """Parameters of up to this many bytes are read at once."""
-    monkeypatch.setattr(weights, "_SMALLEST_CHUNK", request.param)
+    monkeypatch.setattr(tensor_reading, "_SMALLEST_CHUNK", request.param)
 
 
 @pytest.mark.parametrize("spec", [(), ("fsdp",), (None, "fsdp"), (("data", "fsdp"), None), ("data", "fsdp")])
@@ -98,7 +98,7 @@ def test_any_size_in_any_chunks_is_read_whole_and_padded_with_zeros(tmp_path_fac
     padded = -(-(rows + padding) // 4) * 4
     wanted = target(mesh_of(fsdp=4), (padded, columns), "float32", "w", spec=("fsdp",), rows=rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "_LARGEST_CHUNK", chunk)
+        patch.setattr(tensor_reading, "_LARGEST_CHUNK", chunk)
         array = np.asarray(read(folder, {"w": wanted})["w"])
     np.testing.assert_array_equal(array[:rows], tensor)
     assert not array[rows:].any()
@@ -245,7 +245,7 @@ def test_a_changed_byte_is_found_before_anything_is_read_from_its_file(tmp_path,
     mesh = mesh_of(fsdp=2)
     targets = {name: target(mesh, (8, 4), "float32", name, spec=("fsdp",)) for name in "ab"}
     np.testing.assert_array_equal(read(tmp_path, {"a": targets["a"]}, lambda name: name == "b")["a"], random(8, 4))
-    monkeypatch.setattr(weights, "fill", None)
+    monkeypatch.setattr(tensor_reading, "fill", None)
     with pytest.raises(UserError, match=f"^{file} is damaged: its data does not agree with its checksum; copy or exp"):
         read(tmp_path, targets)
 

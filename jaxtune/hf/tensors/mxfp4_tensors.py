@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Shaped, UInt8
 
 from jaxtune.errors import UserError
-from jaxtune.hf.tensor_sources import TensorSource
+from jaxtune.hf.tensors.tensor_sources import TensorSource
 from jaxtune.models.places import Place
 from pallas_kernels.quant_matmul import ELEMENTS
 
