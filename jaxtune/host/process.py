@@ -136,6 +136,7 @@ def configure(config: Config) -> None:
     _show_log(config.log)
     if jax.process_count() > 1:
         multihost.agree(facts(config))
+        multihost.host_names()  # later calls need no other process
     for line in config.startup_notes:
         log.info(line)
 

@@ -124,19 +124,20 @@ def gather_texts(text: str) -> list[str]:
 
 
 def count_hosts(mesh: jax.sharding.Mesh) -> int:
-    """Return the number of hosts of a mesh's devices; every process must call it.
+    """Return the number of hosts of a mesh's devices.
 
     If a program is only compiled for them, each process is taken for a host.
     """
     processes = {device.process_index for device in mesh.devices.flat}
     if jax.process_count() == 1:
         return len(processes)
-    names = _host_names()
+    names = host_names()
     return len({names[process] for process in processes})
 
 
 @functools.cache
-def _host_names() -> list[str]:
+def host_names() -> list[str]:
+    """Return the name of each process's host; every process must make the first call."""
     return gather_texts(socket.gethostname())
 
 
