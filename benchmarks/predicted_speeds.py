@@ -125,7 +125,7 @@ PARTS = {
 
 
 def parts_of(plan: Plan) -> dict[str, float]:
-    """Return the ms of a micro-batch by part of the step; all of an update counts in one of them."""
+    """Return the ms of a step by its parts, divided by the number of micro-batches."""
     parts = dict.fromkeys([*PARTS, "rest"], 0.0)
     for group in plan.groups:
         where = f"{group.kind} {group.source}"

@@ -39,7 +39,7 @@ FORMAT = 2  # format of HOST_FILE; format 1 had only the content of "host", with
 # How long process 0 waits for others that hash their files: in an hour a slow one reads a terabyte.
 HASH_SECONDS = 3600
 SEEN_SECONDS = 60  # NFS may show a new folder to other hosts this much later
-_NUMBERS = itertools.count()  # of the times that processes hash files together, the same in all of them
+_NUMBERS = itertools.count()  # numbers each time that processes hash files together; equal in all processes
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RestoredCheckpoint:
 class CheckpointManager:
     """The checkpoints in `folder`; the newest `keep_last` verified ones are kept.
 
-    With several processes, all of them call the same methods in the same order on one shared folder. Each writes and
+    Several processes must call the same methods in the same order on one shared folder. Each writes and
     hashes its own shards, and verifies a share of the files. Only process 0 writes `host.json` and the manifest,
     removes, and decides which step to restore. Nothing is removed before the first save, so that a process that only
     reads does not disturb a run. `mirror`, which only process 0 has, is updated after each save.
@@ -99,8 +99,8 @@ class CheckpointManager:
         """Save in the background: return when the arrays are copied, so that `state` may be donated afterwards.
 
         Waits for the previous save. A step that this run saved or restored is not written again. A failed save is
-        logged as a warning, and the next one tries again: see `wait`. With several processes, a failed write in one of
-        them reaches the others only through Orbax's time-out, minutes later.
+        logged as a warning, and the next one tries again: see `wait`. If one of several processes
+        fails to write, the others notice only by Orbax's time-out, minutes later.
 
         Args:
             step: the step to save.

@@ -22,7 +22,7 @@ class Entry(NamedTuple):
     sha256: str
 
 
-def measure(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, dict[str, Any]]:
+def measure(folder: Path, wanted: Callable[[str], bool]) -> dict[str, dict[str, Any]]:
     """Flush files of `folder` to disk and return their entries in its manifest. `wanted` chooses by the file's name."""
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     names = sorted(name for name in names if name != MANIFEST and wanted(name))
@@ -55,7 +55,7 @@ def verify(folder: Path, only: Iterable[str] | None = None, share: tuple[int, in
     Args:
         folder: the checkpoint's folder.
         only: the files to check; None: all.
-        share: (i, n): check only the i-th of n parts of these files, which have about the same size.
+        share: (i, n): divide the files into n parts of about the same size, and check only part i.
     """
     try:
         recorded = entries((folder / MANIFEST).read_bytes())

@@ -202,7 +202,7 @@ def _exposed_us(program: LaunchedProgram, alone: dict[int, float], rates: Rates)
                 continue
             now += waits
             stream = streams[ended.kind == "host copy"]
-            # A transfer may have waited for its turn, so this may be the time of those before it.
+            # If a transfer waited for its turn, earlier transfers caused a part of the wait.
             for one in reversed(stream[: stream.index(ended) + 1]):
                 part = min(waits, (alone[id(one)] - exposed[id(one)]) * one.count)
                 exposed[id(one)] += part / one.count

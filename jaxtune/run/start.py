@@ -116,7 +116,7 @@ def quantize_late(
 ) -> TrainStep:
     """Return the step of a run whose first serve.start_step steps multiply by the unquantized weights.
 
-    The program of these steps is compiled here, with the memory options `chosen`. Both programs have the same state.
+    Their program is compiled here, with the memory options `chosen`. Both programs have the same state.
     position: the run's progress, which the loop advances.
     """
     start_step = config.serve.start_step

@@ -1,1 +1,1 @@
-"""Tensors in safetensors files: where each is (`tensor_sources`, `mxfp4_tensors`), read into shards, and written."""
+"""Tensors in safetensors files: found (`tensor_sources`, `mxfp4_tensors`), read into shards, and written."""
