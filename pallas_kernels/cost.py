@@ -1,8 +1,8 @@
 """Annotations of cost that XLA cannot know, for readers of the compiled program.
 
 XLA does not know the operations inside a kernel and how many of them depend on values, the memory that a foreign kernel
-allocates, or the trip count of a loop that ends on a computed value. The annotations are in jax's name stack, which the
-compiled program keeps.
+allocates, the trip count of a loop that ends on a computed value, or how often a conditional takes a branch. The
+annotations are in jax's name stack, which the compiled program keeps.
 """
 
 import re
@@ -31,6 +31,11 @@ def iterations(most: int) -> AbstractContextManager[object]:
     return jax.named_scope(f"iterations={most}")
 
 
+def taken(times: int, of: int) -> AbstractContextManager[object]:
+    """Annotate a conditional with the number of executions in which it takes its longest branch on any device."""
+    return jax.named_scope(f"taken={times}_of_{of}")
+
+
 def read_flops(operation: str) -> float | None:
     """Read `flops` times `filled` from the name stack of an instruction; None if it has no annotation of `flops`."""
     count, fraction = _last(r"flops=([\d.e+]+)", operation), _last(r"filled=([\d.]+)", operation)
@@ -41,6 +46,12 @@ def read_iterations(operation: str) -> int | None:
     """Read the annotation of `iterations` from the name stack of a loop; None if it has none."""
     count = _last(r"iterations=(\d+)", operation)
     return None if count is None else int(count)
+
+
+def read_taken(operation: str) -> float:
+    """Read `taken` from the name stack of a conditional, as a fraction; 1 if it is not directly around it."""
+    found = re.search(r"taken=(\d+)_of_(\d+)/cond$", operation)
+    return int(found[1]) / int(found[2]) if found else 1.0
 
 
 def read_scratch(program: str) -> int:

@@ -110,7 +110,8 @@ def _read(module: Module, computation: str, count: int, phase: str, program: Lau
         if instruction.opcode == "while":
             _read_loop(module, instruction, count, phase, program)
         elif instruction.opcode in ("call", "conditional"):
-            _read(module, _longest(module, instruction), count, own_phase, program)
+            times = round(count * cost.read_taken(instruction.operation))
+            _read(module, _longest(module, _called(instruction)), times, own_phase, program)
         else:
             place, work = body, instruction
             if instruction.opcode == "async-start":
@@ -158,16 +159,30 @@ def _residual_bytes(body: Computation, trips: int) -> float:
     return total
 
 
-def _longest(module: Module, instruction: Instruction) -> str:
-    """The computation that a call runs; for a conditional, the branch with the most instructions."""
-    if instruction.opcode == "call":
-        return instruction.called_name("to_apply")
-    branches = instruction.attribute(r"branch_computations=\{([^}]*)\}")
-    names = re.findall(r"%([\w.\-]+)", branches or "") or [
-        instruction.called_name("true_computation"),
-        instruction.called_name("false_computation"),
-    ]
-    return max(names, key=lambda name: len(module.computations[name]))
+def _called(instruction: Instruction) -> list[str]:
+    """The computations that a loop, a call or a conditional may run; none for other instructions."""
+    match instruction.opcode:
+        case "while":
+            return [instruction.called_name("body")]
+        case "call":
+            return [instruction.called_name("to_apply")]
+        case "conditional":
+            branches = instruction.attribute(r"branch_computations=\{([^}]*)\}")
+            return re.findall(r"%([\w.\-]+)", branches or "") or [
+                instruction.called_name("true_computation"),
+                instruction.called_name("false_computation"),
+            ]
+    return []
+
+
+def _longest(module: Module, names: list[str]) -> str:
+    """The computation with the most instructions, those that it calls included."""
+
+    def length(name: str) -> int:
+        body = module.computations[name].values()
+        return len(body) + sum(length(called) for instruction in body for called in _called(instruction))
+
+    return max(names, key=length)
 
 
 def _phase(instruction: Instruction, around: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -56,6 +57,7 @@ from jaxtune.training.step import (
     reshard_gradients,
     sum_micro_batch,
 )
+from pallas_kernels import cost
 
 Index = Int[Array, ""]
 
@@ -307,20 +309,25 @@ def _tick(step: PipelinedStep, carry: Carry, row: Any) -> tuple[Carry, None]:
     def enter_micro_batch() -> tuple[Array, Emitted]:
         return _run_before_stages(step, step.outside.trained, step.outside.scales, row.entering)
 
+    ticks = step.pipeline.plan.ticks
     # A conditional, not a select: ticks in which no micro-batch enters do not pay for the embedding.
-    x, entered = jax.lax.cond(
-        row.entering >= 0, enter_micro_batch, lambda: zeros_like(jax.eval_shape(enter_micro_batch))
+    x, entered = _cond(
+        ticks.entering, row.entering, enter_micro_batch, lambda: zeros_like(jax.eval_shape(enter_micro_batch))
     )
     entered = jax.tree.map(lambda all, one: add_at(all, one, row.entering), carry.entered, entered)
     leaving, stages = forward(step.inside, row, x, carry.stages, step.seen, step.key)
     carry = carry._replace(stages=stages, entered=entered)
     # The head's gradient is ready before the stages' backward pass of this tick: in 1F1B the last stage begins the
     # backward pass of a micro-batch in the tick of its forward pass.
-    carry = jax.lax.cond(row.leaving >= 0, partial(_score, step), lambda carry, *_: carry, carry, leaving, row.leaving)
+    carry = _cond(ticks.leaving, row.leaving, partial(_score, step), _unchanged, carry, leaving, row.leaving)
     dx, total, stages = backward(step.inside, row, carry.waiting, carry.inside, carry.stages, step.seen, step.key)
     carry = carry._replace(inside=total, stages=stages)
-    carry = jax.lax.cond(row.returning >= 0, partial(_embed, step), lambda carry, *_: carry, carry, dx, row.returning)
+    carry = _cond(ticks.returning, row.returning, partial(_embed, step), _unchanged, carry, dx, row.returning)
     return carry, None
+
+
+def _unchanged(carry: Carry, *_: Array) -> Carry:
+    return carry
 
 
 def _score(step: PipelinedStep, carry: Carry, x: Array, number: Index) -> Carry:
@@ -389,7 +396,8 @@ def _forward(
         return pipeline.run(slice_chunk(part, chunk, stack.chunks), chunk, _index(seen, number), key, x)
 
     # number -1: the stage is idle in this tick (the bubble of the pipeline) and skips the computation.
-    y, emitted = jax.lax.cond(number >= 0, compute, lambda x: zeros_like(jax.eval_shape(compute, x)), x)
+    ticks = pipeline.plan.ticks
+    y, emitted = _cond(ticks.forward.micro_batch, number, compute, lambda x: zeros_like(jax.eval_shape(compute, x)), x)
     # An idle stage (number -1) writes back the input that is in the slot.
     # (b, s, d), for the vjp of this chunk in a later tick.
     kept_input = jnp.where(number >= 0, x, _index(state.inputs, slot))
@@ -398,7 +406,9 @@ def _forward(
         arriving=shift_stages(y, stack.stages),  # the next stage's input in the next tick
         emitted=jax.tree.map(lambda all, one: add_at(all, one, chunk, number), state.emitted, emitted),
     )
-    leaving = _broadcast_leaving(row.leaving, y, (stage == stack.stages - 1) & (chunk == stack.chunks - 1))
+    leaving = _broadcast_leaving(
+        ticks.leaving, row.leaving, y, (stage == stack.stages - 1) & (chunk == stack.chunks - 1)
+    )
     return leaving, jax.tree.map(lambda leaf: leaf[None], state)
 
 
@@ -435,9 +445,10 @@ def _backward(
         so_far = slice_chunk(total, chunk, stack.chunks)
         return _with_chunk(total, _accumulate(so_far, Total(*parts), pipeline.gradient_specs), chunk, stack.chunks), dx
 
-    total, dx = jax.lax.cond(number >= 0, compute, lambda total: (total, jnp.zeros_like(dy)), total)
+    ticks = pipeline.plan.ticks
+    total, dx = _cond(ticks.backward.micro_batch, number, compute, lambda total: (total, jnp.zeros_like(dy)), total)
     state = state._replace(returning=shift_stages(dx, stack.stages, by=-1))
-    back = _broadcast_leaving(row.returning, dx, (stage == 0) & (chunk == 0))
+    back = _broadcast_leaving(ticks.returning, row.returning, dx, (stage == 0) & (chunk == 0))
     return back, total, jax.tree.map(lambda leaf: leaf[None], state)
 
 
@@ -469,9 +480,25 @@ def _row_of_stage(columns: Any) -> tuple[Any, Index]:
     return type(columns)(*(column[stage] for column in columns)), stage  # columns are (stages,)
 
 
-def _broadcast_leaving(leaving: Index, x: Array, is_own: Array) -> Array:
+def _cond(
+    numbers: Int[np.ndarray, "ticks *stages"],
+    number: Index,
+    compute: Callable[..., Any],
+    otherwise: Callable[..., Any],
+    *operands: Any,
+) -> Any:
+    """Call `compute` if there is a micro-batch in this tick (on this stage), else `otherwise`; -1: none.
+
+    Stages wait for one another in each tick, so a computation takes time in the ticks in which any stage has it.
+    """
+    busy = (numbers >= 0).reshape(len(numbers), -1).any(1)
+    with cost.taken(int(busy.sum()), len(busy)):
+        return jax.lax.cond(number >= 0, compute, otherwise, *operands)
+
+
+def _broadcast_leaving(numbers: Int[np.ndarray, " ticks"], number: Index, x: Array, is_own: Array) -> Array:
     """Copy x from the stage where `is_own` to all stages; zeros in a tick in which no micro-batch leaves."""
-    return jax.lax.cond(leaving >= 0, from_one, lambda x, _: jnp.zeros_like(x), x, is_own)
+    return _cond(numbers, number, from_one, lambda x, _: jnp.zeros_like(x), x, is_own)
 
 
 @jax.named_scope("gradient_accumulation")

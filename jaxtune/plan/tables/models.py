@@ -137,6 +137,9 @@ _MODELS: dict[str, tuple[str, tuple[int, int, int, int, int, int, bool], dict[st
     "meta-llama/Llama-3.1-70B": (
         "llama", (8192, 80, 28_672, 64, 8, 128_256, False), {"rope_scaling": _LLAMA_3 | {"factor": 8.0}}
     ),
+    "meta-llama/Llama-3.1-405B": (
+        "llama", (16_384, 126, 53_248, 128, 8, 128_256, False), {"rope_scaling": _LLAMA_3 | {"factor": 8.0}}
+    ),
     "meta-llama/Llama-3.3-70B": (
         "llama", (8192, 80, 28_672, 64, 8, 128_256, False), {"rope_scaling": _LLAMA_3 | {"factor": 8.0}}
     ),

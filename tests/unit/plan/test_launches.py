@@ -1,5 +1,8 @@
 """Launches read from an optimised module, with their loops, bytes and source lines."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -92,6 +95,25 @@ def test_the_code_may_say_how_often_a_loop_runs_at_most():
 
     program = read_program(compiled(said, (64, 64)))
     assert (program.unknown, program.trips, program.syncs) == ([], [7], 7)
+
+
+def test_the_code_may_say_how_often_a_conditional_computes():
+    def step(x, annotated):
+        def tick(x, number):
+            with cost.taken(3, 8) if annotated else nullcontext():
+                # The conditional inside has no annotation of its own: it counts as often as the branch that it is in.
+                x = jax.lax.cond(number > 4, lambda x: jax.lax.cond(x[0, 0] > 0, sines, lambda x: x, x), jnp.cos, x)
+            return x, None
+
+        return jax.lax.scan(tick, x, jnp.arange(8))[0]
+
+    def sines(x):
+        return jnp.sin(x) @ x @ x
+
+    # Two sizes, because jax's compilation cache does not distinguish annotations.
+    for annotated, size, times in ((False, 24, 8), (True, 48, 3)):
+        program = read_program(compiled(partial(step, annotated=annotated), (size, size)))
+        assert [launch.count for launch in program.launches if "sin" in launch.name] == [times]
 
 
 def test_the_code_may_say_what_a_kernel_computes():
