@@ -16,7 +16,7 @@ from gpu.quantized import largest_error, wrong
 from gpu.timing import Call, seconds_per_call
 from gpu.workers import Job, Piece, Row
 from pallas_kernels.gpus import current_device
-from pallas_kernels.grouped_matmul import Arrangement, arrange, triton, xla
+from pallas_kernels.grouped_matmul import Arrangement, arrange, triton, xla_by_block
 
 # (experts, their rows, their columns, experts per token): gate projections of Qwen3-30B-A3B and gpt-oss-20b.
 MODELS = {"qwen3-30b-a3b": (128, 768, 2048, 8), "gpt-oss-20b": (32, 2880, 2880, 4)}
@@ -134,8 +134,8 @@ def _expected(x: jax.Array, dy: jax.Array, weight: jax.Array, arrangement: Arran
     x, dy = (_in_rows(each.astype(jnp.float32), arrangement) for each in (x, dy))
     weight, groups = weight.astype(jnp.float32), arrangement.groups
     by_row = {
-        "forward": jax.jit(xla.multiply, static_argnums=3)(x, weight, groups, False),
-        "dx": jax.jit(xla.multiply, static_argnums=3)(dy, weight, groups, True),
+        "forward": jax.jit(xla_by_block.multiply, static_argnums=3)(x, weight, groups, False),
+        "dx": jax.jit(xla_by_block.multiply, static_argnums=3)(dy, weight, groups, True),
     }
     of_items = {part: rows[arrangement.row_of] for part, rows in by_row.items()}
-    return {**of_items, "dw": jax.jit(xla.outer)(dy, x, groups)}
+    return {**of_items, "dw": jax.jit(xla_by_block.outer)(dy, x, groups)}

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import registry
 from pallas_kernels.gpus import current_device
-from pallas_kernels.grouped_matmul import triton, xla
+from pallas_kernels.grouped_matmul import triton, xla_by_block, xla_by_group
 from pallas_kernels.grouped_matmul.groups import Arrangement, Groups, arrange, block_of
 from pallas_kernels.manual_axes import vary_over, varying_axes
 from pallas_kernels.registry import ANY_GPU, Backend
@@ -19,7 +19,8 @@ __all__ = ["BACKENDS", "Arrangement", "Groups", "arrange", "block_of", "by_row",
 
 BACKENDS = (
     Backend("triton", triton, triton.refuses, {ANY_GPU: "interpreted tests"}),
-    Backend("xla", xla, registry.never_refuses, {ANY_GPU: "tests"}),
+    Backend("xla", xla_by_group, xla_by_group.refuses, {ANY_GPU: "tests"}),
+    Backend("xla", xla_by_block, registry.never_refuses, {ANY_GPU: "tests"}),
 )
 
 

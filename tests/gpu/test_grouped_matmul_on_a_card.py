@@ -24,7 +24,7 @@ SHAPES = {"whole tiles": (768, 1024), "parts of tiles": (200, 328), "adapter": (
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("items", ITEMS.values(), ids=ITEMS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("backend", [backend.name for backend in BACKENDS])
+@pytest.mark.parametrize("backend", sorted({backend.name for backend in BACKENDS}))
 def test_equals_a_loop_over_groups_in_float64(backend, dtype, items, shape):
     try:
         assert_equal_to_float64(items, GROUPS, shape, dtype, backend)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kernels.grouped_cases import arranged, assert_equal_to_float64
 
 from pallas_kernels.gpus import Device
-from pallas_kernels.grouped_matmul import grouped_matmul, triton
-from pallas_kernels.registry import ANY_GPU, Backend, never_refuses
+from pallas_kernels.grouped_matmul import BACKENDS, grouped_matmul, triton, xla_by_block, xla_by_group
+from pallas_kernels.registry import ANY_GPU, Backend, choose, never_refuses
 
 COVERS = ("pallas_kernels", "tests/kernels", "tests/conftest.py")
 
@@ -49,19 +49,26 @@ def test_the_expected_fraction_of_filled_blocks_is_that_of_balanced_items(share)
     assert groups.filled(8192, len(item_of)) == pytest.approx(filled, rel=0.03)
 
 
-@pytest.mark.parametrize("backend", ["xla", "xla, as on a GPU", "triton"])
+@pytest.mark.parametrize("backend", ["xla by group", "xla by block", "triton"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equals_a_loop_over_groups(dtype, backend, monkeypatch):
-    if backend == "xla, as on a GPU":
-        monkeypatch.setattr("pallas_kernels.grouped_matmul.xla.current_device", lambda: Device("gpu", "a GPU", (9, 0)))
-    if backend == "triton":
-        interpreted = SimpleNamespace(
+    run = {
+        "xla by group": xla_by_group,
+        "xla by block": xla_by_block,
+        "triton": SimpleNamespace(
             multiply=partial(triton.multiply, interpret=True), outer=partial(triton.outer, interpret=True)
-        )
-        here = Backend("triton", interpreted, never_refuses, {ANY_GPU: "here"})
-        monkeypatch.setattr("pallas_kernels.grouped_matmul.BACKENDS", (here,))
+        ),
+    }[backend]
+    here = Backend(backend, run, never_refuses, {ANY_GPU: "here"})
+    monkeypatch.setattr("pallas_kernels.grouped_matmul.BACKENDS", (here,))
     for items in CASES.values():
-        assert_equal_to_float64(items, 5, (40, 24), dtype, backend.partition(",")[0], block=16)
+        assert_equal_to_float64(items, 5, (40, 24), dtype, backend, block=16)
+
+
+def test_a_cpu_loops_over_groups_and_a_gpu_over_blocks():
+    weight = jax.ShapeDtypeStruct((5, 40, 24), jnp.float32)
+    for device, run in ((Device("cpu", "cpu", None), xla_by_group), (Device("gpu", "a GPU", (9, 0)), xla_by_block)):
+        assert choose("grouped_matmul", BACKENDS, device, weight, "xla").run is run
 
 
 def test_what_a_frozen_weight_multiplies_is_not_saved():
