@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from jaxtune.lora.lora import LoRA
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models import families
-from jaxtune.models.parameters import Parameter, loaded_names
+from jaxtune.models.parameters import Parameter
+from jaxtune.models.sites import loaded_names
 from jaxtune.weights.model import Model
 
 log = logging.getLogger("jaxtune")

@@ -27,8 +27,9 @@ from jaxtune.inference.decisions import DECISION_FILE, evaluated_temperatures, w
 from jaxtune.lora.lora import LoRA
 from jaxtune.models import families
 from jaxtune.models.decoder import Parameters
-from jaxtune.models.parameters import Parameter, loaded_names
+from jaxtune.models.parameters import Parameter
 from jaxtune.models.places import Place
+from jaxtune.models.sites import loaded_names
 from jaxtune.parallel import multihost
 from jaxtune.quant.options import served_as
 from jaxtune.weights.elements import gather_element

@@ -10,8 +10,8 @@ from jaxtune.lora.dora import DoRA
 from jaxtune.lora.lora import FROM_WEIGHT, LoRA
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models import families
-from jaxtune.models.parameters import loaded_names, sites, tensors_of
 from jaxtune.models.selection import select
+from jaxtune.models.sites import loaded_names, sites, tensors_of
 from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.models.treatment import linears, treat, treat_linears, treat_sites
 

@@ -1,7 +1,7 @@
 """Declaration of a parameter by its module: shape, layout, initialisation and kind, without a value."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,3 +50,24 @@ def declare_parameter(
     variable = nnx.LoRAParam if kind == "adapter" else nnx.Param
     metadata = {"axes": axes, "init": init, "kind": kind, "float32": float32, "frozen": frozen}
     return variable(jax.ShapeDtypeStruct(shape, jnp.float32), **metadata)
+
+
+class Declaration(NamedTuple):
+    """A parameter as its module declares it, without the leading axes of layers and experts."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: Init
+    kind: Kind
+    float32: bool
+    frozen: bool
+
+
+def declarations(module: nnx.Module) -> dict[str, Declaration]:
+    """Return the parameters that a module declares, by dotted name."""
+    return {
+        ".".join(map(str, path)): Declaration(
+            variable.get_value().shape, *(variable.get_metadata(name) for name in Declaration._fields[1:])
+        )
+        for path, variable in nnx.to_flat_state(nnx.state(module))
+    }

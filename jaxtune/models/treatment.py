@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxtune.errors import UserError
-from jaxtune.models.parameters import Site, sites
 from jaxtune.models.selection import select
+from jaxtune.models.sites import Site, sites
 from jaxtune.models.structure.layer_spec import with_treatment
 from jaxtune.models.structure.model_spec import ModelSpec, with_every_layer
 from jaxtune.precision.options import PrecisionOptions

@@ -10,7 +10,7 @@ import jax
 
 from jaxtune.config.schema import Config
 from jaxtune.errors import UserError
-from jaxtune.models.parameters import Parameter, find_undivided, undivided_blocks
+from jaxtune.models.parameters import Parameter
 from jaxtune.models.structure.layer_spec import Layer
 from jaxtune.models.structure.mixers import DeltaNet, Heads, Hybrid, Mamba2, OneMixer
 from jaxtune.models.structure.model_spec import ModelSpec, Vision, with_every_layer
@@ -20,6 +20,7 @@ from jaxtune.precision.linears import Linears
 from jaxtune.precision.operands import MatmulFormat
 from jaxtune.precision.recipes import check_device
 from jaxtune.quant.format import Format
+from jaxtune.weights.mesh_division import find_undivided, undivided_blocks
 from jaxtune.weights.served_linears import ServedLinears
 from pallas_kernels.gpus import current_device
 

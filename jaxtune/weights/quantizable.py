@@ -7,8 +7,9 @@ from typing import NamedTuple
 from jaxtune.errors import UserError
 from jaxtune.hf.quantized.written import ALL_EXPERTS_FORMATS, EXPERT_FORMATS, fusion_group
 from jaxtune.models.families import names_of
-from jaxtune.models.parameters import Parameter, loaded_names
+from jaxtune.models.parameters import Parameter
 from jaxtune.models.places import Place
+from jaxtune.models.sites import loaded_names
 from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.quant.format import Format
 from jaxtune.quant.format_names import format_of

@@ -20,7 +20,8 @@ from jaxtune.lora.lora import LoRA
 from jaxtune.lora.options import LoraOptions
 from jaxtune.models import families
 from jaxtune.models.decoder import Parameters, cast_like
-from jaxtune.models.parameters import Parameter, abstract, loaded_names, randomize
+from jaxtune.models.parameters import Parameter, abstract, randomize
+from jaxtune.models.sites import loaded_names
 from jaxtune.precision.linears import Frozen
 from jaxtune.quant.mxfp4_format import Mxfp4
 from jaxtune.quant.options import QuantOptions

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from mesh.products import LAYERS, MESHES, NUMBERS, SHAPES, assert_eight_devices_equal_one, case, compute_products
 
-from jaxtune.models.parameters import Parameter, undivided_blocks
+from jaxtune.models.parameters import Parameter
 from jaxtune.models.places import Place
 from jaxtune.models.structure.layer_spec import Treatment
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
+from jaxtune.weights.mesh_division import undivided_blocks
 
 
 @pytest.mark.parametrize("numbers", NUMBERS.values(), ids=NUMBERS)

@@ -18,7 +18,7 @@ from jaxtune.exports.write import export
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.lora.inject import inject
 from jaxtune.lora.options import LoraOptions
-from jaxtune.models.parameters import loaded_names
+from jaxtune.models.sites import loaded_names
 from jaxtune.objectives.options import PreferenceOptions
 from jaxtune.precision.options import PrecisionOptions
 from jaxtune.quant.options import QuantOptions

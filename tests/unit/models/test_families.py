@@ -12,7 +12,7 @@ from jaxtune.config.schema import Config, ModelOptions
 from jaxtune.errors import UserError
 from jaxtune.models import families
 from jaxtune.models.families import FAMILIES, read_spec
-from jaxtune.models.parameters import sites
+from jaxtune.models.sites import sites
 from jaxtune.weights.architecture import spec_of
 
 CLASSES = {

@@ -21,7 +21,8 @@ from jaxtune.models.decoder import bind
 from jaxtune.models.families import is_untouched, read_spec
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.options import VisionOptions
-from jaxtune.models.parameters import abstract, declare, loaded_names, sites
+from jaxtune.models.parameters import abstract, declare
+from jaxtune.models.sites import loaded_names, sites
 from jaxtune.models.treatment import linears, multiply, select_linears, treat_linears
 from jaxtune.optim.adamw_8bit import float32_moments, undivided_moments
 from jaxtune.optim.multipliers import decays, rates
