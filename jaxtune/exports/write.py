@@ -68,13 +68,14 @@ def export_full(
     if decides:
         tensors = jev_tensors(tensors, model.spec.hidden)
     hf.write(output, tensors, config.export.max_shard_bytes)
-    if multihost.is_main():
-        options = (config.model.dtype, model.spec.vocabulary, changes, model.base.described)
-        hf.write_config(model.folders.config, output, *options)
-        if decides:
-            write_jev_config(output, model.spec.hidden)
-        write_tokenizer(model, config, output)
-        write_ends(model, config, output)
+    with multihost.write_together(output):
+        if multihost.is_main():
+            options = (config.model.dtype, model.spec.vocabulary, changes, model.base.described)
+            hf.write_config(model.folders.config, output, *options)
+            if decides:
+                write_jev_config(output, model.spec.hidden)
+            write_tokenizer(model, config, output)
+            write_ends(model, config, output)
 
 
 def export_weights(model: Model, parameters: Parameters, config: Config, output: Path) -> None:
@@ -223,8 +224,9 @@ def export_adapter(model: Model, parameters: Parameters, config: Config, output:
     hf.write_adapter(
         output, tensors, lora, base, config.model.revision, targets, wrapped, *peft_patterns(model, lora, wrapped)
     )
-    if multihost.is_main():
-        write_tokenizer(model, config, output)
+    with multihost.write_together(output):
+        if multihost.is_main():
+            write_tokenizer(model, config, output)
 
 
 def _with_start(parameter: Parameter) -> Parameter:
@@ -273,25 +275,28 @@ def export(
         hub_id: The hub repository that the export will be uploaded to, for the card.
 
     Raises:
-        UserError: The format does not fit the run, or the output would overwrite the base model or the run.
+        UserError: The format does not fit the run, the output would overwrite the base model or the run, or a process
+            cannot write to it; all processes raise it.
     """
     check_apart(output, model)
     check_kind(config, kind, merge, quantize)
     with hold_lock(output, ".jaxtune-lock", "export to another folder"):
-        if multihost.is_main():
-            (output / UNFINISHED).touch()
-            (output / CARD).unlink(missing_ok=True)  # an earlier export is overwritten from here on
+        with multihost.write_together(output):
+            if multihost.is_main():
+                (output / UNFINISHED).touch()
+                (output / CARD).unlink(missing_ok=True)  # an earlier export is overwritten from here on
         if kind == "peft":
             export_adapter(model, parameters, config, output)
         else:
             export_full(model, parameters, config, output, quantize)
-        if multihost.is_main():
-            if config.decision.loss is not None:
-                _write_decision(config, run, output, kind, steps)
-            _write_card(model, config, run, output, kind, quantize, steps, tokens, hub_id)
-            (output / UNFINISHED).unlink()
-            if limit := adapter_limit(model, config) if kind == "peft" else format_limit(quantize):
-                log.warning("%s: %s", output, limit)
+        with multihost.write_together(output):
+            if multihost.is_main():
+                if config.decision.loss is not None:
+                    _write_decision(config, run, output, kind, steps)
+                _write_card(model, config, run, output, kind, quantize, steps, tokens, hub_id)
+                (output / UNFINISHED).unlink()
+                if limit := adapter_limit(model, config) if kind == "peft" else format_limit(quantize):
+                    log.warning("%s: %s", output, limit)
 
 
 def _write_decision(config: Config, run: RunFolder, output: Path, kind: str, steps: int) -> None:

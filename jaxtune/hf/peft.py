@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxtune.errors import UserError
 from jaxtune.hf.model_folder import staging_folder
 from jaxtune.hf.tensors.tensor_sources import DTYPES, TensorSource, current_name, open_sources
 from jaxtune.hf.tensors.tensor_writing import OutputTensor, write
 from jaxtune.json_file import read_json
 from jaxtune.lora.options import LoraOptions
+from jaxtune.parallel import multihost
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HEAD = "score.weight"  # the head of a classifier, which is trained in full together with the adapters
@@ -151,7 +150,7 @@ def write_adapter(
     ranks: Mapping[str, int] = {},
     alphas: Mapping[str, float] = {},
 ) -> None:
-    """Write an adapter that `peft` can load. Every process of a run calls this; process 0 writes.
+    """Write an adapter that `peft` can load. Every process of a run calls this, on one shared folder.
 
     Args:
         folder: created if it does not exist.
@@ -163,7 +162,7 @@ def write_adapter(
         ranks, alphas: ranks and alphas that differ from those in `lora`, by module name.
 
     Raises:
-        UserError: the folder cannot be written to; all processes raise it if this is found while tensors are written.
+        UserError: the folder cannot be written to; all processes raise it.
     """
     tensors = list(tensors)
     adapted = adapted_modules(tensor.name for tensor in tensors)
@@ -209,10 +208,10 @@ def write_adapter(
             "alpha_pattern": {re.escape(name): number for name, number in alphas.items()},
         }
     write(folder, tensors, max_shard_bytes=None, stem="adapter_model")
-    if jax.process_index() != 0:
-        return
-    with staging_folder(folder, replaces=re.compile(CONFIG)) as stage:
-        (stage / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    with multihost.write_together(folder):
+        if multihost.is_main():
+            with staging_folder(folder, replaces=re.compile(CONFIG)) as stage:
+                (stage / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _peft_name(name: str, adapted: Collection[str]) -> str:

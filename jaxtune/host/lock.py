@@ -31,7 +31,6 @@ log = logging.getLogger("jaxtune")
 TOUCH_SECONDS = 30
 POLL_SECONDS = 2
 TAKE_OVER_SECONDS = 600
-REFUSED = -1
 SEEN_SECONDS = 60  # NFS may show a new file to other hosts this much later
 
 
@@ -53,10 +52,9 @@ def hold_lock(
             of this run does not see the lock file, because the hosts do not share the folder.
     """
     path = folder / name
-    file, refusal = _take(path, otherwise) if multihost.is_main() else (None, None)
-    mark = multihost_utils.broadcast_one_to_all(np.int32(REFUSED if file is None else _mark(path)))
-    if mark == REFUSED:
-        raise refusal or UserError(f"{folder} is in use: see the message of process 0")
+    with multihost.write_together(folder):
+        file = _take(path, otherwise) if multihost.is_main() else None
+    mark = multihost_utils.broadcast_one_to_all(np.int32(0 if file is None else _mark(path)))
     ended = threading.Event()
     touching = threading.Thread(target=_touch, args=(file, ended), daemon=True)
     if file is not None:
@@ -77,8 +75,11 @@ def hold_lock(
             os.close(file)
 
 
-def _take(path: Path, otherwise: str) -> tuple[int | None, UserError | None]:
-    """Return the open, locked file or the error that refuses it. Waits to see if a holder on another host is alive."""
+def _take(path: Path, otherwise: str) -> int:
+    """Return the open, locked file. Waits to see if a holder on another host is alive.
+
+    Raises UserError if another process holds the lock.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     seen = None
     while True:
@@ -94,11 +95,11 @@ def _take(path: Path, otherwise: str) -> tuple[int | None, UserError | None]:
             os.ftruncate(file, 0)
             os.pwrite(file, json.dumps(this_process).encode(), 0)
             os.fsync(file)  # because processes on other hosts read the file while it is open here
-            return file, None
+            return file
         os.close(file)
         who = " ".join(f"{name} {value}" for name, value in holder.items()) or "a process that is just starting"
         if held or (seen is not None and touched != seen):
-            return None, UserError(f"{path.parent} is in use: {who}. Wait for it, stop it, or {otherwise}")
+            raise UserError(f"{path.parent} is in use: {who}. Wait for it, stop it, or {otherwise}")
         if seen is None:
             log.warning(
                 "%s was locked by %s; waiting to see if it is alive, until %d minutes after its last sign of life",

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 import pallas_kernels
 from jaxtune.config.loading import as_dict
@@ -226,19 +224,18 @@ _BARRIERS = itertools.count()  # numbers: a barrier needs a unique name, the sam
 def on_main(work: Callable[[], None]) -> None:
     """Run `work` in the main process while the others wait on the host: a collective would time out.
 
-    If it raises UserError in the main process, all processes raise one.
+    If it raises UserError in the main process, all processes raise one with its message.
     """
     from orbax.checkpoint.multihost import get_barrier_sync_fn  # Orbax takes long to import
 
-    failure = None
+    failure = ""
     if multihost.is_main():
         try:
             work()
         except UserError as error:
-            failure = error
+            failure = str(error)
     get_barrier_sync_fn()(key=f"jaxtune on_main {next(_BARRIERS)}", timeout_ms=WAIT_SECONDS * 1000)
-    if multihost_utils.broadcast_one_to_all(np.bool_(failure is not None)):
-        raise failure or UserError("process 0 failed; see its message")
+    multihost.raise_together(failure)
 
 
 # In XLA's errors: collective libraries, or a service that does not answer. jax raises them as JaxRuntimeError, which is

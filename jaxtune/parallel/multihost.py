@@ -19,7 +19,8 @@ import pathlib
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +122,33 @@ def gather_texts(text: str) -> list[str]:
     padded = np.pad(encoded, (0, size - encoded.size), constant_values=ord(" "))
     texts = multihost_utils.process_allgather(padded).reshape(-1, size)  # a single process gets no leading axis
     return [each.tobytes().decode().rstrip() for each in texts]
+
+
+def raise_together(failure: str) -> None:
+    """Raise UserError in every process if one has a failure; every process must call it, with "" if it has none."""
+    if jax.process_count() == 1:
+        if failure:
+            raise UserError(failure)
+        return
+    for process, text in enumerate(gather_texts(failure)):
+        if text:
+            raise UserError(f"process {process}: {text}")
+
+
+@contextmanager
+def write_together(folder: pathlib.Path) -> Iterator[None]:
+    """Raise UserError in every process if one cannot write to `folder` in this block; every process must enter it.
+
+    So if only one process writes, the others do not continue without it.
+    """
+    failure = ""
+    try:
+        yield
+    except OSError as error:
+        failure = f"cannot write to {folder}: {error.strerror or error}"
+    except UserError as error:
+        failure = str(error)
+    raise_together(failure)
 
 
 def count_hosts(mesh: jax.sharding.Mesh) -> int:

@@ -67,9 +67,10 @@ def write(
     config: Config, model: Model, parameters: Parameters, folder: RunFolder, step: int, tokens: int, goodput: Goodput
 ) -> None:
     """Draw the loss curve, and export the parameters: an adapter, a whole model or both."""
-    if config.log.jsonl and multihost.is_main():
-        with goodput.measure("loss curve"):
-            curve.draw(folder.metrics, folder.loss_curve, folder.path.name)
+    with multihost.write_together(folder.path):
+        if config.log.jsonl and multihost.is_main():
+            with goodput.measure("loss curve"):
+                curve.draw(folder.metrics, folder.loss_curve, folder.path.name)
     if not config.export.at_end:
         return
     write_model = partial(export, model, parameters, config, folder, steps=step, tokens=tokens)

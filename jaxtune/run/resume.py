@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 
 from jaxtune.checkpoint import CheckpointManager, fingerprint, verify_fingerprint
 from jaxtune.checkpoint.manager import HOST_FILE
@@ -76,11 +75,11 @@ def link_checkpoints(config: Config, folder: RunFolder) -> None:
     if config.ckpt.dir is None:
         return
     elsewhere = Path(config.ckpt.dir).absolute() / folder.path.name
-    if multihost.is_main() and not folder.checkpoints.exists():
-        elsewhere.mkdir(parents=True, exist_ok=True)
-        folder.checkpoints.unlink(missing_ok=True)  # a link whose target is gone
-        folder.checkpoints.symlink_to(elsewhere, target_is_directory=True)
-    multihost_utils.sync_global_devices("checkpoints have their folder")  # others look only after the link is made
+    with multihost.write_together(elsewhere):  # the others look only after the link is made
+        if multihost.is_main() and not folder.checkpoints.exists():
+            elsewhere.mkdir(parents=True, exist_ok=True)
+            folder.checkpoints.unlink(missing_ok=True)  # a link whose target is gone
+            folder.checkpoints.symlink_to(elsewhere, target_is_directory=True)
     if folder.checkpoints.resolve() != elsewhere.resolve():
         raise UserError(
             f"ckpt.dir={config.ckpt.dir}: the checkpoints of this run are in {folder.checkpoints.resolve()}; leave it "
@@ -202,15 +201,15 @@ def begin(config: Config, folder: RunFolder, counts: Counts | None) -> None:
 
     With ckpt.resume='overwrite', existing checkpoints and exports are removed.
     """
-    if multihost.is_main():
-        for path in (folder.checkpoints, folder.export) if config.ckpt.resume == "overwrite" else ():
-            if path.exists():
-                log.info("removing %s (ckpt.resume='overwrite')", path)
-                shutil.rmtree(path.resolve())  # rmtree refuses a link
-                if path.is_symlink():
-                    path.resolve().mkdir()  # the target of a link must exist
-        folder.write_records(config, counts)
-    multihost_utils.sync_global_devices("the run has begun")
+    with multihost.write_together(folder.path):
+        if multihost.is_main():
+            for path in (folder.checkpoints, folder.export) if config.ckpt.resume == "overwrite" else ():
+                if path.exists():
+                    log.info("removing %s (ckpt.resume='overwrite')", path)
+                    shutil.rmtree(path.resolve())  # rmtree refuses a link
+                    if path.is_symlink():
+                        path.resolve().mkdir()  # the target of a link must exist
+            folder.write_records(config, counts)
 
 
 def record(config: Config, model: Model, feed: Feed | PromptFeed) -> dict[str, Any]:

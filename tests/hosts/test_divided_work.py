@@ -1,4 +1,7 @@
-"""Two processes divide the hashing of a checkpoint and the files of an export, with the results of one."""
+"""Two processes divide the hashing of a checkpoint and the files of an export, with the results of one.
+
+What only one of them writes, and cannot, stops both.
+"""
 
 import os
 import pathlib
@@ -8,6 +11,7 @@ import sys
 
 import numpy as np
 import pytest
+from tiny import write_model_folder
 
 from jaxtune import hf
 from jaxtune.checkpoint import manifest
@@ -19,11 +23,18 @@ import jax, numpy as np
 from jax.experimental import multihost_utils
 from jaxtune import hf
 from jaxtune.checkpoint import CheckpointManager, manifest
+from jaxtune.config.schema import Config, DataOptions, LoraOptions, MeshOptions, ModelOptions, TrainOptions
 from jaxtune.errors import UserError
+from jaxtune.exports.write import export
+from jaxtune.host.run_folder import run_folder
 from jaxtune.parallel import multihost
+from jaxtune.parallel.mesh import make_mesh
+from jaxtune.weights.base import read_base
+from jaxtune.weights.model import declare_model
+from jaxtune.weights.values import initial_parameters, read_parameters
 
 multihost.initialize()
-home, exports = map(pathlib.Path, sys.argv[1:])
+home, exports, base, blocked = map(pathlib.Path, sys.argv[1:])
 second = jax.process_index() == 1
 jax.set_mesh(jax.make_mesh((2,), ("fsdp",)))
 sharding = jax.NamedSharding(jax.sharding.get_mesh(), jax.P("fsdp"))
@@ -89,19 +100,44 @@ try:
     hf.write(exports / "any order", [tensor(number, True) for number in range(7)], 3000)
 except UserError as error:
     print("STOPPED", error)
+
+config = Config(
+    ModelOptions(str(base), dtype="float32"),
+    DataOptions(seq_len=8),
+    lora=LoraOptions(enabled=True, rank=2),
+    train=TrainOptions(output_dir=str(blocked), run_name="run"),
+)
+model = declare_model(read_base(config), config, make_mesh(MeshOptions(), jax.devices()))
+values = read_parameters(model, model.frozen) | initial_parameters(model, config)
+for output in sorted(blocked.glob("*-*")):
+    kind = output.name.partition("-")[0]
+    try:
+        export(model, values, config, run_folder(config), output, kind, merge=kind == "hf", steps=1, tokens=1)
+    except UserError as error:
+        print("BLOCKED", error)
 """
+# Exports in which process 0 cannot write a file, because a folder has its name.
+BLOCKED = {
+    "peft": ("README.md", "adapter_config.json", "tokenizer.json", "loss.png"),
+    "hf": ("config.json", "tokenizer.json"),
+}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return the folder of the two processes' logs, `checkpoints` and `exports`."""
+    """Return the folder of the two processes' logs, `checkpoints`, `exports`, and `blocked`."""
     home = tmp_path_factory.mktemp("two")
+    base = write_model_folder(home / "base", num_hidden_layers=1)
+    for kind, names in BLOCKED.items():
+        for name in names:
+            (home / "blocked" / f"{kind}-{name}" / name).mkdir(parents=True)
+    (home / "blocked" / "run").mkdir()
+    (home / "blocked" / "run" / "loss.png").touch()  # the curve that is copied next to the model card
     command = [sys.executable, "-m", "jaxtune.launch", "--processes=2", "--devices-per-process=1"]
     command += [f"--log-dir={home}", "--", sys.executable, "-c", TOGETHER, str(home / "checkpoints")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, str(home / "exports")], env=environment, capture_output=True, text=True, timeout=120
-    )
+    command += [str(home / "exports"), str(base), str(home / "blocked")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return home
 
@@ -142,3 +178,12 @@ def test_two_processes_export_the_files_of_one(run, tmp_path):
         reason = f"process 1: cannot write to {run / 'exports' / 'any order'}: No space left on device"
         assert f"STOPPED {reason}\n" in log
         assert "NO FOLDER process 0: cannot write to /proc/nowhere: No such file or directory\n" in log
+
+
+@pytest.mark.every_jax
+def test_files_that_process_0_writes_alone_stop_both(run):
+    """No process continues without a config, a tokenizer, a model card or a curve that cannot be written."""
+    outputs = sorted(run / "blocked" / f"{kind}-{name}" for kind, names in BLOCKED.items() for name in names)
+    for index in range(2):
+        stopped = re.findall("^BLOCKED (.*)", (run / f"process-{index}.log").read_text(), re.M)
+        assert stopped == [f"process 0: cannot write to {output}: Is a directory" for output in outputs]

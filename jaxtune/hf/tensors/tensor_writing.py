@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ import jax
 import numpy as np
 import xxhash
 
-from jaxtune.errors import UserError
 from jaxtune.hf.model_folder import STAGE, staging_folder
 from jaxtune.hf.tensors.tensor_sources import ALL_DTYPES, CHECKSUM
 from jaxtune.parallel import multihost
@@ -77,12 +76,12 @@ def write(
     files = dict(zip(names if len(shards) > 1 else [single], shards))
     with ExitStack() as at_end:
         stage = folder / STAGE
-        with _together(folder):
+        with multihost.write_together(folder):
             if multihost.is_main():
                 replaces = re.compile(rf"{stem}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
                 at_end.enter_context(staging_folder(folder, replaces))
         _write_files(stage, files)
-        with _together(folder):
+        with multihost.write_together(folder):
             if multihost.is_main():
                 if len(files) > 1:
                     weight_map = {tensor.name: file for file, shard in files.items() for tensor in shard}
@@ -91,25 +90,6 @@ def write(
                 for file in files:
                     (stage / file).stat()  # NFS may list files of other hosts late, but finds them by name
                 at_end.close()  # gives the files their names
-
-
-@contextmanager
-def _together(folder: Path) -> Iterator[None]:
-    """Raise UserError in every process if one cannot write to `folder` in this block."""
-    failure = ""
-    try:
-        yield
-    except OSError as error:
-        failure = f"cannot write to {folder}: {error.strerror or error}"
-    except UserError as error:
-        failure = str(error)
-    if jax.process_count() == 1:
-        if failure:
-            raise UserError(failure)
-        return
-    for process, text in enumerate(multihost.gather_texts(failure)):
-        if text:
-            raise UserError(f"process {process}: {text}")
 
 
 def _size(tensor: OutputTensor) -> int:
@@ -129,7 +109,7 @@ def _write_files(stage: Path, files: Mapping[str, Sequence[OutputTensor]]) -> No
         for first in range(0, len(files), count):
             turn = list(files)[first : first + count]
             name = turn[this] if this < len(turn) else None
-            with _together(stage.parent), ExitStack() as opened:
+            with multihost.write_together(stage.parent), ExitStack() as opened:
                 file = _File(stage / name, headers[name], opened) if name else None
                 written = background.submit(file.begin) if file else None
                 for owner, tensor in _in_order([files[name] for name in turn], alternate):
