@@ -46,7 +46,7 @@ _FOUNDRY = _MAXTEXT | {"data.seq_len": "2048", "train.micro_batch_size": "6"}
 _TITAN_70B = _TITAN | {"train.micro_batch_size": "16", "mesh.tensor": "8", "memory.remat": "block"}
 _LLAMA, _CONTEXT = "meta-llama/Llama-3.1-", {"mesh.context": "2", "memory.remat": "block"}
 # torchtitan's GPUs have 2.4 TB/s. Their limit of 500 W is not modelled: no source says what it costs.
-GPUS["h100 of 2.4 TB/s"] = dataclasses.replace(GPUS["h100"], memory_bandwidth=2_400_000_000_000)
+TITAN_GPUS = {"h100 of 2.4 TB/s": dataclasses.replace(GPUS["h100"], memory_bandwidth=2_400_000_000_000)}
 # Experts in place on their devices, as AutoModel has them, and tokens sent to them.
 _EXCHANGE = {"mesh.expert": "8", "experts.dispatch": "all_to_all"}
 CLUSTERS = {
@@ -187,6 +187,7 @@ def main() -> None:
     files.add_argument("--versions", type=Path)
     parser.add_argument("--only", help="repeat the prediction of rows whose name contains this text")
     options = parser.parse_args()
+    GPUS.update(TITAN_GPUS)  # in this process only; `predict` knows a GPU by its name there
     if options.versions:
         return predict_with_this_jax(options.versions)
     rows = json.loads(options.out.read_text()) if options.out.exists() else {}
