@@ -89,6 +89,19 @@ for command in {commands}:
     assert ran.stderr.splitlines() == [f"{command} 141" for command in commands]
 
 
+def test_the_garbage_collector_never_searches_what_a_command_imports(tmp_path):
+    (tmp_path / "heavy.py").write_text("import gc\nsearched, cycle = gc.isenabled(), []\ncycle.append(cycle)\n")
+    code = """
+import gc
+from jaxtune.command import import_unsearched
+heavy = import_unsearched("heavy")
+print(heavy.searched, gc.isenabled(), any(held is heavy.cycle for held in gc.get_objects()))
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert ran.stdout == "False True False\n"
+
+
 def test_two_recipes_are_refused():
     output = call("jaxtune.train", "--config=quickstart", "--config=qwen_lora", code=2)
     assert "--config=quickstart and --config=qwen_lora: one recipe at a time" in output
