@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_foreign_options import IN_ENTRY, INSTEAD, LEAST, TOGETHER, options, promises
+from golden.foreign_tables import IN_ENTRY, INSTEAD, SYSTEMS
+from golden.foreign_tables.option_values import options, promises
 
 from jaxtune.config import foreign, keys, read_recipe
 from jaxtune.errors import UserError
@@ -26,7 +27,7 @@ def choices(dialect: str) -> dict[tuple[str, str], list[Any]]:
         if row.key or row.values:
             values = [value for value, _ in promises(row, f"{of}[i].{row.keys[0]}" if of else row.keys[0])]
         elif row.convert:
-            source = TOGETHER[dialect][f"{entries}.{name}" if entries else name][0]
+            source = SYSTEMS[dialect].TOGETHER[f"{entries}.{name}" if entries else name][0]
             place = source[entries][0] if entries else source
             values = [place[name]] if name in place else []
         else:
@@ -55,7 +56,7 @@ def files(dialect: str) -> Iterator[dict[str, Any]]:
     of = choices(dialect)
     names, rng = list(of), random.Random(f"pairs of {dialect}")
     for chosen in covering(len(names), OPTIONS_IN_A_FILE, np.random.default_rng(rng.randrange(2**32))):
-        file = dict(LEAST[dialect])
+        file = dict(SYSTEMS[dialect].LEAST)
         for entries, name in (names[i] for i in chosen):
             value = rng.choice(of[entries, name])
             if entries:

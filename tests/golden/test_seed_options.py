@@ -16,7 +16,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from test_foreign_options import EVALUATED, LEAST, OFF, SPLIT, TOGETHER, options, promises
+from golden.foreign_tables import SYSTEMS
+from golden.foreign_tables.erniekit import EVALUATED
+from golden.foreign_tables.option_values import options, promises
+from golden.foreign_tables.qefficient import SPLIT
+from golden.foreign_tables.surogate import OFF
 
 from jaxtune.command import NAMES
 from jaxtune.config import foreign, from_json, keys
@@ -88,7 +92,7 @@ def test_rows_are_options_of_the_table_of_their_system(dialect):
     assert set(named) - known <= {"XORL_DATASET_NUM_PROC"} and len(named) > 60
 
 
-# Values that a row names and that neither the tables nor test_foreign_options have: by option.
+# Values that a row names and that neither the tables nor foreign_tables have: by option.
 MORE: dict[str, dict[str, list[Any]]] = {
     "surogate": {
         "agent_template": ["hermes"],
@@ -119,7 +123,7 @@ MORE: dict[str, dict[str, list[Any]]] = {
         "training.save_strategy": ["steps", "epoch", "no"],
     },
 }
-# Files in which an option has the effect that its row names, in addition to those of test_foreign_options.
+# Files in which an option has the effect that its row names, in addition to those of foreign_tables.
 FILES: dict[str, dict[str, list[dict[str, Any]]]] = {
     "xorl": {
         "model.model_path": [{"model.config_path": "x"}],
@@ -141,13 +145,13 @@ FILES: dict[str, dict[str, list[dict[str, Any]]]] = {
 def variants(dialect: str, entries: str, name: str, row: ForeignOption) -> Iterator[list[dict[str, Any]]]:
     """Yield files that differ in the value of one option only: each value, its default, and none."""
     full = f"{entries}.{name}" if entries else name
-    least, values = LEAST[dialect], list(MORE.get(dialect, {}).get(full, ()))
+    least, values = SYSTEMS[dialect].LEAST, list(MORE.get(dialect, {}).get(full, ()))
     if row.entries:
         yield [{**least, name: [{"path": "a/b"}]}, {key: value for key, value in least.items() if key != name}]
         return
     values += [] if row.default is ForeignOption().default else [row.default]
     values += [True, False] if isinstance(row.sample, bool) else []
-    for file in (TOGETHER[dialect].get(full, ({},))[0], *FILES.get(dialect, {}).get(full, ())):
+    for file in (SYSTEMS[dialect].TOGETHER.get(full, ({},))[0], *FILES.get(dialect, {}).get(full, ())):
         source = {**least, **file}
         if entries:
             first, *_ = source.get(entries) or next(value for value in least.values() if isinstance(value, list))
@@ -185,7 +189,7 @@ def derive(dialect: str, entries: str, name: str) -> dict[str, list[Any]]:
     for files in () if row.key or row.values else variants(dialect, entries, name, row):
         translated = [settings for file in files if (settings := settings_of(dialect, file)) is not None]
         # Where others need the option, a file without it is one without them too.
-        if len(translated) == 1 and (settings := settings_of(dialect, LEAST[dialect])) is not None:
+        if len(translated) == 1 and (settings := settings_of(dialect, SYSTEMS[dialect].LEAST)) is not None:
             translated.append(settings)
         for key in {key for settings in translated for key in settings}:
             values = [settings[key] for settings in translated if key in settings]
@@ -236,11 +240,11 @@ def test_the_keys_of_an_option_are_those_that_the_translation_sets(row):
 def answer(dialect: str, entries: str, name: str, row: ForeignOption) -> str:
     """Return what the translation of a file says about an option whose value sets nothing here."""
     value = next((value for value, _ in promises(row, "")), row.sample)
-    files = [TOGETHER[dialect].get(name, ({},))[0], *FILES.get(dialect, {}).get(name, ())]
+    files = [SYSTEMS[dialect].TOGETHER.get(name, ({},))[0], *FILES.get(dialect, {}).get(name, ())]
     for file in files:
-        source = {**LEAST[dialect], name: value, **file}
+        source = {**SYSTEMS[dialect].LEAST, name: value, **file}
         if entries:
-            source = {**LEAST[dialect], entries: [{"path": "a", name: value}]}
+            source = {**SYSTEMS[dialect].LEAST, entries: [{"path": "a", name: value}]}
         lines = foreign.translate(YamlFile(source, {}), dialect).lines
         (line,) = [line for line in lines if line.option == (f"{entries}[0].{name}" if entries else name)]
         assert not line.wrong and not line.settings, line
@@ -420,7 +424,7 @@ def settings_of_example(dialect: str, example: Example) -> dict[str, Any]:
         assert foreign.recognise(source, example) == dialect
     else:
         flags = {name: value for name, value in example.items() if name.startswith("--")}
-        source = {name: value for name, value in {**LEAST[dialect], **example}.items() if name not in flags}
+        source = {name: value for name, value in {**SYSTEMS[dialect].LEAST, **example}.items() if name not in flags}
         source = {name: value for name, value in source.items() if value is not None}
     settings = settings_of(dialect, source)
     assert settings is not None, example
@@ -448,7 +452,7 @@ def shown(seed: str, option: str) -> dict[str, list[Any]]:
 @of_rows(REST)
 def test_an_example_or_a_rule_sets_the_keys_of_its_row(row):
     if option := REFUSED.get((row["seed"], row["option"])):
-        (problem,) = foreign.translate(YamlFile({**LEAST[row["seed"]], option: True}, {}), row["seed"]).problems
+        (problem,) = foreign.translate(YamlFile({**SYSTEMS[row["seed"]].LEAST, option: True}, {}), row["seed"]).problems
         assert problem.keys == (option,) and problem.text.endswith(row["note"]) and not row["jaxtune"]
         return
     assert row["jaxtune"]

@@ -39,7 +39,7 @@ def value(config, key: str):
     return config
 
 
-# system, lines of its config, their translation; tests/golden/test_foreign_options.py has rows for each option
+# system, lines of its config, their translation; tests/golden/foreign_tables has rows for each option
 TRANSLATED = [
     # Surogate: options that are read together
     (
