@@ -82,7 +82,7 @@ def test_memory_and_waits_of_a_pipeline_are_in_the_readme(order, micro_batches):
 def test_predictions_count_a_chunk_in_the_ticks_in_which_a_stage_computes_one():
     kernels = [one for one in read_program(through_stages("1f1b", 8).hlo).launches if "flash_attention" in one.kind]
     assert len(kernels) == 5, "forward, thrice because of memory.remat, and the two of the backward pass"
-    assert {kernel.count for kernel in kernels} == {(8 + 4 - 1) * SIZES["8B"][1] // 4}, "14 ticks; 4 stages, 8 micro-batches"
+    assert {kernel.count for kernel in kernels} == {(8 + 4 - 1) * SIZES["8B"][1] // 4}, "of 14 ticks"
 
 
 def test_1f1b_holds_no_more_activations_of_more_micro_batches_and_fewer_than_gpipe():

@@ -125,6 +125,12 @@ _MODELS: dict[str, tuple[str, tuple[int, int, int, int, int, int, bool], dict[st
     "meta-llama/Llama-2-7b-hf": (
         "llama", (4096, 32, 11_008, 32, 32, 32_000, False), {"rope_theta": 1e4, "max_position_embeddings": 4096}
     ),
+    "meta-llama/Llama-2-13b-hf": (
+        "llama", (5120, 40, 13_824, 40, 40, 32_000, False), {"rope_theta": 1e4, "max_position_embeddings": 4096}
+    ),
+    "meta-llama/Llama-2-70b-hf": (
+        "llama", (8192, 80, 28_672, 64, 8, 32_000, False), {"rope_theta": 1e4, "max_position_embeddings": 4096}
+    ),
     "meta-llama/Llama-3.2-1B": (
         "llama", (2048, 16, 8192, 32, 8, 128_256, True), {"head_dim": 64, "rope_scaling": _LLAMA_3 | {"factor": 32.0}}
     ),

@@ -25,10 +25,13 @@ PARAMETERS = {
     "Qwen/Qwen2.5-32B": 32_763_876_352,
     "Qwen/Qwen2.5-72B": 72_706_203_648,
     "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "meta-llama/Llama-2-13b-hf": 13_015_864_320,
+    "meta-llama/Llama-2-70b-hf": 68_976_648_192,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "meta-llama/Llama-3.2-3B": 3_212_749_824,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
+    "meta-llama/Llama-3.1-405B-Instruct": 405_853_388_800,
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     "microsoft/phi-4": 14_659_507_200,
 }
