@@ -59,14 +59,10 @@ SEVERAL_DEVICES_OPTIONS: Options = {
     # estimate is high, and whether the compiled step fits is checked afterwards (training/memory.py).
     "xla_gpu_memory_limit_slop_factor": 110,
 }
-# If hosts exchange nothing but weights and gradients (FSDP_AXES). Activations are needed at once, and would wait behind
-# weights that are gathered early. Within a host, gathers are too quick to gain.
-SEVERAL_HOSTS_OPTIONS: Options = {
-    # So many collectives may have begun and not ended. With XLA's default of 1 the all-gather of a weight begins when
-    # the one before it has ended, and little work is left to hide it. They run one after another all the same, on one
-    # stream (https://github.com/openxla/xla/pull/17749). marin-community/marin trains on GPUs with 4, too.
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-}
+# So many collectives may have begun and not ended. With XLA's default of 1 the all-gather of a weight begins when the
+# one before it has ended, and little work is left to hide it. They run one after another all the same, on one stream
+# (https://github.com/openxla/xla/pull/17749). marin-community/marin trains on GPUs with 4.
+OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 FSDP_AXES = {"data", "fsdp"}
 DETERMINISTIC_OPTIONS: Options = {
     # Scatters and reductions without atomics, whose order differs from run to run. With this flag XLA also selects
@@ -94,11 +90,23 @@ def compiler_options(config: Config = Config()) -> Options:
         return {}
     mesh = jax.sharding.get_mesh()
     sharded = {axis for axis, size in mesh.shape.items() if size > 1}
-    options = GPU_OPTIONS | (SEVERAL_DEVICES_OPTIONS if sharded else {})
-    if sharded and sharded <= FSDP_AXES and multihost.count_hosts(mesh) > 1:
-        options |= SEVERAL_HOSTS_OPTIONS
+    options = dict(GPU_OPTIONS)
+    if sharded:
+        options |= SEVERAL_DEVICES_OPTIONS | {OVERLAP_LIMIT: _overlap_limit(mesh, sharded)}
     options |= (DETERMINISTIC_OPTIONS if config.train.deterministic else {}) | wanted
     return {name: value for name, value in options.items() if name not in flags}
+
+
+def _overlap_limit(mesh: jax.sharding.Mesh, sharded: set[str]) -> int:
+    """Return the overlap limit with which steps are predicted to be fastest.
+
+    Activations are needed at once, and would wait behind weights that are gathered early. In one host, gathers are
+    quick, and only those of experts gain.
+    """
+    several_hosts = multihost.count_hosts(mesh) > 1
+    if several_hosts and sharded <= FSDP_AXES:
+        return 4
+    return 2 if several_hosts or "tensor" not in sharded else 1
 
 
 # XLA's limits of how long GPUs wait for each other to begin: the threads of one process, while one of them waits for

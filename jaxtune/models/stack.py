@@ -30,7 +30,7 @@ from jaxtune.models.structure.layer_spec import Experts, FeedForward, Layer
 from jaxtune.models.structure.mixers import DeltaNet, Heads, Hybrid, Mamba2, ShortConv
 from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.models.structure.stack_spec import StackSpec
-from jaxtune.parallel.layout import GATHERED, P, by_residual, by_token
+from jaxtune.parallel.layout import GATHERED, P, by_residual, by_token, reduce_early, shards
 from jaxtune.parallel.offload import copy_to_device
 from jaxtune.parallel.random import dropout
 from jaxtune.precision.matmul import MAXIMA
@@ -96,16 +96,18 @@ class Block(nnx.Module):
         # reshard before each is then an all-gather, and the one in _add a reduce-scatter.
         normed, sums = x, {}
         if self.layer.mixer is not None:
-            normed = jax.reshard(_apply_norm(x, self.attention_norm), by_token(None))
+            normed = _apply_norm(x, self.attention_norm)
             y, cache = self._mix(normed, inputs, cache, call)
             x = self._add(x, y, self.attention_out_norm, call, "mixer")
         if self.mlp is not None:
             if self.layer.norms != "shared":  # "shared": the feed-forward takes the mixer's normed input (Cohere)
-                normed = jax.reshard(_apply_norm(x, self.mlp_norm), by_token(None))
-            if isinstance(self.mlp, MLP):
-                y = self.mlp(normed, call)
+                normed = _apply_norm(x, self.mlp_norm)
+            normed, mlp = _reduce_early(normed, self.mlp)
+            normed = jax.reshard(normed, by_token(None))
+            if isinstance(mlp, MLP):
+                y = mlp(normed, call)
             else:
-                y, sums = self.mlp(normed, call, inputs.valid, x, inputs.routed_experts, inputs.visual)
+                y, sums = mlp(normed, call, inputs.valid, x, inputs.routed_experts, inputs.visual)
             x = self._add(x, y, self.mlp_out_norm, call, "feed-forward")
         if self.embedding_gate is not None and inputs.layer_embeddings is not None:
             y = self.embedding_gate(jax.reshard(x, by_token(None)), inputs.layer_embeddings, call)
@@ -118,18 +120,18 @@ class Block(nnx.Module):
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: CacheSlot | None, call: ForwardOptions
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return the output of the layer's mixer, or the sum of two, and the cache; a cache of two is a pair."""
-        hybrid = self.layer.mixer
+        x, attention = _reduce_early(x, self.attention)
+        x, recurrent = _reduce_early(x, self.delta_net or self.mamba or self.short_conv)
+        x, hybrid = jax.reshard(x, by_token(None)), self.layer.mixer
         if not isinstance(hybrid, Hybrid):
-            mixer: Any = self.attention or self.delta_net or self.mamba or self.short_conv  # one is set
-            if self.attention is not None or cache is None:
-                return mixer(x, inputs, cache, call)
-            y, own = mixer(x, inputs, cache.read(), call)
-            return y, cache.write(own)
-        assert self.attention is not None and self.mamba is not None
+            if recurrent is None:
+                return attention(x, inputs, cache, call)
+            y, memory = recurrent(x, inputs, cache and cache.read(), call)
+            return y, cache and cache.write(memory)
         (into, out), (into_mamba, out_mamba) = hybrid.attention_factors, hybrid.mamba_factors
         of_attention, of_mamba = (None, None) if cache is None else (cache.part(0), cache.part(1))
-        y, keys_and_values = self.attention(scale(x, into), inputs, of_attention, call)
-        z, memory = self.mamba(scale(x, into_mamba), inputs, of_mamba and of_mamba.read(), call)
+        y, keys_and_values = attention(scale(x, into), inputs, of_attention, call)
+        z, memory = recurrent(scale(x, into_mamba), inputs, of_mamba and of_mamba.read(), call)
         memory = of_mamba and of_mamba.write(memory)
         return scale(z, out_mamba) + scale(y, out), (keys_and_values, memory)
 
@@ -185,6 +187,18 @@ def _feed_forward(spec: ModelSpec, layer: Layer, slot: FeedForward | Experts | N
         case Experts():
             return ExpertsLayer(spec, layer, slot)
     return None
+
+
+def _reduce_early(x: Array, module: Any) -> tuple[Array, Any]:
+    """`layout.reduce_early` with the weights of a module, without its adapters, whose gradients are small.
+
+    With tensor parallelism nothing changes: there, products of weights' gradients hide the reduce-scatters of x's.
+    """
+    if module is None or shards(("tensor",), jax.sharding.get_abstract_mesh()) > 1:
+        return x, module
+    graph, adapters, weights = nnx.split(module, nnx.LoRAParam, ...)
+    x, weights = reduce_early(x, weights)
+    return x, nnx.merge(graph, adapters, weights)
 
 
 def _apply_norm(x: Array, norm: NormLayer | None) -> Array:

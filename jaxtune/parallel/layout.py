@@ -8,6 +8,8 @@ Imports nothing from jaxtune, so that models may import it.
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
+from functools import partial
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -174,6 +176,39 @@ def gather(weight: Array, stacked: int = 0) -> Array:
     entries = tuple(jax.typeof(weight).sharding.spec)
     whole = jax.reshard(weight, P(*entries[:stacked], *map(drop_gathered_axes, entries[stacked:])))
     return checkpoint_name(whole, GATHERED)
+
+
+def reduce_early(x: Array, weights: Any) -> tuple[Array, Any]:
+    """Return x and the weights, before they are gathered, of the layers that compute with x; both are unchanged.
+
+    In the backward pass, x's gradient waits until the gradients of the weights that are trained are reduce-scattered.
+    Nothing else there needs them. XLA would postpone their products to the end of the block, where no work is left that
+    hides the reduce-scatters.
+    """
+    specs = [jax.typeof(weight).sharding.spec for weight in jax.tree.leaves(weights)]
+    if all(drop_gathered_axes(entry) == entry for spec in specs for entry in spec):
+        return x, weights  # nothing is gathered, so nothing is reduce-scattered
+    return _reduce_early(x, weights)
+
+
+@jax.custom_jvp
+def _reduce_early(x: Array, weights: Any) -> tuple[Array, Any]:
+    return x, weights
+
+
+@partial(_reduce_early.defjvp, symbolic_zeros=True)
+def _reduce_early_jvp(primals: tuple[Array, Any], tangents: tuple[Array, Any]) -> tuple[Any, Any]:
+    (dx, *dws), tree = jax.tree.flatten(tangents)
+    # A frozen weight keeps its symbolic zero, without which its gradient would be computed.
+    waiting = {n: dw for n, dw in enumerate(dws) if not _is_zero(dw)}
+    if waiting and not _is_zero(dx):
+        # The transpose of this barrier is a barrier of the gradients.
+        dx, waiting = jax.lax.optimization_barrier((dx, waiting))
+    return primals, jax.tree.unflatten(tree, (dx, *(waiting.get(n, dw) for n, dw in enumerate(dws))))
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
 
 
 @jax.named_scope("collectives")

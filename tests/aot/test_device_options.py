@@ -12,8 +12,8 @@ from jaxtune.config.schema import Config, DeviceOptions
 from jaxtune.errors import UserError
 from jaxtune.host.process import (
     GPU_OPTIONS,
+    OVERLAP_LIMIT,
     SEVERAL_DEVICES_OPTIONS,
-    SEVERAL_HOSTS_OPTIONS,
     compiler_options,
 )
 from jaxtune.parallel.mesh import make_mesh
@@ -55,17 +55,18 @@ def test_cuda_graphs_are_of_a_layer_or_none(mesh, command_buffers):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "gpus", "axes", "more"),
+    ("hosts", "gpus", "axes", "limit"),
     [
-        (1, 8, {}, SEVERAL_DEVICES_OPTIONS),
-        (2, 8, {"data": 2}, SEVERAL_DEVICES_OPTIONS | SEVERAL_HOSTS_OPTIONS),
-        (2, 8, {"tensor": 8}, SEVERAL_DEVICES_OPTIONS),
-        (2, 1, {"context": 2}, SEVERAL_DEVICES_OPTIONS),
+        (1, 8, {}, 2),
+        (1, 8, {"tensor": 8}, 1),
+        (2, 8, {"data": 2}, 4),
+        (2, 8, {"tensor": 8}, 2),
+        (2, 1, {"context": 2}, 2),
     ],
 )
-def test_gathers_of_weights_begin_early_only_if_no_host_waits_for_anything_else(hosts, gpus, axes, more):
+def test_more_weights_are_gathered_early_the_less_waits_for_them(hosts, gpus, axes, limit):
     make_mesh(MeshOptions(**axes), aot.devices("h100", hosts, gpus))
-    assert compiler_options() == GPU_OPTIONS | more
+    assert compiler_options() == GPU_OPTIONS | SEVERAL_DEVICES_OPTIONS | {OVERLAP_LIMIT: limit}
 
 
 def test_what_the_user_says_in_xla_flags_is_not_contradicted(mesh, monkeypatch):
