@@ -319,7 +319,7 @@ def ernie_offload(o: Options) -> Settings:
 
 def ernie_save(o: Options) -> Settings:
     """Checkpoints by steps, by epochs, or never."""
-    return saves_of(o["save_strategy"], o.get("save_steps", 0))
+    return saves_of(o["save_strategy"], o["save_steps"])
 
 
 CONVERSIONS = conversions_of(vars(), "ernie")
