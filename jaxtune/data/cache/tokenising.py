@@ -278,11 +278,10 @@ def _cut(unit: Unit, most: int, way: Literal["delete", "left", "right", "split"]
     if way == "delete" or _has_images(unit) or (way == "split" and len(unit.documents) > 1):  # an image is never cut
         return []
     if way == "split":
-        (document,) = unit.documents
-        starts = range(0, len(document.tokens), most)
         cut = [
             (Encoded(document.tokens[start : start + most], document.loss_weights[start : start + most]),)
-            for start in starts
+            for document in unit.documents
+            for start in range(0, len(document.tokens), most)
         ]
     else:
         cut = [tuple(cut_document(document, most, way) for document in unit.documents)]
