@@ -445,6 +445,8 @@ def _convert(value: Any, annotation: Any) -> Any:
     elif origin is Literal:
         if any(type(value) is type(allowed) and value == allowed for allowed in arguments):
             return value
+        if value is False and "off" in arguments:  # YAML 1.1, which PyYAML reads, has `off` as false
+            return "off"
     elif origin is tuple:
         if isinstance(value, list | tuple):
             return tuple(_convert(item, arguments[0]) for item in value)

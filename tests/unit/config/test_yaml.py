@@ -40,6 +40,11 @@ def test_options_stand_in_sections_or_with_dots_and_numbers_as_people_write_them
     assert config.data.datasets[0].type == "conversation" and config.data.datasets[1].split == "train"
 
 
+def test_an_unquoted_off_is_the_word():
+    config = resolve_text("base: qwen_lora:my/model\nmemory.check: off\ndevice: {command_buffers: off}\n")
+    assert config.memory.check == config.device.command_buffers == "off"
+
+
 def test_what_two_sections_share_is_written_once():
     config = resolve_text(
         "base: qwen_lora:my/model\nlora: &few {rank: 4}\n<<: {lora.alpha: 3}\noptim: {<<: {beta1: 0.5}}\n"
