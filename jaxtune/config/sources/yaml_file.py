@@ -146,9 +146,9 @@ def _below(
                 raise yaml.MarkedYAMLError(problem="a key is not text: quote {{...}}", problem_mark=key.start_mark)
             inner = f"{name}.{key.value}" if name else key.value
             lines[inner] = key.start_mark.line + 1
-            first = keys.setdefault(key.value, lines[inner])
-            if first != lines[inner]:
-                repeated[inner] = first, lines[inner]
+            if key.value in keys:
+                repeated[inner] = keys[key.value], lines[inner]
+            keys.setdefault(key.value, lines[inner])
             yield inner, value
     elif isinstance(node, yaml.SequenceNode):
         yield from ((f"{name}[{i}]", item) for i, item in enumerate(node.value))

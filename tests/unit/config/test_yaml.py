@@ -88,6 +88,7 @@ def test_what_a_file_makes_moot_of_its_base_is_a_note_and_its_own_values_are_not
         ),
         ("optim: {lr: 1\n", "my.yaml, line 2: expected ',' or '}'"),
         ("optim: {lr: 1}\noptim: {lr: 2}\n", "my.yaml, line 2: optim is written twice"),
+        ("optim: {lr: 1, lr: 2}\n", "my.yaml, line 1: lr is written twice"),
         ("base: qwen_lora\nlora: {rank: 4}\nlora.rank: 8\n", "line 3: lora.rank is written twice"),
         ("- a\n", "my.yaml: expected options with values"),
         ("base: my.yaml\n", "my.yaml, line 1: base = 'my.yaml': a recipe cannot start from itself"),
