@@ -70,8 +70,9 @@ def read_flags(
         suggestion = _suggestion(error.flagname, values, with_config, arguments)
         raise UserError(f"--{error.flagname}: no such flag; {suggestion}") from error
     except (flags.Error, ValueError) as error:
-        missing = re.fullmatch(r"flag --([\w-]+)=None: .*", str(error))
-        raise UserError(f"--{missing[1]}=... is missing; --help tells more" if missing else str(error)) from error
+        missing = re.findall(r"^flag --([\w-]+)=None: ", str(error), re.MULTILINE)
+        lines = [f"--{name}=... is missing: {values[name].help}" for name in missing]
+        raise UserError("\n".join(lines) or str(error)) from error
     return words, arguments, settings
 
 

@@ -103,7 +103,9 @@ def _train(
     with goodput.measure("compile"):
         before = {} if saved is None else saved.record
         program, compiled, chosen = memory.compile_fitting_step(config, program, mesh, before, held)
-        record |= {"remat": chosen.remat, "unroll": bool(chosen.unroll)}
+        compiled_as = {"remat": chosen.remat, "unroll": bool(chosen.unroll)}
+        memory.warn_changed(before, compiled_as)
+        record |= compiled_as
     model = program.model
     inputs = add_scores(inputs, config, model, mesh, goodput)  # of a reference or a teacher: no step runs these
     feed = inputs.feed

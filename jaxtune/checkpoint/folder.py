@@ -22,6 +22,11 @@ def is_checkpoint(folder: Path, step: int) -> bool:
     return (folder / str(step) / manifest.MANIFEST).is_file()
 
 
+def unfinished_steps(folder: Path) -> list[int]:
+    """Return the steps that have a folder without a manifest, ascending."""
+    return sorted({int(path.name) for path in _paths_like(folder, r"\d+")} - set(steps(folder)))
+
+
 def find_newest_good(
     folder: Path, step: int | None, verify: Callable[[int], list[str]], whole: bool = True
 ) -> int | None:
@@ -43,7 +48,7 @@ def find_newest_good(
         raise UserError(f"{folder} has no checkpoint of step {step}, only of {available or 'no step'}")
     # Leftovers before a finished checkpoint cost nothing. A later one is training that is lost, and the user should
     # know.
-    for unfinished in sorted({int(path.name) for path in _paths_like(folder, r"\d+")} - set(available)):
+    for unfinished in unfinished_steps(folder):
         if whole and step is None and unfinished > max(available, default=-1):
             logger.warning("checkpoint %d in %s has no %s, so it is not used", unfinished, folder, manifest.MANIFEST)
     for candidate in [step] if step is not None else reversed(available):
@@ -58,7 +63,7 @@ def find_newest_good(
             raise UserError(f"{damage}; ckpt.resume='auto' takes the newest good one")
         logger.warning("%s; trying an older one", damage)
     if available:
-        raise UserError(f"all checkpoints in {folder} are damaged; to start afresh, remove them")
+        raise UserError(f"all checkpoints in {folder} are damaged; to start afresh, set --config.ckpt.resume=overwrite")
     return None
 
 

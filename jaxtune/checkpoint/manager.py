@@ -4,13 +4,14 @@ A checkpoint is the folder `<folder>/<step>`: arrays written by Orbax, `host.jso
 last. A folder without a manifest is left over from an interrupted save, and the next save removes it.
 """
 
+import contextlib
 import itertools
 import json
 import logging
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,10 +64,17 @@ class CheckpointManager:
     Several processes must call the same methods in the same order on one shared folder. Each writes and
     hashes its own shards, and verifies a share of the files. Only process 0 writes `host.json` and the manifest,
     removes, and decides which step to restore. Nothing is removed before the first save, so that a process that only
-    reads does not disturb a run. `mirror`, which only process 0 has, is updated after each save.
+    reads does not disturb a run. `mirror`, which only process 0 has, is updated after each save. `note`, which may
+    raise OSError, is called in process 0 with the step of each checkpoint that is complete.
     """
 
-    def __init__(self, folder: Path, keep_last: int = 2, mirror: Mirror | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int = 2,
+        mirror: Mirror | None = None,
+        note: Callable[[int], None] = lambda step: None,
+    ):
         if keep_last < 1:
             raise UserError(f"ckpt.keep_last is {keep_last}; at least 1 checkpoint must be kept")
         logging.getLogger("absl").addFilter(_not_orbax_noise)
@@ -80,6 +88,7 @@ class CheckpointManager:
         self._failure: str | None = None
         # One thread is enough: `save` waits for the save before it.
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._note = note
         self._mirror = mirror
         if mirror is not None:
             mirror.released = self._retire  # a checkpoint is not removed while the mirror copies it
@@ -305,6 +314,8 @@ class CheckpointManager:
         # A new checkpoint counts as verified: its checksums were taken from the files on disk a moment ago.
         self._verified = set(sorted(self._verified | {step})[-self._keep_last :])
         if primary:
+            with contextlib.suppress(OSError):  # the checkpoint is complete all the same
+                self._note(step)
             self._retire()
         if self._mirror is not None:
             self._mirror.update()

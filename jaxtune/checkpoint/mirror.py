@@ -90,7 +90,9 @@ class Mirror:
             # Otherwise the damaged one would be the newest of the run's folder.
             checkpoint_folder.remove(self._checkpoints, candidate)
         if available:
-            raise UserError(f"all checkpoints in {self.remote.url} are damaged; to start afresh, remove them")
+            raise UserError(
+                f"all checkpoints in {self.remote.url} are damaged; to start afresh, set --config.ckpt.resume=overwrite"
+            )
         return None
 
     def clear(self) -> None:

@@ -398,7 +398,8 @@ def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> A
                 fields[name] = _convert(option_rules.entries_of(value, rule.metadata["unit"]), annotation)
             except TypeError:
                 meaning = rule.metadata["doc"]
-                expected = keys.describe(annotation)
+                expected = {bool: "True or False", bool | None: "True, False or None"}.get(annotation)
+                expected = expected or keys.describe(annotation)
                 if _is_infinite_or_nan(value):
                     expected = f"a finite {expected}"
                 elif isinstance(value, str) and annotation == tuple[str, ...]:
@@ -445,6 +446,8 @@ def _convert(value: Any, annotation: Any) -> Any:
     elif origin is Literal:
         if any(type(value) is type(allowed) and value == allowed for allowed in arguments):
             return value
+        if value is False and "off" in arguments:  # YAML 1.1, which PyYAML reads, has `off` as false
+            return "off"
     elif origin is tuple:
         if isinstance(value, list | tuple):
             return tuple(_convert(item, arguments[0]) for item in value)
@@ -467,7 +470,7 @@ def from_text(text: str, annotation: Any) -> Any:
     """
     if text == "None":
         return None
-    if annotation is bool and text.lower() in _TRUTH:
+    if annotation in (bool, bool | None) and text.lower() in _TRUTH:
         return _TRUTH[text.lower()]
     if keys.entry_type(annotation) is not None:
         with contextlib.suppress(ValueError, SyntaxError):

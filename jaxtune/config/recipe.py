@@ -240,7 +240,7 @@ def _system_of(written: yaml_file.YamlFile, path: str) -> str | None:
 
 def _refuse_repeats(written: yaml_file.YamlFile, path: str) -> None:
     """Raise UserError for a key that is written twice, which other systems allow."""
-    for key, line in written.repeated.items():
+    for key, (_, line) in written.repeated.items():
         raise UserError(f"{path}, line {line}: {key.rpartition('.')[2]} is written twice")
 
 

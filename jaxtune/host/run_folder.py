@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import reprlib
 import shlex
 import time
@@ -19,6 +20,19 @@ from jaxtune.monitor import metrics
 
 
 @dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that a run has completed.
+
+    Attributes:
+        step: its step.
+        folder: the checkpoints' folder at that time, links resolved.
+    """
+
+    step: int
+    folder: str
+
+
+@dataclass(frozen=True)
 class RunFolder:
     """The folder <train.output_dir>/<train.run_name> and the files in it."""
 
@@ -33,6 +47,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """The checkpoints, one folder per saved step."""
         return self.path / "checkpoints"
+
+    @property
+    def last_checkpoint(self) -> Path:
+        """The newest complete checkpoint (`SavedCheckpoint`), as JSON: what tells a lost one from none."""
+        return self.path / "last_checkpoint.json"
 
     @property
     def metrics(self) -> Path:
@@ -108,6 +127,20 @@ class RunFolder:
     def read_counts(self) -> Counts | None:
         """Read the recorded counts; None for a stream. Raises UserError for a damaged file."""
         return read_fields(self.counts, Counts) if self.counts.is_file() else None
+
+    def note_checkpoint(self, step: int) -> None:
+        """Record that the checkpoint of `step` is complete."""
+        saved = SavedCheckpoint(step, str(self.checkpoints.resolve()))
+        part = self.last_checkpoint.with_name("last_checkpoint.json.partial")
+        with part.open("w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(saved), file)
+            file.flush()
+            os.fsync(file.fileno())  # a crash leaves the old record or the new one
+        part.replace(self.last_checkpoint)
+
+    def read_last_checkpoint(self) -> SavedCheckpoint | None:
+        """Read the record of the newest complete checkpoint; None if no save has ended. Raises UserError if damaged."""
+        return read_fields(self.last_checkpoint, SavedCheckpoint) if self.last_checkpoint.is_file() else None
 
     def add_sample(self, step: int, prompt: str, text: str) -> None:
         """Append a sample of the model at a step: its text and the prompt that the text begins with."""

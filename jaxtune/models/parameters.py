@@ -211,6 +211,7 @@ def draw_parameter(parameter: Parameter, key: Array) -> Array:
     return jax.vmap(draw)(keys)
 
 
-def count(parameters: Mapping[str, Parameter]) -> int:
-    """Return the total number of elements."""
-    return sum(math.prod(parameter.shape) for parameter in parameters.values())
+def count(parameters: Mapping[str, Parameter], spec: ModelSpec) -> int:
+    """Return the total number of elements, without the rows that pad the vocabulary of `spec`."""
+    size = {"vocabulary": spec.vocabulary}
+    return sum(math.prod(size.get(axis or "", n) for n, axis in zip(p.shape, p.axes)) for p in parameters.values())

@@ -28,6 +28,13 @@ def make_mesh(
         sizes[free[0]] = len(devices) // known
     if math.prod(sizes[axis] for axis in AXES) != len(devices):
         wanted = ", ".join(f"mesh.{axis}={sizes[axis]}" for axis in AXES if sizes[axis] != 1)
+        if free and known > 0:
+            parts = " * ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size not in (1, -1))
+            fits = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]
+            raise UserError(
+                f"{parts} does not divide the {len(devices)} devices, of which mesh.{free[0]}=-1 takes the rest; these "
+                f"would: {fits}"
+            )
         others = [axis for axis in AXES if sizes[axis] != 1 and axis != "fsdp"]
         flags = " ".join(["--config.mesh.fsdp=-1", *(f"--config.mesh.{axis}=1" for axis in others)])
         raise UserError(

@@ -272,13 +272,16 @@ def _memory(
         "teacher": teacher,
     }
     sizes["batch and scales"] = max(0, need.state - sum(sizes.values()))
-    # The compiler reports temporaries as one number; gradients and residuals are its parts that shapes tell.
+    # The compiler reports temporaries as one number; gradients and residuals are its parts that shapes tell. Unrolled
+    # layers keep their residuals in no stack that could be told from other temporaries.
     dtype = jax.numpy.dtype(config.precision.gradient_dtype)
     trained = jax.tree.leaves(abstract(model.trained))
     gradients = sum(memory.shard_bytes(jax.ShapeDtypeStruct(p.shape, dtype, sharding=p.sharding)) for p in trained)
     sizes["gradients"] = min(gradients, need.temporaries)
-    sizes["residuals"] = min(int(program.residuals), need.temporaries - sizes["gradients"])
-    sizes["temporaries"] = need.temporaries - sizes["gradients"] - sizes["residuals"]
+    rest = need.temporaries - sizes["gradients"]
+    residuals = 0 if config.memory.unroll else min(int(program.residuals), rest)
+    both = "residuals, temporaries" if config.memory.unroll else "temporaries"
+    sizes |= {"residuals": residuals, both: rest - residuals}
     sizes["more for sampling"] = sampling
     sizes |= {"host, checkpoint": need.saved, "host, offloaded": need.offloaded}
     return {name: size for name, size in sizes.items() if size}

@@ -118,21 +118,22 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _head(plan: Plan) -> list[str]:
-    where, train = plan.where, plan.config.train
+    where, train, memory = plan.where, plan.config.train, plan.config.memory
     count = f"{where.hosts} hosts x {where.gpus}" if where.hosts > 1 else f"{where.gpus}"
     return [
         f"{plan.config.model.path} on {count} x {GPUS[where.gpu].kind}, "
         f"{train.micro_batch_size} x {plan.config.data.seq_len} tokens per micro-batch, {train.grad_accum_steps} "
-        f"micro-batches, {plan.tokens:,} tokens per step; memory.remat={plan.config.memory.remat}"
+        f"micro-batches, {plan.tokens:,} tokens per step; memory.remat={memory.remat} "
+        f"memory.unroll={bool(memory.unroll)}"
     ]
 
 
 def _memory(plan: Plan) -> list[str]:
     on_gpu = {name: size for name, size in plan.memory.items() if not name.startswith("host")}
-    lines = [f"  {name:<20}{size_in_gb(size):>9}" for name, size in on_gpu.items()]
+    lines = [f"  {name:<23}{size_in_gb(size):>9}" for name, size in on_gpu.items()]
     verdict = _verdict(plan).replace("does not fit", "DOES NOT FIT")
-    lines += [f"  {'total':<20}{size_in_gb(plan.needed):>9} of {size_in_gb(plan.limit)}: {verdict}"]
-    lines += [f"  {name:<20}{size_in_gb(size):>9}" for name, size in plan.memory.items() if name not in on_gpu]
+    lines += [f"  {'total':<23}{size_in_gb(plan.needed):>9} of {size_in_gb(plan.limit)}: {verdict}"]
+    lines += [f"  {name:<23}{size_in_gb(size):>9}" for name, size in plan.memory.items() if name not in on_gpu]
     return ["memory per GPU, according to the compiler", *lines]
 
 

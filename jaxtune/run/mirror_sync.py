@@ -58,7 +58,7 @@ def fetch(config: Config, folder: RunFolder, mirror: Mirror | None, checkpoints:
 
     def check_and_fetch() -> None:
         assert mirror is not None
-        remote, local = _steps(mirror), checkpoints.steps()
+        remote, local = steps(mirror), checkpoints.steps()
         if remote and config.ckpt.resume == "never":
             raise UserError(
                 f"{mirror.remote.url} holds a run and ckpt.resume is 'never'; choose another --config.train.run_name"
@@ -96,7 +96,8 @@ def remove_overwritten(config: Config, mirror: Mirror | None) -> None:
         process.on_main(clear)
 
 
-def _steps(mirror: Mirror) -> list[int]:
+def steps(mirror: Mirror) -> list[int]:
+    """The steps of the mirror's complete checkpoints, ascending. Raises UserError if it cannot be read."""
     try:
         return mirror.steps()
     except Exception as error:  # each file system raises its own types

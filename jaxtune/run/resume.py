@@ -10,7 +10,9 @@ from typing import Any
 import jax
 
 from jaxtune.checkpoint import CheckpointManager, fingerprint, verify_fingerprint
+from jaxtune.checkpoint.folder import steps, unfinished_steps
 from jaxtune.checkpoint.manager import HOST_FILE
+from jaxtune.checkpoint.manifest import MANIFEST
 from jaxtune.checkpoint.mirror import Mirror
 from jaxtune.config import from_json, to_json
 from jaxtune.config.differences import differences
@@ -18,9 +20,11 @@ from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config, TrainOptions
 from jaxtune.data import Counts, Feed, PromptFeed
 from jaxtune.errors import UserError, hide_secrets
+from jaxtune.host import process
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.models.decoder import Parameters
 from jaxtune.models.parameters import abstract
+from jaxtune.monitor import metrics
 from jaxtune.parallel import multihost
 from jaxtune.run import mirror_sync
 from jaxtune.run.best import BestTracker
@@ -67,6 +71,39 @@ class Saved:
         return f"it has {step} steps, and {goal}"
 
 
+def check_not_lost(config: Config, folder: RunFolder, mirror: Mirror | None) -> None:
+    """Raise UserError if the run has saved a checkpoint, and neither its folder nor the mirror has one any more.
+
+    Otherwise the run would start afresh and replace its metrics and export. If no save has ended, it may do so; a
+    warning says how many steps are lost. Only process 0 may call it, as only process 0 has the mirror.
+    """
+    place = folder.checkpoints
+    if config.ckpt.dir is not None and not place.exists():  # the link to it is made later, or is lost
+        place = Path(config.ckpt.dir).absolute() / folder.path.name
+    if config.ckpt.resume == "overwrite" or steps(place) or (mirror is not None and mirror_sync.steps(mirror)):
+        return
+    is_dangling = place.is_symlink() and not place.exists()
+    unfinished = ", ".join(map(str, unfinished_steps(place)))
+    if is_dangling:
+        found = f"{place} is a link to {place.readlink()}, which is not there"
+    elif not place.exists():
+        found = f"{place} is not there"
+    else:
+        found = f"{place} has only {unfinished} without {MANIFEST}" if unfinished else f"{place} is empty"
+    saved = folder.read_last_checkpoint()
+    if saved is not None or is_dangling:
+        what = "" if saved is None else f"{folder.path} saved a checkpoint of step {saved.step} in {saved.folder}, but "
+        raise UserError(
+            f"{what}{found}, so the run cannot continue. Restore the checkpoints, mount their disk, or name their new "
+            "place (--config.ckpt.dir); to start again from step 0, choose another --config.train.run_name, or set "
+            "--config.ckpt.resume=overwrite, which removes what this run has left"
+        )
+    rows = metrics.read_rows(folder.metrics) if folder.metrics.is_file() else []
+    taken = rows[-1]["step"] if rows else 0
+    if taken and config.ckpt.start is None and not isinstance(config.ckpt.resume, int):
+        log.warning("starting again from step 0: %s took %d steps and has no complete checkpoint", folder.path, taken)
+
+
 def link_checkpoints(config: Config, folder: RunFolder) -> None:
     """With ckpt.dir, make <run>/checkpoints a link to the run's folder there; that folder is created if missing.
 
@@ -90,10 +127,12 @@ def link_checkpoints(config: Config, folder: RunFolder) -> None:
 def open_checkpoints(config: Config, folder: RunFolder, mirror: Mirror | None) -> CheckpointManager:
     """Open the run's checkpoints, where ckpt.dir puts them; if there are none, the mirror's are fetched.
 
-    Raises UserError as `link_checkpoints` and `mirror_sync.fetch`.
+    Raises UserError as `check_not_lost`, `link_checkpoints` and `mirror_sync.fetch`.
     """
+    # Before a folder is made for the link: its disk may not be mounted.
+    process.on_main(lambda: check_not_lost(config, folder, mirror))
     link_checkpoints(config, folder)
-    checkpoints = CheckpointManager(folder.checkpoints, config.ckpt.keep_last, mirror)
+    checkpoints = CheckpointManager(folder.checkpoints, config.ckpt.keep_last, mirror, folder.note_checkpoint)
     mirror_sync.fetch(config, folder, mirror, checkpoints)
     return checkpoints
 
@@ -203,13 +242,21 @@ def begin(config: Config, folder: RunFolder, counts: Counts | None) -> None:
     """
     with multihost.write_together(folder.path):
         if multihost.is_main():
-            for path in (folder.checkpoints, folder.export) if config.ckpt.resume == "overwrite" else ():
-                if path.exists():
-                    log.info("removing %s (ckpt.resume='overwrite')", path)
-                    shutil.rmtree(path.resolve())  # rmtree refuses a link
-                    if path.is_symlink():
-                        path.resolve().mkdir()  # the target of a link must exist
+            if config.ckpt.resume == "overwrite":
+                _remove_results(folder)
             folder.write_records(config, counts)
+
+
+def _remove_results(folder: RunFolder) -> None:
+    folder.last_checkpoint.unlink(missing_ok=True)  # first: without it a killed process only has less to remove
+    for path in (folder.checkpoints, folder.export):
+        if path.exists():
+            log.info("removing %s (ckpt.resume='overwrite')", path)
+            shutil.rmtree(path.resolve())  # rmtree refuses a link
+            if path.is_symlink():
+                path.resolve().mkdir()  # the target of a link must exist
+        elif path.is_symlink():
+            path.unlink()  # its target is gone
 
 
 def record(config: Config, model: Model, feed: Feed | PromptFeed) -> dict[str, Any]:

@@ -124,6 +124,15 @@ def continuing(allowed: tuple[Config, ...], before: Mapping[str, Any]) -> tuple[
     return allowed if before.get("unroll") or not looped else tuple(looped)
 
 
+def warn_changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn if a resumed run rounds differently: "remat" or "unroll" differ between its checkpoint and now."""
+    for name in now:
+        if name in before and before[name] != now[name]:
+            log.warning(
+                "memory.%s was %r and is %r now: losses round differently from here on", name, before[name], now[name]
+            )
+
+
 def _with_memory(config: Config, **options: Any) -> Config:
     return dataclasses.replace(config, memory=dataclasses.replace(config.memory, **options))
 

@@ -54,11 +54,11 @@ def describe_layout(model: Model, mesh: jax.sharding.Mesh) -> str:
         arrays = jax.tree.leaves(abstract(model.quantized))
         size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)  # bytes, with the scales
         kinds = ", ".join(sorted({p.treatment.stored.elements for p in model.quantized.values()}))
-        stored = f", {count(model.quantized):,} of them frozen in {kinds}: {format_bytes(size)}"
+        stored = f", {count(model.quantized, model.spec):,} of them frozen in {kinds}: {format_bytes(size)}"
     layers = f"{len(model.spec.layers)} layers"
     if model.spec.mtp:
         layers += f" and {format_count(len(model.spec.mtp), 'module')} for further tokens"
     return (
-        f"{model.spec.family}, {layers}, {count(model.parameters):,} parameters{stored}, "
-        f"{count(model.trained):,} trained; {where}"
+        f"{model.spec.family}, {layers}, {count(model.parameters, model.spec):,} parameters{stored}, "
+        f"{count(model.trained, model.spec):,} trained; {where}"
     )

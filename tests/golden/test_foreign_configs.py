@@ -63,6 +63,12 @@ def test_every_row_of_a_table_leads_somewhere(dialect):
 
 
 @pytest.mark.parametrize("dialect", foreign.DIALECTS)
+def test_an_option_contradicts_options_of_the_table(dialect):
+    for name, row, _ in rows(foreign.table(dialect)):
+        assert {*row.not_with} <= foreign.table(dialect).keys() - {name}, name
+
+
+@pytest.mark.parametrize("dialect", foreign.DIALECTS)
 def test_any_value_of_an_option_is_translated_or_answered(dialect):
     """No traceback, whatever the value: a word, a list, a section, a number, a switch or nothing."""
     for name, _, prefix in rows(foreign.table(dialect)):

@@ -160,6 +160,7 @@ def test_a_flipped_bit_falls_back_to_the_step_before(uninterrupted):
     damaged.write_bytes(content)
     output = call("jaxtune.train", *flags, "--config.train.max_steps=13", "--config.export.at_end=False")
     assert damaged.name in output and "resumed from step 8" in output
+    assert '"step": 13' in (folder / "runs" / "flipped" / "last_checkpoint.json").read_text()
 
 
 def test_steps_that_are_not_finite_are_shown_skipped_and_end_the_run(uninterrupted):

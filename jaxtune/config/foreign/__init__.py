@@ -9,6 +9,7 @@ others    with `values`: pass other values through unchanged; without it, other 
 convert   the function that translates it, possibly together with other options, in a Python module of the system
 like      an example value, if there is no default that shows the type that `convert` can read
 entries   our list of datasets that this list of datasets becomes; `of` is the table of an entry
+not_with  options that this one contradicts, unless one of the two is off (false, 0) or auto
 present   the option has no value: only its presence counts
 reason    why it has no meaning here, and what happens instead
 later     the unsupported feature; an error unless the value is the default
@@ -75,6 +76,7 @@ class ForeignOption:
     like: Any = None
     entries: str = ""
     of: Mapping[str, "ForeignOption"] = field(default_factory=dict)
+    not_with: list[str] = field(default_factory=list)
     present: bool = False
     reason: str = ""
     later: str = ""
@@ -176,7 +178,8 @@ def recognise(values: Mapping[str, Any], name: str) -> str | None:
 def translate(written: yaml_file.YamlFile, dialect: str) -> Translation:
     """Translate every option of a file, and the defaults of its system, to our options."""
     lines = list(_lines(written.values, table(dialect), DIALECTS[dialect]))
-    lines += _contradictions(lines)
+    lines += _contradictions(lines, written)
+    lines += _exclusions(written, table(dialect))
     lines += _repeats(written)
     problems = []
     # A conversion that reads several options fails once per option: blame the options that the file states.
@@ -384,28 +387,37 @@ def _translate_value(row: ForeignOption, value: Any, options: Mapping[str, Any])
     return settings, row.note or ("" if settings else DEFAULT), False
 
 
-def _contradictions(lines: list[Line]) -> list[Line]:
+def _contradictions(lines: list[Line], written: yaml_file.YamlFile) -> list[Line]:
     """Return a line for each option whose settings contradict an earlier option."""
     errors, seen = [], {}
     for line in lines:
         for key, value in line.settings.items() if line.stated else ():
             first, before = seen.setdefault(key, (line.option, value))
             if before != value:
-                errors.append(
-                    Line(line.option, line.value, True, {}, f"{first} already sets {key} to {before!r}", wrong=True)
-                )
+                text = f"{first} (line {written.line(first)}) already sets {key} to {before!r}"
+                errors.append(Line(line.option, line.value, True, {}, text, wrong=True))
     return errors
+
+
+def _exclusions(written: yaml_file.YamlFile, table: Mapping[str, ForeignOption]) -> Iterator[Line]:
+    """Yield an error for each option of the file that contradicts another one (`not_with`)."""
+    values = {name: value for name, value in _flat(written.values, table).items() if value and value != "auto"}
+    for name, row in table.items():
+        for other in row.not_with:
+            if name in values and other in values:
+                text = f"contradicts {other} = {values[other]!r} (line {written.line(other)})"
+                yield Line(name, values[name], True, {}, text, wrong=True)
 
 
 def _repeats(written: yaml_file.YamlFile) -> Iterator[Line]:
     """Yield a note for each key that is written twice: PyYAML, with which these systems read files, takes the last."""
-    for name, line in written.repeated.items():
+    for name, (first, last) in written.repeated.items():
         value: Any = written.values
         for part in re.findall(r"[^.\[\]]+", name):
             value = (
                 value[int(part)] if isinstance(value, list) else value.get(part) if isinstance(value, dict) else None
             )
-        yield Line(name, value, True, {}, f"line {line}: written twice; this value, the last, counts")
+        yield Line(name, value, True, {}, f"written twice, in lines {first} and {last}; the last counts")
 
 
 def _gather_entries(settings: Settings) -> Settings:

@@ -4,6 +4,7 @@ Each conversion function gets all options of its file, or of a list entry in it 
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,11 @@ def names_of(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else [str(name) for name in value or ()]
 
 
+def is_file(path: Any) -> bool:
+    """Whether a path names a file of samples, which has no splits, not a folder or a dataset on the hub."""
+    return isinstance(path, str) and re.search(r"\.(jsonl?|csv|tsv|parquet|arrow)(\.\w+)?$", path) is not None
+
+
 def message_key_mappings(pairs: Mapping[str, str]) -> Settings:
     """Return the setting for message keys that have other names in the data; `pairs` maps our key to theirs."""
     return {"message_property_mappings": tuple(f"{ours}={theirs}" for ours, theirs in pairs.items() if ours != theirs)}
@@ -40,16 +46,29 @@ def images_of(seq_len: int) -> Settings:
     return {"vision.patches_per_row": 4 * seq_len}
 
 
-def strategy_of(value: Any) -> str:
-    """Return a strategy of transformers ("steps", "epoch", "no"), checked."""
-    if value not in ("steps", "epoch", "no"):
-        raise Unsupported("the strategies are steps, epoch and no")
-    return value
-
-
 def word_of(strategy: Any) -> Any:
     """Return a strategy; YAML reads an unquoted `no` as false."""
     return "no" if strategy is False else strategy  # YAML 1.1, which PyYAML reads
+
+
+def pairs_of(most: int | None, longer: str) -> Settings:
+    """Return the settings for two answers of at most `most` tokens each, which share a row here.
+
+    TRL's limit is for each answer with its prompt. Longer ones are cut by DPOTrainer and KTOTrainer, and left out by
+    RewardTrainer (trl 1.16, trainer/dpo_trainer.py, kto_trainer.py, reward_trainer.py).
+    """
+    if most is None:
+        return {}
+    settings: Settings = {"data.seq_len": 2 * most, "data.datasets[i].max_tokens": most}
+    return settings if longer == "delete" else settings | {"data.datasets[i].longer": longer}
+
+
+def strategy_of(value: Any) -> str:
+    """Return a strategy of transformers ("steps", "epoch", "no"), checked."""
+    word = word_of(value)
+    if word not in ("steps", "epoch", "no"):
+        raise Unsupported("the strategies are steps, epoch and no")
+    return word
 
 
 def saves_of(strategy: Any, steps: int) -> Settings:
@@ -59,11 +78,12 @@ def saves_of(strategy: Any, steps: int) -> Settings:
     return {"ckpt.save_steps": 0} | by[strategy_of(strategy)]
 
 
-def lines_of(strategy: str, steps: int) -> Settings:
+def lines_of(strategy: Any, steps: int) -> Settings:
     """Return the progress-line settings for a strategy and its steps."""
-    if strategy not in ("steps", "no"):
+    word = word_of(strategy)
+    if word not in ("steps", "no"):
         raise Unsupported("progress lines by epoch; use 'steps' or 'no'; metrics.jsonl has every step")
-    return {"log.every": steps if strategy == "steps" else 0}
+    return {"log.every": steps if word == "steps" else 0}
 
 
 def conversions_of(names: Mapping[str, Any], system: str) -> dict[str, Callable[[Options], Settings]]:

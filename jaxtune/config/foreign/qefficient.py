@@ -9,17 +9,21 @@ from jaxtune.config.foreign.conversions import (
     Settings,
     Unsupported,
     conversions_of,
+    is_file,
     lines_of,
     names_of,
+    pairs_of,
     saves_of,
     strategy_of,
+    word_of,
 )
 from jaxtune.config.foreign.trl import trl_schedule, zero_of
 
 
 def qefficient_data(o: Options) -> Settings:
     """A file has priority over a dataset name. Validation data is the named split, or a part of the training data."""
-    file, name, label = o["dataset.json_file_path"], o["dataset.dataset_name"], o.get("dataset.target_column")
+    name, label = o["dataset.dataset_name"], o.get("dataset.target_column")
+    file = o["dataset.json_file_path"] or (name if is_file(name) else None)
     entry = {"path": file or name, "type": "classification" if label else "instruction"}  # a target column is a label
     if _qefficient_dpo(o):
         entry["type"] = "preference"
@@ -30,7 +34,7 @@ def qefficient_data(o: Options) -> Settings:
     if not file:
         entry |= {"split": o["dataset.train_split"]} | _qefficient_subset(o)
     settings: Settings = {"data.datasets": [entry]} | ({"model.head": "classification"} if label else {})
-    if not o["training.do_eval"] or o["training.eval_strategy"] == "no":
+    if not o["training.do_eval"] or word_of(o["training.eval_strategy"]) == "no":
         return settings
     if o.get("dataset.test_split") and not file:
         return settings | {"data.eval_datasets": [entry | {"split": o["dataset.test_split"]}]}
@@ -182,8 +186,6 @@ def qefficient_precision(o: Options) -> Settings:
     if wrong := {dtype, loaded} - {None, *stored}:
         raise Unsupported(f"{wrong.pop()}; dtype and torch_dtype are one of {', '.join(stored)}")
     cast = [name for name in ("bf16", "fp16") if o[f"training.{name}"]]
-    if len(cast) > 1:
-        raise Unsupported("training.bf16 with training.fp16; at most one can be true")
     recipe = cast[0] if cast else loaded or dtype
     settings: Settings = {"precision.recipe": recipe, "model.dtype": stored[loaded or (recipe if cast else dtype)]}
     if loaded == "bf16" and not o["model.use_peft"] and recipe != "fp16":
@@ -259,9 +261,9 @@ def qefficient_workers(o: Options) -> Settings:
 
 
 def qefficient_length(o: Options) -> Settings:
-    """Row length; longer documents are cut at the end, and pairs of answers that are longer are left out."""
-    cut = {} if _qefficient_dpo(o) else {"data.truncation": "right"}
-    return {"data.seq_len": o["dataset.max_seq_length"], **cut}
+    """Row length, or the length of each answer of a pair; what is longer is cut at the end."""
+    most = o["dataset.max_seq_length"]
+    return pairs_of(most, "right") if _qefficient_dpo(o) else {"data.seq_len": most, "data.truncation": "right"}
 
 
 def qefficient_tokenizer(o: Options) -> Settings:

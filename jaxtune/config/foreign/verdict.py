@@ -36,7 +36,7 @@ def _remedy(problem: Problem, dialect: str) -> str:
         return "write one of these"
     if ": expected " in problem.text:
         return "write such a value"
-    if " already sets " in problem.text:
+    if " already sets " in problem.text or ": contradicts " in problem.text:
         return f"remove one of the two, such as {option}"
     if row.later and row.default is not ForeignOption().default:
         return f"remove it: its default, {row.default!r}, is supported"

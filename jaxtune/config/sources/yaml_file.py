@@ -18,12 +18,13 @@ class YamlFile:
     Attributes:
         values: The values.
         lines: The line of each value, by its dotted name (`datasets[0].path`).
-        repeated: Keys that are written twice in one section, and the line of the last, whose value counts.
+        repeated: Keys that are written twice in one section, and the lines of the first and the last, whose value
+            counts.
     """
 
     values: dict[str, Any]
     lines: dict[str, int]
-    repeated: dict[str, int] = field(default_factory=dict)
+    repeated: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def line(self, name: str) -> int:
         """Return the line of an option; for one from an alias or `<<`, the line of the alias or `<<`."""
@@ -69,7 +70,7 @@ def read(file: Path, name: str) -> YamlFile:
     try:
         node = loader.get_single_node()
         lines: dict[str, int] = {}
-        repeated: dict[str, int] = {}
+        repeated: dict[str, tuple[int, int]] = {}
         if node is not None:
             _find_lines(node, "", lines, {}, repeated)
         values = {} if node is None else loader.construct_document(node)
@@ -99,7 +100,11 @@ def parse_value(text: str) -> Any:
 
 
 def _find_lines(
-    node: yaml.Node, name: str, lines: dict[str, int], sizes: dict[int, int | None], repeated: dict[str, int]
+    node: yaml.Node,
+    name: str,
+    lines: dict[str, int],
+    sizes: dict[int, int | None],
+    repeated: dict[str, tuple[int, int]],
 ) -> int:
     """Record the line of each option below a node, and return the number of values with aliases expanded.
 
@@ -131,10 +136,10 @@ def _find_lines(
 
 
 def _below(
-    node: yaml.Node, name: str, lines: dict[str, int], repeated: dict[str, int]
+    node: yaml.Node, name: str, lines: dict[str, int], repeated: dict[str, tuple[int, int]]
 ) -> Iterator[tuple[str, yaml.Node]]:
     """Yield (dotted name, node) of the values directly below a node, and record the lines of keys."""
-    keys = set()
+    keys: dict[str, int] = {}
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -142,8 +147,8 @@ def _below(
             inner = f"{name}.{key.value}" if name else key.value
             lines[inner] = key.start_mark.line + 1
             if key.value in keys:
-                repeated[inner] = lines[inner]
-            keys.add(key.value)
+                repeated[inner] = keys[key.value], lines[inner]
+            keys.setdefault(key.value, lines[inner])
             yield inner, value
     elif isinstance(node, yaml.SequenceNode):
         yield from ((f"{name}[{i}]", item) for i, item in enumerate(node.value))

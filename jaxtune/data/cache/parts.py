@@ -291,9 +291,8 @@ def _join(
             summary = {name: summaries[0][name] for name in token_cache.CONTENT}
         else:
             units = itertools.chain.from_iterable(token_cache.units_of(token_cache.load(part)) for part in parts)
-            summary = token_cache.write(
-                temporary, add_mismatched_answers(units, name) if paired else units, tokeniser.columns
-            )
+            units = add_mismatched_answers(units, name, tokeniser.entry) if paired else units
+            summary = token_cache.write(temporary, units, tokeniser.columns)
         template_notes = dict.fromkeys(line for each in summaries for line in each["said"])
         counts = f"{format_count(summary['documents'], 'document')} of {summary['tokens']:,} tokens"
         notes = [f"{name}: {tokeniser.form}, {counts}", *source_notes, *(f"{name}: {line}" for line in template_notes)]

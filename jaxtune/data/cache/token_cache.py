@@ -29,7 +29,7 @@ from jaxtune.data.chat.encoding import Encoded
 from jaxtune.data.formats.units import StoredImages, TokenisedDataset, Unit
 from jaxtune.image_layout import ImageRef
 
-FORMAT = 5
+FORMAT = 6
 """Version of the files' layout and of the tokens made from the same samples; folders of other versions are not read."""
 
 SUMMARY = "summary.json"

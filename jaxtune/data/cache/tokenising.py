@@ -13,7 +13,7 @@ from jaxtune.data.chat.encoding import Encoded, Encoder, Rendered, RenderedUnit,
 from jaxtune.data.formats import sample_formats
 from jaxtune.data.formats.image_messages import TYPES as IMAGE_TYPES
 from jaxtune.data.formats.image_messages import ImageMessages
-from jaxtune.data.formats.preferences import cut_prompt
+from jaxtune.data.formats.preferences import cut_document, cut_prompt
 from jaxtune.data.formats.units import Unit
 from jaxtune.data.images.image_reader import ImageReader
 from jaxtune.data.reading.readers import Sample, folder_of
@@ -150,7 +150,7 @@ class Tokeniser:
                             continue
                         unit = dataclasses.replace(unit, documents=cut)
                     kept = [unit]
-                    if most is not None and sum(len(document.tokens) for document in unit.documents) > most:
+                    if most is not None and max(len(document.tokens) for document in unit.documents) > most:
                         kept = _cut(unit, most, self.entry.longer)
                         longer += not kept
                     units += kept
@@ -271,19 +271,22 @@ class Tokeniser:
 
 
 def _cut(unit: Unit, most: int, way: Literal["delete", "left", "right", "split"]) -> list[Unit]:
-    """Return the parts of a long document that are kept and have a target; documents in a unit are never cut."""
-    if way == "delete" or len(unit.documents) != 1 or _has_images(unit):  # an image is never cut
+    """Return the parts of a unit with a long document that are kept: those with a target in every document.
+
+    The answers of a pair are cut each by itself, as TRL's DPOTrainer cuts them, and are never split (trl 1.16).
+    """
+    if way == "delete" or _has_images(unit) or (way == "split" and len(unit.documents) > 1):  # an image is never cut
         return []
-    (document,) = unit.documents
-    length = len(document.tokens)
-    # "left" leaves out the beginning, "right" the end, and "split" nothing.
-    starts = {"left": range(length - most, length, most), "right": range(0, most, most)}.get(
-        way, range(0, length, most)
-    )
-    parts = [
-        Encoded(document.tokens[start : start + most], document.loss_weights[start : start + most]) for start in starts
-    ]
-    return [dataclasses.replace(unit, documents=(part,)) for part in parts if part.loss_weights[1:].any()]
+    if way == "split":
+        cut = [
+            (Encoded(document.tokens[start : start + most], document.loss_weights[start : start + most]),)
+            for document in unit.documents
+            for start in range(0, len(document.tokens), most)
+        ]
+    else:
+        cut = [tuple(cut_document(document, most, way) for document in unit.documents)]
+    kept = (parts for parts in cut if all(part.loss_weights[1:].any() for part in parts))
+    return [dataclasses.replace(unit, documents=parts) for parts in kept]
 
 
 def _has_images(unit: Unit) -> bool:

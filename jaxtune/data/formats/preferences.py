@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -102,11 +102,12 @@ def render_labelled_answer(
     return RenderedUnit((rendered,), {DESIRABLE.name: wanted})
 
 
-def add_mismatched_answers(units: Iterable[Unit], name: str) -> Iterator[Unit]:
+def add_mismatched_answers(units: Iterable[Unit], name: str, entry: Dataset) -> Iterator[Unit]:
     """Add a mismatched answer to each unit: the answer of the next unit, after this unit's prompt.
 
     The last unit gets the answer of the first. KTO estimates from mismatched answers how far the model has moved from
-    its reference, the KL term of its loss (arXiv:2402.01306, section 4.1).
+    its reference, the KL term of its loss (arXiv:2402.01306, section 4.1). They are cut as the others (max_tokens of
+    the entry), as in TRL (KTOTrainer of trl 1.16).
 
     Raises:
         UserError: all units of the source `name` are the same.
@@ -116,14 +117,14 @@ def add_mismatched_answers(units: Iterable[Unit], name: str) -> Iterator[Unit]:
     for unit in units:
         if previous is not None:
             differ = differ or not np.array_equal(previous.documents[0].tokens, unit.documents[0].tokens)
-            yield _with_other(previous, unit)
+            yield _with_other(previous, unit, entry)
         first, previous = first or unit, unit
     if first is not None and previous is not None:
         if not differ:
             raise UserError(
                 f"data: {name} has only one answer, and KTO compares it with answers of other samples: add samples"
             )
-        yield _with_other(previous, first)
+        yield _with_other(previous, first, entry)
 
 
 def one_kind_note(wanted: np.ndarray) -> str | None:
@@ -134,7 +135,7 @@ def one_kind_note(wanted: np.ndarray) -> str | None:
     return f"each of the {len(wanted):,} answers is {now} (desirable_field); KTO learns most with some that are {other}"
 
 
-def _with_other(unit: Unit, other: Unit) -> Unit:
+def _with_other(unit: Unit, other: Unit, entry: Dataset) -> Unit:
     """Return the unit with a second document: its prompt with the answer of `other`."""
     (document,), (other_document,) = unit.documents, other.documents
     prompt, answer = _answer_start(document), _answer_start(other_document)
@@ -143,6 +144,8 @@ def _with_other(unit: Unit, other: Unit) -> Unit:
         np.concatenate([document.loss_weights[:prompt], other_document.loss_weights[answer:]]),
         images=document.images,  # they are in the prompt
     )
+    if entry.max_tokens is not None and entry.longer in ("left", "right") and not mixed.images:
+        mixed = cut_document(mixed, entry.max_tokens, entry.longer)
     return Unit((document, mixed), unit.continuous, unit.values, unit.where)
 
 
@@ -158,6 +161,12 @@ def cut_prompt(document: Encoded, most: int) -> Encoded:
     """
     cut = max(0, _answer_start(document) - most)
     return dataclasses.replace(document, tokens=document.tokens[cut:], loss_weights=document.loss_weights[cut:])
+
+
+def cut_document(document: Encoded, most: int, way: Literal["left", "right"]) -> Encoded:
+    """Cut off the beginning (left) or the end (right) of a document that has more than `most` tokens."""
+    kept = slice(max(0, len(document.tokens) - most), None) if way == "left" else slice(most)
+    return dataclasses.replace(document, tokens=document.tokens[kept], loss_weights=document.loss_weights[kept])
 
 
 def _read_ernie(sample: Sample) -> tuple[Any, Any, Any]:

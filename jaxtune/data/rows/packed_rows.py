@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxtune.columns import ADDED, LABEL, MADE, NEXT_TOKEN, OF_IMAGES, OPTION_SHARES, Column
+from jaxtune.columns import ADDED, DESIRABLE, LABEL, MADE, NEXT_TOKEN, OF_IMAGES, OPTION_SHARES, Column
 from jaxtune.config.schema import DataOptions
 from jaxtune.data.formats.units import Documents
 from jaxtune.data.rows.packing import Patches, Pieces, RowPlan, cut_to_rows, plan
@@ -128,7 +128,10 @@ class Rows:
         pieces = cut_to_rows(lengths, data.seq_len, truncation, documents.continuous, documents.units, images)
         kept, dropped, targets = _drop_untrained(documents, pieces, data.seq_len, labelled)
         if not kept.any():
-            raise UserError(f"{name}: {_why_none_is_left(lengths, data.seq_len, truncation, pieces, images)}")
+            if len(documents.units) <= len(lengths):  # answers to a prompt share a row
+                raise UserError(f"{name}: {_why_no_unit_is_left(lengths, documents.units, data.seq_len)}")
+            may_cut = OPTION_SHARES not in columns and DESIRABLE not in columns  # see the checks of data.truncation
+            raise UserError(f"{name}: {_why_none_is_left(lengths, data.seq_len, truncation, may_cut, pieces, images)}")
         self._document, self._start, self._length = pieces.document[kept], pieces.start[kept], pieces.length[kept]
         # Pieces are sorted by parcel: a parcel begins where the number changes.
         opens = np.flatnonzero(np.diff(pieces.parcel[kept], prepend=-1))
@@ -379,9 +382,14 @@ class Rows:
 
 
 def _why_none_is_left(
-    lengths: Int[np.ndarray, " documents"], seq_len: int, truncation: str, pieces: Pieces, images: Patches | None
+    lengths: Int[np.ndarray, " documents"],
+    seq_len: int,
+    truncation: str,
+    may_cut: bool,
+    pieces: Pieces,
+    images: Patches | None,
 ) -> str:
-    """Say why no document is left for the rows, and what to change."""
+    """Say why no document is left for the rows, and what to change; may_cut: whether data.truncation may cut any."""
     if images is not None and (images.counts > images.per_row).any():
         return (
             f"no document fits into a row of data.seq_len={seq_len} tokens and vision.patches_per_row="
@@ -392,7 +400,19 @@ def _why_none_is_left(
     longer = "the document is" if len(lengths) == 1 else f"all {len(lengths):,} documents are"
     return (
         f"{longer} longer than data.seq_len={seq_len} tokens, and with data.truncation={truncation!r} {why}; "
-        "raise data.seq_len, or choose another data.truncation"
+        f"raise data.seq_len{', or choose another data.truncation' if may_cut else ', because none may be cut'}"
+    )
+
+
+def _why_no_unit_is_left(
+    lengths: Int[np.ndarray, " documents"], units: Int[np.ndarray, " units+1"], seq_len: int
+) -> str:
+    """Say why no unit of several documents is left, and what to change: these are never cut."""
+    tokens = np.add.reduceat(lengths, units[:-1])
+    return (
+        f"no sample fits into a row of data.seq_len={seq_len} tokens: its answers, each with the prompt, share a row "
+        f"and are never cut. The shortest sample has {tokens.min():,} tokens and the longest {tokens.max():,}; raise "
+        "data.seq_len"
     )
 
 

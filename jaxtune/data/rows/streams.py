@@ -125,8 +125,8 @@ class Stream:
         # Everything below depends only on `place`, so that a resumed run makes the same windows.
         while True:
             units, skipped = self._next_units(reader, reported)
-            if self._tokenisers[0].entry.type == "unpaired_preference":
-                units = list(add_mismatched_answers(units, name))
+            if (entry := self._tokenisers[0].entry).type == "unpaired_preference":
+                units = list(add_mismatched_answers(units, name, entry))
             part = token_cache.gather_units(units, name, self._tokenisers[0].columns)
             documents = Documents.concatenate([part])
             refuse_unknown_tokens(documents, self._tokenizer, self._vocabulary)

@@ -181,6 +181,7 @@ TOGETHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"data.datasets[0].path": "a.txt", "data.datasets[0].type": "text"},
     ),
     "streaming": ({"streaming": True, "max_steps": 5}, {"data.streaming": True}),
+    "sequence_len": ({"sequence_len": 64}, {"data.seq_len": 64, "data.truncation": "delete"}),
     "excess_length_strategy": ({"excess_length_strategy": "truncate"}, {"data.truncation": "right"}),
     "max_prompt_len": (
         {"rl": "dpo", "datasets": [{"path": "a", "type": "chatml.intel"}], "max_prompt_len": 32},

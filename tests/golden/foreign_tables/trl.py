@@ -42,6 +42,7 @@ TOGETHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"data.eval_datasets[0].split": "some"},
     ),
     "max_length": ({"max_length": 64}, {"data.seq_len": 64, "data.truncation": "right"}),
+    "max_seq_length": ({"max_seq_length": 64}, {"data.seq_len": 64, "data.truncation": "right"}),
     "truncation_mode": ({"truncation_mode": "keep_end"}, {"data.truncation": "left"}),
     "packing_strategy": (
         {"packing": True, "packing_strategy": "wrapped"},

@@ -107,6 +107,11 @@ def test_two_recipes_are_refused():
     assert "--config=quickstart and --config=qwen_lora: one recipe at a time" in output
 
 
+def test_flags_that_are_missing_are_explained():
+    output = call("jaxtune.merge", "--models=a,b", code=2)
+    assert "--method=... is missing: <linear|slerp|" in output and "--output=... is missing: folder to write" in output
+
+
 def test_a_program_that_calls_train_is_told_what_it_takes():
     with pytest.raises(UserError, match=r"train\(\) takes a Config, not RecipeConfig: jaxtune.config.resolve\("):
         train(cast(Config, new_config()))

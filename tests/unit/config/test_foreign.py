@@ -244,7 +244,24 @@ TRANSLATED = [
     (TRL, "report_to: [tensorboard, wandb]\n", {"log.tensorboard": True, "log.wandb.enabled": True}),
     (TRL, "report_to: []\n", {"log.tensorboard": False}),
     (TRL, "use_peft: true\nweight_decay: 0.1\n", {"optim.weight_decay": 0.1, "optim.no_decay": None}),
-    (TRL, "save_strategy: no\neval_strategy: no\n", {"ckpt.at_end": False, "eval.steps": 0}),
+    (
+        TRL,
+        "save_strategy: no\neval_strategy: no\nlogging_strategy: no\n",
+        {"ckpt.at_end": False, "eval.steps": 0, "log.every": 0},
+    ),
+    # Pairs of answers share a row, and the limit is for each answer.
+    (
+        TRL,
+        "beta: 0.2\n",
+        {"data.seq_len": 128, "data.datasets[0].max_tokens": 64, "data.datasets[0].longer": "right"},
+    ),
+    (TRL, "loss_type: kto\ntruncation_mode: keep_end\n", {"data.seq_len": 128, "data.datasets[0].longer": "left"}),
+    (TRL, "lora_task_type: SEQ_CLS\n", {"data.datasets[0].max_tokens": 64, "data.datasets[0].longer": "delete"}),
+    (
+        AXOLOTL.replace("chat_template", "chat_template.default"),
+        "rl: dpo\nsequence_len: 64\nexcess_length_strategy: truncate\n",
+        {"data.seq_len": 128, "data.datasets[0].max_tokens": 64, "data.datasets[0].longer": "right"},
+    ),
     (AXOLOTL, "save_strategy: no\neval_strategy: no\n", {"ckpt.at_end": False, "ckpt.save_epochs": None}),
     (TRL, "save_steps: 0.1\nmax_steps: 25\n", {"ckpt.save_steps": 3}),
     (TRL, "eval_strategy: steps\neval_steps: 0.1\n", {"eval.steps": 0, "eval.epochs": 0.1 * 3.0}),
@@ -316,7 +333,8 @@ TRANSLATED = [
         "weight_quantize_algo: fp8_linear\n",
         {"precision.recipe": "fp8_hybrid", "precision.fp8.hadamard": True, "precision.fp8.online_scale_steps": 200},
     ),
-    (ERNIEKIT.replace("bf16: true\n", ""), "", {"precision.recipe": "fp32", "model.dtype": "float32"}),
+    (ERNIEKIT.replace("bf16: true\n", ""), "", {"precision.recipe": "bf16", "model.dtype": "float32"}),
+    (ERNIEKIT.replace("bf16: true", "bf16: false"), "", {"precision.recipe": "fp32", "model.dtype": "float32"}),
     (ERNIEKIT.replace("bf16", "fp16"), "", {"precision.recipe": "fp16", "model.dtype": "float32"}),
     (ERNIEKIT.replace("bf16", "fp16"), "fp16_opt_level: O2\n", {"precision.recipe": "fp16", "model.dtype": "float16"}),
     (ERNIEKIT, "fp16_opt_level: O2\n", {"precision.gradient_dtype": "bfloat16", "model.dtype": "bfloat16"}),
@@ -385,7 +403,13 @@ TRANSLATED = [
     ),
     (ERNIEKIT, "num_samples_each_epoch: 500\nmix_strategy: concat\n", {"data.samples_per_epoch": None}),
     (ERNIEKIT, "save_strategy: epoch\n", {"ckpt.save_epochs": 1.0, "ckpt.save_steps": 0}),
-    (ERNIEKIT, "", {"ckpt.at_end": False}),
+    (ERNIEKIT, "", {"ckpt.save_steps": 500, "ckpt.at_end": True}),
+    (ERNIEKIT, "save_steps: 2\n", {"ckpt.save_steps": 2}),
+    (
+        ERNIEKIT,
+        "save_strategy: no\nevaluation_strategy: no\ndo_eval: true\neval_dataset_path: e.jsonl\n",
+        {"ckpt.at_end": False, "data.eval_datasets": ()},
+    ),
     (XORL.replace("out}", "out, load_checkpoint_path: other/run}"), "", {"ckpt.start": "other/run"}),
     (QEFFICIENT, "training: {fsdp_config: {min_num_params: 1}}\n", {"mesh.fsdp": -1, "mesh.data": 1}),
     (QEFFICIENT, "scheduler: {scheduler_name: cosine, warmup_steps: 0.05}\n", {"optim.warmup_ratio": 0.05}),
@@ -496,7 +520,27 @@ def test_options_become_ours(system, more, expected):
             QEFFICIENT.replace("a.json", "a.json, dataset_type: mine"),
             "dataset_type = 'mine': not supported yet: dataset",
         ),
-        (QEFFICIENT + "training: {fp16: true, bf16: true}\n", "training.fp16 = True: .* at most one can be true"),
+        (
+            QEFFICIENT + "training: {fp16: true, bf16: true}\n",
+            "training.bf16 = True: contradicts training.fp16 = True .line 4.",
+        ),
+        (TRL + "bf16: true\nfp16: true\n", "line 5: fp16 = True: contradicts bf16 = True .line 4."),
+        (ERNIEKIT + "fp16: true\n", "line 5: fp16 = True: contradicts bf16 = True .line 4."),
+        (TRL + "load_in_8bit: true\nload_in_4bit: true\n", "load_in_4bit = True: contradicts load_in_8bit"),
+        (AXOLOTL + "warmup_steps: 3\nwarmup_ratio: 0.5\n", "warmup_ratio = 0.5: contradicts warmup_steps = 3 .line 4."),
+        (
+            AXOLOTL + "save_strategy: no\nsave_steps: 5\n",
+            "save_steps = 5: .* save_strategy: no with save_steps; remove one of them",
+        ),
+        (AXOLOTL + "load_in_4bit: true\n", "load_in_4bit = True: .* without an adapter"),
+        (
+            AXOLOTL + "adapter: qlora\nload_in_8bit: true\n",
+            "adapter = 'qlora': .* load_in_8bit with adapter: qlora, whose weights have 4 bits",
+        ),
+        (
+            TRL.replace("a/b", "a.jsonl") + "eval_strategy: steps\n",
+            "line 4: eval_strategy = 'steps': .* a test split .dataset_test_split. of a.jsonl, which is one file",
+        ),
         (QEFFICIENT + "training: {dtype: int8}\n", "training.dtype = 'int8': not supported yet: int8; dtype and torch"),
         (
             QEFFICIENT.replace("lr: 1e-4", "optimizer_name: Adam, weight_decay: 0.01"),
@@ -522,11 +566,11 @@ def test_options_become_ours(system, more, expected):
         (ERNIEKIT + "save_strategy: weekly\n", "save_strategy = 'weekly': not supported yet: the strategies are steps"),
         (
             ERNIEKIT + "per_device_train_batch_size: 2\nbatch_size: 4\n",
-            "batch_size = 4: per_device_train_batch_size already sets train.micro_batch_size to 2",
+            "batch_size = 4: per_device_train_batch_size .line 5. already sets train.micro_batch_size to 2",
         ),
         (
             QEFFICIENT.replace("prompt_template:", "prompt_func: 'a.py:f', prompt_template:"),
-            "prompt_template = .*: dataset.prompt_func already sets data.datasets.i..prompt_format to '{returned}'",
+            "prompt_template = .*: dataset.prompt_func .line 2. already sets data.datasets.i..prompt_format",
         ),
         (
             QEFFICIENT.replace("prompt_template: 'Sum up: {text}'", "prompt_func: 'a.py:f', completion_func: 'a.py:g'"),
@@ -627,7 +671,7 @@ def test_a_file_that_only_evaluates_is_refused_by_train():
 
 def test_a_key_that_is_written_twice_is_noted():
     notes = resolve_text(QEFFICIENT + "training:\n  seed: 1\n  seed: 2\n").notes
-    assert "  training.seed = 2 -> line 6: written twice; this value, the last, counts" in notes
+    assert "  training.seed = 2 -> written twice, in lines 5 and 6; the last counts" in notes
 
 
 LLAMA_FACTORY = "model_name_or_path: a\nstage: sft\nfinetuning_type: lora\ntemplate: llama3\ncutoff_len: 2048\n"

@@ -289,7 +289,8 @@ def test_json_keeps_datasets(base):
         ("train.max_steps=abc", ["train.max_steps = 'abc': expected int | None (optimizer steps"]),
         ("train.max_steps=1.5", ["train.max_steps = '1.5': expected int"]),
         ("data.seq_len=true", ["data.seq_len = 'true': expected int"]),
-        ("data.packing=2", ["data.packing = '2': expected bool"]),
+        ("data.packing=2", ["data.packing = '2': expected True or False"]),
+        ("memory.unroll=auto", ["memory.unroll = 'auto': expected True, False or None (compile each layer"]),
         ("optim.learning_rate=nan", ["optim.learning_rate = 'nan': expected a finite float"]),
         ("precision.recipe=fp8", ["precision.recipe = 'fp8': expected 'bf16' | 'fp32'"]),
         ("ckpt.resume=newest", ["ckpt.resume = 'newest': expected 'auto' | 'never' | 'overwrite' | int"]),
@@ -539,6 +540,7 @@ def test_the_config_loads_without_jax():
         (r"<think>\n", "chat.response_prefix", "<think>\n"),
         ("user,assistant", "chat.roles", ("user", "assistant")),
         ("user", "chat.roles", ("user",)),
+        ("yes", "memory.unroll", True),
         ("last_round+hermes", "chat.loss_scale", "last_round+hermes"),
     ],
 )
@@ -557,7 +559,11 @@ def test_values_on_the_command_line_as_people_write_them(recipe, text, key, valu
 
 @pytest.mark.parametrize("setting", ["train.output_dir=None", "data.special_tokens=a b", "lora.enabled=maybe"])
 def test_values_that_no_option_of_the_type_has_say_what_would_be_one(recipe, setting, base):
-    messages = {"output_dir": "expected str", "special_tokens": r"such as \('a b',\)", "enabled": "expected bool"}
+    messages = {
+        "output_dir": "expected str",
+        "special_tokens": r"such as \('a b',\)",
+        "enabled": "expected True or False",
+    }
     with pytest.raises(UserError, match=messages[re.split("[.=]", setting)[1]]):
         resolve(base, "recipe", [tuple(setting.split("="))])
 

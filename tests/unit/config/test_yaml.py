@@ -40,6 +40,11 @@ def test_options_stand_in_sections_or_with_dots_and_numbers_as_people_write_them
     assert config.data.datasets[0].type == "conversation" and config.data.datasets[1].split == "train"
 
 
+def test_an_unquoted_off_is_the_word():
+    config = resolve_text("base: qwen_lora:my/model\nmemory.check: off\ndevice: {command_buffers: off}\n")
+    assert config.memory.check == config.device.command_buffers == "off"
+
+
 def test_what_two_sections_share_is_written_once():
     config = resolve_text(
         "base: qwen_lora:my/model\nlora: &few {rank: 4}\n<<: {lora.alpha: 3}\noptim: {<<: {beta1: 0.5}}\n"
@@ -83,6 +88,7 @@ def test_what_a_file_makes_moot_of_its_base_is_a_note_and_its_own_values_are_not
         ),
         ("optim: {lr: 1\n", "my.yaml, line 2: expected ',' or '}'"),
         ("optim: {lr: 1}\noptim: {lr: 2}\n", "my.yaml, line 2: optim is written twice"),
+        ("optim: {lr: 1, lr: 2}\n", "my.yaml, line 1: lr is written twice"),
         ("base: qwen_lora\nlora: {rank: 4}\nlora.rank: 8\n", "line 3: lora.rank is written twice"),
         ("- a\n", "my.yaml: expected options with values"),
         ("base: my.yaml\n", "my.yaml, line 1: base = 'my.yaml': a recipe cannot start from itself"),

@@ -98,6 +98,15 @@ def test_validation_documents_that_are_all_too_long_are_named(name, where):
         rows_to_evaluate(long, Config(data=DataOptions(seq_len=10)), NEXT_TOKEN)
 
 
+def test_what_would_help_if_nothing_fits_is_named():
+    """Answers to a prompt, which share a row, are never cut, so that another data.truncation would be refused."""
+    pairs = numbered_documents([6, 7, 6, 9], continuous=False, sizes=[2, 2])
+    with pytest.raises(UserError, match=r"shortest sample has 13 tokens and the longest 15; raise data.seq_len$"):
+        Rows(pairs, DataOptions(seq_len=10), 1)
+    with pytest.raises(UserError, match=r"raise data.seq_len, or choose another data.truncation$"):
+        Rows(numbered_documents([30], continuous=False), DataOptions(seq_len=10), 1)
+
+
 def test_what_is_lost_is_said_before_anything_else(tmp_path, tokenizer, monkeypatch, caplog):
     """Validation data are included, and each message is printed once."""
     caplog.set_level("INFO", logger="jaxtune")

@@ -76,6 +76,28 @@ def test_a_prompt_that_is_too_long_loses_its_beginning(read):
     assert texts == ["ant\n«Yo<|im_end|>»\n", "ant\n«No<|im_end|>»\n"]
 
 
+@pytest.mark.parametrize(
+    ("longer", "kept"),
+    [
+        ("right", [CHAT.format("Yo"), CHAT.partition("{")[0] + "No, »"]),
+        ("left", [CHAT.format("Yo"), CHAT.format("No, no").removeprefix("<|im_start|>use")]),
+        ("delete", []),
+        ("split", []),
+    ],
+)
+def test_answers_that_are_too_long_are_cut_each_by_itself_or_left_out_together(read, longer, kept):
+    """As DataCollatorForPreference of TRL, whose truncation_mode keep_start is `right`."""
+    long = FORMS["TRL, text"] | {"rejected": "No, no"}
+    texts, notes = read(FORMS["TRL, text"], long, type="preference", max_tokens=25, longer=longer)
+    assert texts == PAIR + kept
+    assert any("1 document of more than 25 tokens left out" in note for note in notes) == (not kept)
+
+
+def test_a_pair_whose_prompt_leaves_no_room_for_its_answers_is_left_out(read):
+    with pytest.raises(UserError, match="no sample that can be trained on; 1 document of more than 21 tokens left out"):
+        read(FORMS["TRL, text"], type="preference", max_tokens=21, longer="right")
+
+
 REFUSED = {
     "another column is missing": ({"chosen": "a", "answer": "b"}, "needs preference: chosen"),
     "an answer is empty": (FORMS["TRL, text"] | {"rejected": ""}, "an answer is empty"),
@@ -172,6 +194,12 @@ def test_an_answer_stands_with_that_of_the_next_prompt(read, tokenizer, tmp_path
     of = {name: CHAT.replace("Hi", name) for name in ("one", "two")}
     expected = [of["one"].format("Yo"), of["one"].format("No"), of["two"].format("No"), of["two"].format("Yo")]
     assert texts == expected
+
+
+def test_an_answer_to_another_prompt_is_cut_too(read):
+    samples = [sample | {"prompt": prompt} for sample, prompt in zip(ANSWERS, ("Hi", "Hi there"))]
+    texts, _ = read(*samples, type="unpaired_preference", max_tokens=28, longer="right")
+    assert [text.partition("assistant\n")[2] for text in texts[2:]] == ["«N»", "«Y»"]
 
 
 def test_whether_an_answer_is_wanted_is_a_column_of_its_unit(read, tokenizer, tmp_path):

@@ -95,3 +95,5 @@ def test_a_mesh_of_other_devices_says_what_to_type():
     """As when one device continues a run from the config.json of a run on several devices."""
     with pytest.raises(UserError, match="or shard over all with --config.mesh.fsdp=-1 --config.mesh.tensor=1$"):
         make_mesh(MeshOptions(fsdp=2, tensor=4), jax.devices()[:1])
+    with pytest.raises(UserError, match=r"^mesh.tensor=3 does not divide the 8 devices, .* would: \[1, 2, 4, 8\]$"):
+        make_mesh(MeshOptions(tensor=3), jax.devices())

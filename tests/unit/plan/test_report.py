@@ -64,10 +64,11 @@ def test_a_plan_that_does_not_fit_is_the_one_that_needs_least_and_says_so(needs,
     each = "none needs 14.00 GB, dots needs 12.00 GB, block needs 10.50 GB, offload needs 11.00 GB"
     assert planned.said == (() if planned.fits else (f"memory.remat=auto: no policy fits: {each}",)) + ("a note",)
     weights, total = summary._memory(planned)[1:3]
+    assert summary._head(planned)[0].endswith(f"; memory.remat={chosen} memory.unroll=False")
     assert weights.endswith(" 0.0 kB") and ("DOES NOT FIT, 0.50 GB missing" in total) == (not planned.fits)
 
 
-@pytest.mark.parametrize(("given", "used"), [(None, "2"), ("1", "2"), ("0", "0"), ("3", "3")])
+@pytest.mark.parametrize(("given", "used"), [(None, "3"), ("1", "3"), ("0", "0"), ("2", "2")])
 def test_warnings_about_an_absent_gpu_are_shown_only_if_asked_for(monkeypatch, given, used):
     """jax sets 1 if the user sets nothing."""
     for name in ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TF_CPP_MIN_LOG_LEVEL"):

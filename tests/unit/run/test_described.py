@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tiny import write_model_folder
 
 from jaxtune.config.schema import Config, DataOptions, ModelOptions
@@ -13,6 +14,7 @@ from jaxtune.exports.write import export_adapter, export_full
 from jaxtune.hf import read_config
 from jaxtune.lora.options import LoraOptions
 from jaxtune.weights.base import read_base
+from jaxtune.weights.describe import describe_layout
 from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import config_for_model, initial_parameters, read_parameters
 
@@ -38,6 +40,15 @@ def test_an_entry_that_only_the_family_knows_can_be_set(tmp_path, one_device):
     (folder / "config.json").write_text(json.dumps(config))
     model, _ = declare(one_device, path=str(folder), overrides=("initializer_range=0.5",))
     assert model.spec.initializer_range == 0.5
+
+
+def test_as_many_parameters_are_shown_as_the_files_hold(tmp_path, one_device):
+    """The embedding has rows that pad the vocabulary; they are in no file."""
+    folder = write_model_folder(tmp_path)
+    model, _ = declare(one_device, path=str(folder))
+    held = sum(value.size for value in load_file(folder / "model.safetensors").values())
+    assert model.spec.padded_vocabulary > model.spec.vocabulary
+    assert f" {held:,} parameters, {held:,} trained; " in describe_layout(model, one_device)
 
 
 def test_parts_that_lie_apart_are_exported_together_with_what_was_changed(tmp_path, one_device):

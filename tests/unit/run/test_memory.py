@@ -117,6 +117,24 @@ def test_a_resumed_run_takes_the_variant_of_its_checkpoint_or_one_that_needs_les
     assert (chosen.memory.remat, chosen.memory.unroll) == first
 
 
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ({}, []),  # not resumed
+        ({"remat": "none"}, []),  # a checkpoint of an older version
+        ({"remat": "none", "unroll": False}, []),
+        ({"remat": "none", "unroll": True}, ["memory.unroll was True and is False now"]),
+        (
+            {"remat": "block", "unroll": True},
+            ["memory.remat was 'block' and is 'none' now", "memory.unroll was True and is False now"],
+        ),
+    ],
+)
+def test_a_resumed_run_says_that_it_rounds_differently(caplog, before, said):
+    memory.warn_changed(before, {"remat": "none", "unroll": False})
+    assert [message.split(": ")[0] for message in caplog.messages] == said
+
+
 @pytest.mark.nightly
 def test_the_first_rematerialisation_policy_that_fits_is_taken_and_kept_on_resume(train, monkeypatch):
     on_a_gpu(monkeypatch)

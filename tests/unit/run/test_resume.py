@@ -1,17 +1,18 @@
-"""Messages of a run about options that changed since its checkpoint."""
+"""Messages of a run about options that changed since its checkpoint, and about checkpoints that are gone."""
 
 import dataclasses
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config import to_json
-from jaxtune.config.schema import Config, DataOptions, Dataset, TrainOptions
+from jaxtune.config.schema import CkptOptions, Config, DataOptions, Dataset, TrainOptions
 from jaxtune.errors import UserError
 from jaxtune.host.run_folder import RunFolder
-from jaxtune.run.resume import Saved, check_same, check_unchanged
+from jaxtune.run.resume import Saved, begin, check_not_lost, check_same, check_unchanged
 
 
 def test_the_fields_of_datasets_that_differ_are_named_alone(tmp_path):
@@ -52,6 +53,68 @@ def test_validation_data_that_changed_is_said(caplog, then, now, said):
 )
 def test_how_far_a_finished_run_is(tmp_path, step, train, said):
     assert Saved(CheckpointManager(tmp_path), None, {"step": step}).progress(train, train.max_steps or 2) == said
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A run that has saved a checkpoint of step 3, on another disk."""
+    folder, elsewhere = RunFolder(tmp_path / "run"), tmp_path / "disk" / "run"
+    (elsewhere / "3").mkdir(parents=True)
+    (elsewhere / "3" / "manifest.json").touch()
+    folder.path.mkdir()
+    folder.checkpoints.symlink_to(elsewhere)
+    folder.metrics.write_text('{"step": 5}\n')
+    folder.note_checkpoint(3)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("lose", "options", "said"),
+    [
+        (lambda run: (run.checkpoints / "3" / "manifest.json").unlink(), {}, "has only 3 without manifest.json"),
+        (
+            lambda run: (run.path.parent / "disk").rename(run.path / "away"),
+            {},
+            "is a link to .*/disk/run, which is not",
+        ),
+        (lambda run: (run.path.parent / "disk").rename(run.path / "away"), {"dir": "disk"}, "disk/run is not there"),
+        (lambda run: run.checkpoints.unlink(), {}, "run/checkpoints is not there"),
+        (lambda run: (run.checkpoints / "3").rename(run.path / "away"), {"resume": "never"}, "checkpoints is empty"),
+    ],
+)
+def test_a_run_whose_checkpoints_are_gone_does_not_start_afresh(saved, monkeypatch, lose, options, said):
+    """Unless that is what the user wants: its metrics and its export would be replaced."""
+    monkeypatch.chdir(saved.path.parent)
+    check_not_lost(Config(ckpt=CkptOptions(**options)), saved, None)
+    lose(saved)
+    with pytest.raises(UserError, match=rf"saved a checkpoint of step 3 in {saved.path.parent}/disk/run, but .*{said}"):
+        check_not_lost(Config(ckpt=CkptOptions(**options)), saved, None)
+    afresh = Config(ckpt=CkptOptions(resume="overwrite"))
+    check_not_lost(afresh, saved, None)
+    begin(afresh, saved, None)
+    check_not_lost(Config(), saved, None)
+    assert not saved.checkpoints.is_symlink() or saved.checkpoints.is_dir()  # so that the new run can save
+
+
+def test_checkpoints_in_the_mirror_or_moved_to_another_disk_are_not_lost(saved):
+    mirror: Any = lambda steps: SimpleNamespace(steps=lambda: steps)  # noqa: E731
+    disk = (saved.path.parent / "disk").rename(saved.path.parent / "larger")
+    check_not_lost(Config(ckpt=CkptOptions(dir=str(disk))), saved, None)
+    check_not_lost(Config(), saved, mirror([3]))
+    with pytest.raises(UserError, match="which is not there"):
+        check_not_lost(Config(), saved, mirror([]))
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_was_complete_starts_again_and_says_so(tmp_path, caplog):
+    folder = RunFolder(tmp_path)
+    check_not_lost(Config(), folder, None)
+    assert not caplog.messages
+    (folder.checkpoints / "3").mkdir(parents=True)
+    folder.metrics.write_text('{"step": 4}\n{"step": 5}\n')
+    check_not_lost(Config(), folder, None)
+    assert caplog.messages == [
+        f"starting again from step 0: {tmp_path} took 5 steps and has no complete checkpoint",
+    ]
 
 
 def _as_saved(config: Config) -> dict:

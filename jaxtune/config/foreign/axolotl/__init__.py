@@ -27,13 +27,21 @@ from jaxtune.config.foreign.trl.trl_objectives import LOSSES
 
 
 def axolotl_adapter(o: Options) -> Settings:
-    """The adapter, lora or qlora, and the format of its base weights, 4-bit for qlora."""
+    """The adapter, lora or qlora, and the format of its base weights, 4-bit for qlora.
+
+    Axolotl refuses the same combinations (validate_adapter and validate_qlora in src/axolotl/utils/schemas/peft.py).
+    """
     adapter = o.get("adapter")
     if adapter not in (None, "lora", "qlora"):
         raise Unsupported("adapter must be lora or qlora")
     settings: Settings = {"lora.enabled": adapter is not None}
     if adapter is None:
+        for name in ("load_in_8bit", "load_in_4bit"):
+            if o[name]:
+                raise Unsupported(f"{name} without an adapter; write adapter: lora, or {name}: false")
         return settings
+    if adapter == "qlora" and o["load_in_8bit"]:
+        raise Unsupported("load_in_8bit with adapter: qlora, whose weights have 4 bits; write adapter: lora")
     if o["load_in_8bit"]:
         return settings | {"quant.format": "int8"}
     if adapter != "qlora" and not o["load_in_4bit"]:
@@ -231,6 +239,8 @@ def _when(o: Options, event: str, plural: str) -> tuple[int, float | None]:
     steps, often = o.get(f"{event}_steps"), o.get(f"{plural}_per_epoch")
     if strategy not in (None, "no", "epoch", "steps", "best"):
         raise Unsupported(f"{event}_strategy must be no, steps, epoch or best")
+    if steps and strategy not in (None, "steps"):  # Axolotl refuses both (check_saves, check_evals)
+        raise Unsupported(f"{event}_strategy: {strategy} with {event}_steps; remove one of them, or write steps")
     if steps is not None:
         return steps_or_epochs(steps, o.get("max_steps"), o["num_epochs"])
     if often is not None:

@@ -4,7 +4,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, conversions_of, message_key_mappings
+from jaxtune.config.foreign.conversions import (
+    Options,
+    Settings,
+    Unsupported,
+    conversions_of,
+    message_key_mappings,
+    pairs_of,
+)
 
 _SYSTEM = (
     "Below is an instruction that describes a task{more}. Write a response that appropriately completes the request."
@@ -181,13 +188,19 @@ def axolotl_packing(o: Options) -> Settings:
 
 
 def axolotl_length(o: Options) -> Settings:
-    """Treatment of documents longer than a row; plain text is always split into rows."""
+    """Row length, and the treatment of longer documents; plain text is always split into rows.
+
+    For preferences the length is that of each answer with its prompt (src/axolotl/utils/data/rl.py).
+    """
     ways = {"drop": "delete", "truncate": "right"}
     if o["excess_length_strategy"] not in ways:
         raise Unsupported(f"excess_length_strategy must be one of {', '.join(ways)}")
-    if o.get("rl") or all(entry.get("type") == "completion" for entry in _entries(o)):
-        return {}
-    return {"data.truncation": ways[o["excess_length_strategy"]]}
+    most, way = o["sequence_len"], ways[o["excess_length_strategy"]]
+    if o.get("reward_model") or o.get("rl"):
+        return pairs_of(most, "delete" if o.get("reward_model") else way)
+    if all(entry.get("type") == "completion" for entry in _entries(o)):
+        return {"data.seq_len": most}
+    return {"data.seq_len": most, "data.truncation": way}
 
 
 def axolotl_prompt(o: Options) -> Settings:

@@ -14,6 +14,7 @@ from jaxtune.config.foreign.conversions import (
     Settings,
     Unsupported,
     conversions_of,
+    is_file,
     lines_of,
     names_of,
     word_of,
@@ -234,10 +235,19 @@ def evaluation_of(o: Options) -> str:
 
 
 def trl_eval(o: Options) -> Settings:
-    """Evaluation by steps or epochs."""
+    """Evaluation by steps or epochs; its data are a split of the training data, or a held-out part of `datasets`.
+
+    TRL's scripts read `dataset[dataset_test_split]` (trl/scripts/sft.py).
+    """
     strategy = evaluation_of(o)
     if strategy not in ("no", "steps", "epoch"):
         raise Unsupported("eval_strategy must be no, steps or epoch")
+    paths = (o.get("dataset_name"), *(o.get("dataset_mixer") or ()))
+    if strategy != "no" and (path := next(filter(is_file, paths), None)):
+        raise Unsupported(
+            f"an evaluation on a test split (dataset_test_split) of {path}, which is one file; write eval_strategy: "
+            f"no, or instead of its name datasets: [{{path: {path}}}] and test_split_size: 0.1"
+        )
     if strategy == "steps":
         every = o.get("eval_steps") or o["logging_steps"]
         steps, epochs = steps_or_epochs(every, o["max_steps"], o["num_train_epochs"])

@@ -1,6 +1,6 @@
 """Datasets of TRL, and their masks, lengths and order (see `conversions`)."""
 
-from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, conversions_of, names_of
+from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, conversions_of, names_of, pairs_of
 from jaxtune.config.foreign.trl import evaluation_of
 from jaxtune.config.foreign.trl.trl_objectives import trainer_of
 
@@ -78,16 +78,17 @@ def trl_data(o: Options) -> Settings:
 
 
 def trl_length(o: Options) -> Settings:
-    """Row length; longer documents are cut, except in preference learning, which leaves them out."""
+    """Row length, and how longer documents are cut."""
     if trainer_of(o) == "grpo":  # newer versions of TRL have no limit for prompts, older ones max_prompt_length
         return {"data.seq_len": (o.get("max_prompt_length") or 1024) + o.get("max_completion_length", 512)}
     modes = {"keep_start": "right", "keep_end": "left"}
     if o["truncation_mode"] not in modes:
         raise Unsupported("truncation_mode must be keep_start or keep_end")
     split = o["packing"] and o["packing_strategy"] in ("bfd_split", "wrapped")
-    side = o.get("truncation_side") or modes[o["truncation_mode"]]
-    cut = {} if trainer_of(o) not in ("sft", "gkd") or split else {"data.truncation": side}
-    return cut if "max_seq_length" in o else {"data.seq_len": o["max_length"], **cut}
+    most, side = o.get("max_seq_length", o["max_length"]), o.get("truncation_side") or modes[o["truncation_mode"]]
+    if trainer_of(o) not in ("sft", "gkd"):
+        return pairs_of(most, "delete" if trainer_of(o) == "reward" else side)
+    return {"data.seq_len": most} | ({} if split else {"data.truncation": side})
 
 
 def trl_packing(o: Options) -> Settings:
