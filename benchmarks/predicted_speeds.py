@@ -44,6 +44,11 @@ _MAXTEXT = _TITAN | {"data.seq_len": "4096", "memory.remat": "none"}
 # MPT 7B has no family here; Llama 2 7B has the same width, layers and heads, and within 1% the same FLOPs for a token.
 _FOUNDRY = _MAXTEXT | {"data.seq_len": "2048", "train.micro_batch_size": "6"}
 _TITAN_70B = _TITAN | {"train.micro_batch_size": "16", "mesh.tensor": "8", "memory.remat": "block"}
+_LLAMA_2 = "meta-llama/Llama-2-"
+# The number of micro-batches is not published; torchtitan's default is the number of stages.
+_TITAN_405B = {"mesh.tensor": "8", "mesh.stage": "8", "precision.recipe": "fp8_hybrid", "memory.remat": "none"}
+# Its sizes in the architecture that is nearest (marin_mixture/config.json), and half of its rows at a time, which fit.
+_MARIN = {"data.seq_len": "4096", "train.micro_batch_size": "16", "train.grad_accum_steps": "2", "optim.name": "muon"}
 _LLAMA, _CONTEXT = "meta-llama/Llama-3.1-", {"mesh.context": "2", "memory.remat": "block"}
 # torchtitan's GPUs have 2.4 TB/s. Their limit of 500 W is not modelled: no source says what it costs.
 TITAN_GPUS = {"h100 of 2.4 TB/s": dataclasses.replace(GPUS["h100"], memory_bandwidth=2_400_000_000_000)}
@@ -76,6 +81,55 @@ CLUSTERS = {
     "LLM Foundry 7B, 8": ("qwen_full", "meta-llama/Llama-2-7b-hf", "h100", 8, _FOUNDRY),
     "LLM Foundry 7B, 256": ("qwen_full", "meta-llama/Llama-2-7b-hf", "h100", 8, _FOUNDRY, 32),
     "torchtitan 70B, 256": ("qwen_full", f"{_LLAMA}70B", "h100 of 2.4 TB/s", 8, _TITAN_70B, 32),
+    "torchtitan 405B, 128": (
+        "qwen_full",
+        f"{_LLAMA}405B",
+        "h100 of 2.4 TB/s",
+        8,
+        _TITAN | {"mesh.tensor": "8", "memory.remat": "block"},
+        16,
+    ),
+    "torchtitan 405B, 512": (
+        "qwen_full",
+        f"{_LLAMA}405B",
+        "h100 of 2.4 TB/s",
+        8,
+        _TITAN | _TITAN_405B | {"train.micro_batch_size": "4", "train.grad_accum_steps": "8"},
+        64,
+    ),
+    "torchtitan 405B, 512, interleaved": (
+        "qwen_full",
+        f"{_LLAMA}405B",
+        "h100 of 2.4 TB/s",
+        8,
+        _TITAN | _TITAN_405B | {"train.grad_accum_steps": "16", "parallel.virtual_stages": "2"},
+        64,
+    ),
+    "torchtitan 8B, 64 A100": ("qwen_full", f"{_LLAMA}8B", "a100", 8, _TITAN | {"train.micro_batch_size": "1"}, 8),
+    "torchtitan 70B, 64 A100": (
+        "qwen_full",
+        f"{_LLAMA}70B",
+        "a100",
+        8,
+        _TITAN | {"train.micro_batch_size": "1", "memory.remat": "block"},
+        8,
+    ),
+    "torchtitan 13B, 64 A100": ("qwen_full", f"{_LLAMA_2}13b-hf", "a100", 8, _MAXTEXT, 8),
+    "torchtitan Llama 2 70B, 64 A100": (
+        "qwen_full",
+        f"{_LLAMA_2}70b-hf",
+        "a100",
+        8,
+        _MAXTEXT | {"memory.remat": "block"},
+        8,
+    ),
+    "marin mixture, 8": (
+        "qwen_full",
+        str(Path(__file__).parent / "marin_mixture"),
+        "h100",
+        8,
+        _MARIN | {"memory.remat": "block"},
+    ),
 }
 # Name of a row: recipe, model, GPU, GPUs of a host, options; number of hosts if there are several.
 ROWS = {

@@ -118,7 +118,7 @@ def clusters() -> str:
         return [
             theirs["system"],
             theirs["what"],
-            f"{row['gpus'] * row['hosts']}",
+            f"{row['gpus'] * row['hosts']} {row['gpu'].split()[0].upper()}",
             f"{theirs['tokens_per_second'] / 1e3:.2f}",
             f"{speed['central'] / 1e3:.2f} ({spread})",
             f"{speed['central'] / theirs['tokens_per_second'] - 1:+.0%}",
@@ -129,7 +129,7 @@ def clusters() -> str:
     head = [
         "system",
         "step",
-        "H100",
+        "GPUs",
         "published",
         "predicted for jaxtune",
         "difference",
