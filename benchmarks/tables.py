@@ -114,13 +114,13 @@ def clusters() -> str:
     def cells(name: str) -> list[str]:
         row, theirs = expected[name], published[name]
         speed = row["tokens_per_second"]
-        spread = f"{speed['pessimistic'] / 1e3:.2f} - {speed['optimistic'] / 1e3:.2f}"
+        spread = f"{speed['pessimistic'] / 1e3:#.3g} - {speed['optimistic'] / 1e3:#.3g}"
         return [
             theirs["system"],
             theirs["what"],
             f"{row['gpus'] * row['hosts']} {row['gpu'].split()[0].upper()}",
-            f"{theirs['tokens_per_second'] / 1e3:.2f}",
-            f"{speed['central'] / 1e3:.2f} ({spread})",
+            f"{theirs['tokens_per_second'] / 1e3:#.3g}",
+            f"{speed['central'] / 1e3:#.3g} ({spread})",
             f"{speed['central'] / theirs['tokens_per_second'] - 1:+.0%}",
             f"{row['exposed_communication']:.0%}",
             row["date"],

@@ -98,10 +98,10 @@ def compiler_options(config: Config = Config()) -> Options:
 
 
 def _overlap_limit(mesh: jax.sharding.Mesh, sharded: set[str]) -> int:
-    """Return the overlap limit with which steps are predicted to be fastest.
+    """Return the overlap limit with which published shapes are predicted to be fastest (benchmarks/predicted_speeds.py).
 
-    Activations are needed at once, and would wait behind weights that are gathered early. In one host, gathers are
-    quick, and only those of experts gain.
+    The higher it is, the longer activations, which are needed at once, wait behind weights that are gathered early. In
+    one host gathers are quick: most steps are equal with 1 and 2, mixtures are faster with 2, and with "tensor" 1 is.
     """
     several_hosts = multihost.count_hosts(mesh) > 1
     if several_hosts and sharded <= FSDP_AXES:
