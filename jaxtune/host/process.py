@@ -98,7 +98,7 @@ def compiler_options(config: Config = Config()) -> Options:
 
 
 def _overlap_limit(mesh: jax.sharding.Mesh, sharded: set[str]) -> int:
-    """Return the overlap limit with which published shapes are predicted to be fastest (benchmarks/predicted_speeds.py).
+    """Return the overlap limit with which the shapes of benchmarks/predicted_speeds.py are predicted to be fastest.
 
     The higher it is, the longer activations, which are needed at once, wait behind weights that are gathered early. In
     one host gathers are quick: most steps are equal with 1 and 2, mixtures are faster with 2, and with "tensor" 1 is.
