@@ -77,19 +77,20 @@ def check_not_lost(config: Config, folder: RunFolder, mirror: Mirror | None) -> 
     Otherwise the run would start afresh and replace its metrics and export. If no save has ended, it may do so; a
     warning says how many steps are lost. Only process 0 may call it, as only process 0 has the mirror.
     """
-    place = folder.checkpoints
-    if config.ckpt.dir is not None and not place.exists():  # the link to it is made later, or is lost
+    place = link = folder.checkpoints
+    is_dangling = link.is_symlink() and not link.exists()
+    if config.ckpt.dir is not None and not link.exists():  # the link to it is made later, or is lost
         place = Path(config.ckpt.dir).absolute() / folder.path.name
     if config.ckpt.resume == "overwrite" or steps(place) or (mirror is not None and mirror_sync.steps(mirror)):
         return
-    is_dangling = place.is_symlink() and not place.exists()
     unfinished = ", ".join(map(str, unfinished_steps(place)))
-    if is_dangling:
-        found = f"{place} is a link to {place.readlink()}, which is not there"
-    elif not place.exists():
+    if not place.exists():
         found = f"{place} is not there"
     else:
         found = f"{place} has only {unfinished} without {MANIFEST}" if unfinished else f"{place} is empty"
+    if is_dangling:
+        more = "" if place in (link, link.readlink()) else f", and {found}"
+        found = f"{link} is a link to {link.readlink()}, which is not there{more}"
     saved = folder.read_last_checkpoint()
     if saved is not None or is_dangling:
         what = "" if saved is None else f"{folder.path} saved a checkpoint of step {saved.step} in {saved.folder}, but "

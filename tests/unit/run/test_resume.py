@@ -77,7 +77,16 @@ def saved(tmp_path):
             {},
             "is a link to .*/disk/run, which is not",
         ),
-        (lambda run: (run.path.parent / "disk").rename(run.path / "away"), {"dir": "disk"}, "disk/run is not there"),
+        (
+            lambda run: (run.path.parent / "disk").rename(run.path / "away"),
+            {"dir": "disk"},
+            "is a link to .*/disk/run, which is not there, so",
+        ),
+        (
+            lambda run: (run.path.parent / "disk").rename(run.path / "away"),
+            {"dir": "other"},
+            "/disk/run, which is not there, and .*/other/run is not there, so",
+        ),
         (lambda run: run.checkpoints.unlink(), {}, "run/checkpoints is not there"),
         (lambda run: (run.checkpoints / "3").rename(run.path / "away"), {"resume": "never"}, "checkpoints is empty"),
     ],
@@ -103,6 +112,10 @@ def test_checkpoints_in_the_mirror_or_moved_to_another_disk_are_not_lost(saved):
     check_not_lost(Config(), saved, mirror([3]))
     with pytest.raises(UserError, match="which is not there"):
         check_not_lost(Config(), saved, mirror([]))
+    saved.last_checkpoint.unlink()  # a run of an older version has no record: the link alone tells
+    for options in (CkptOptions(), CkptOptions(dir=str(saved.path.parent / "disk"))):
+        with pytest.raises(UserError, match="^.*run/checkpoints is a link to .*, which is not there, so"):
+            check_not_lost(Config(ckpt=options), saved, None)
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_was_complete_starts_again_and_says_so(tmp_path, caplog):
