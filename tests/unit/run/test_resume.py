@@ -12,7 +12,7 @@ from jaxtune.config import to_json
 from jaxtune.config.schema import CkptOptions, Config, DataOptions, Dataset, TrainOptions
 from jaxtune.errors import UserError
 from jaxtune.host.run_folder import RunFolder
-from jaxtune.run.resume import Saved, begin, check_not_lost, check_same, check_unchanged
+from jaxtune.run.resume import Saved, begin, check_not_lost, check_same, check_unchanged, saved_run
 
 
 def test_the_fields_of_datasets_that_differ_are_named_alone(tmp_path):
@@ -103,6 +103,15 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_afresh(saved, monkeypat
     begin(afresh, saved, None)
     check_not_lost(Config(), saved, None)
     assert not saved.checkpoints.is_symlink() or saved.checkpoints.is_dir()  # so that the new run can save
+
+
+def test_damage_comes_with_the_advice_to_start_afresh_only_for_the_run_itself(saved):
+    """ckpt.resume=overwrite would remove this run, and not mend the run that ckpt.start names."""
+    with pytest.raises(UserError, match="are damaged; to start afresh, set --config.ckpt.resume=overwrite$"):
+        saved_run(Config(), saved, CheckpointManager(saved.checkpoints))
+    fresh, start = RunFolder(saved.path.parent / "fresh"), CkptOptions(start=str(saved.path))
+    with pytest.raises(UserError, match="are damaged$"):
+        saved_run(Config(ckpt=start), fresh, CheckpointManager(fresh.checkpoints))
 
 
 def test_checkpoints_in_the_mirror_or_moved_to_another_disk_are_not_lost(saved):
