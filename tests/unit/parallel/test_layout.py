@@ -97,3 +97,5 @@ def test_a_mesh_of_other_devices_says_what_to_type():
         make_mesh(MeshOptions(fsdp=2, tensor=4), jax.devices()[:1])
     with pytest.raises(UserError, match=r"^mesh.tensor=3 does not divide the 8 devices, .* would: \[1, 2, 4, 8\]$"):
         make_mesh(MeshOptions(tensor=3), jax.devices())
+    with pytest.raises(UserError, match=r"^mesh.fsdp=-1, mesh.tensor=-1: only one .* such as --config.mesh.fsdp=1$"):
+        make_mesh(MeshOptions(tensor=-1), jax.devices())  # fsdp is -1, too, by default
