@@ -12,6 +12,10 @@ from jaxtune.errors import UserError
 logger = logging.getLogger("jaxtune")
 
 
+class AllDamaged(UserError):
+    """No checkpoint in a folder agrees with its manifest. What to do depends on whose checkpoints they are."""
+
+
 def steps(folder: Path) -> list[int]:
     """Return the steps that have a manifest, ascending."""
     return sorted(step for path in _paths_like(folder, r"\d+") if is_checkpoint(folder, step := int(path.name)))
@@ -41,7 +45,8 @@ def find_newest_good(
         whole: whether the checkpoint is read whole: then an unfinished one that is skipped is logged too.
 
     Raises:
-        UserError: `step` is missing or damaged, or all steps are.
+        AllDamaged: all steps are damaged.
+        UserError: `step` is missing or damaged.
     """
     available = steps(folder)
     if step is not None and step not in available:
@@ -63,7 +68,7 @@ def find_newest_good(
             raise UserError(f"{damage}; ckpt.resume='auto' takes the newest good one")
         logger.warning("%s; trying an older one", damage)
     if available:
-        raise UserError(f"all checkpoints in {folder} are damaged; to start afresh, set --config.ckpt.resume=overwrite")
+        raise AllDamaged(f"all checkpoints in {folder} are damaged")
     return None
 
 

@@ -23,8 +23,12 @@ def make_mesh(
     sizes = dataclasses.asdict(mesh)
     known = math.prod(size for size in sizes.values() if size != -1)
     free = [axis for axis in AXES if sizes[axis] == -1]
+    if len(free) > 1:
+        both, other = ", ".join(f"mesh.{axis}=-1" for axis in free), "fsdp" if "fsdp" in free else free[-1]
+        raise UserError(
+            f"{both}: only one axis can take the devices that are left; set a size, such as --config.mesh.{other}=1"
+        )
     if free and len(devices) % known == 0:
-        # A second axis of -1 keeps that size, so the check below fails and its message shows both.
         sizes[free[0]] = len(devices) // known
     if math.prod(sizes[axis] for axis in AXES) != len(devices):
         wanted = ", ".join(f"mesh.{axis}={sizes[axis]}" for axis in AXES if sizes[axis] != 1)

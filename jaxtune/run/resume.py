@@ -3,6 +3,8 @@
 import json
 import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxtune.checkpoint import CheckpointManager, fingerprint, verify_fingerprint
-from jaxtune.checkpoint.folder import steps, unfinished_steps
+from jaxtune.checkpoint.folder import AllDamaged, steps, unfinished_steps
 from jaxtune.checkpoint.manager import HOST_FILE
 from jaxtune.checkpoint.manifest import MANIFEST
 from jaxtune.checkpoint.mirror import Mirror
@@ -77,19 +79,20 @@ def check_not_lost(config: Config, folder: RunFolder, mirror: Mirror | None) -> 
     Otherwise the run would start afresh and replace its metrics and export. If no save has ended, it may do so; a
     warning says how many steps are lost. Only process 0 may call it, as only process 0 has the mirror.
     """
-    place = folder.checkpoints
-    if config.ckpt.dir is not None and not place.exists():  # the link to it is made later, or is lost
+    place = link = folder.checkpoints
+    is_dangling = link.is_symlink() and not link.exists()
+    if config.ckpt.dir is not None and not link.exists():  # the link to it is made later, or is lost
         place = Path(config.ckpt.dir).absolute() / folder.path.name
     if config.ckpt.resume == "overwrite" or steps(place) or (mirror is not None and mirror_sync.steps(mirror)):
         return
-    is_dangling = place.is_symlink() and not place.exists()
     unfinished = ", ".join(map(str, unfinished_steps(place)))
-    if is_dangling:
-        found = f"{place} is a link to {place.readlink()}, which is not there"
-    elif not place.exists():
+    if not place.exists():
         found = f"{place} is not there"
     else:
         found = f"{place} has only {unfinished} without {MANIFEST}" if unfinished else f"{place} is empty"
+    if is_dangling:
+        more = "" if place in (link, link.readlink()) else f", and {found}"
+        found = f"{link} is a link to {link.readlink()}, which is not there{more}"
     saved = folder.read_last_checkpoint()
     if saved is not None or is_dangling:
         what = "" if saved is None else f"{folder.path} saved a checkpoint of step {saved.step} in {saved.folder}, but "
@@ -159,11 +162,21 @@ def saved_run(config: Config, folder: RunFolder, checkpoints: CheckpointManager)
                 )
         return _saved_start(config, folder) if config.ckpt.start is not None else None
     step = None if config.ckpt.resume == "auto" else int(config.ckpt.resume)
-    record = checkpoints.host(step)
+    with _advice_if_damaged():
+        record = checkpoints.host(step)
     if record is None:
         return _saved_start(config, folder) if config.ckpt.start is not None else None
     check_unchanged(record["config"], config, folder)
     return Saved(checkpoints, step, record)
+
+
+@contextmanager
+def _advice_if_damaged() -> Iterator[None]:
+    """Add to the error that all checkpoints are damaged how to start afresh. Only for checkpoints of the run itself."""
+    try:
+        yield
+    except AllDamaged as error:
+        raise UserError(f"{error}; to start afresh, set --config.ckpt.resume=overwrite") from None
 
 
 def _saved_start(config: Config, folder: RunFolder) -> Saved:
@@ -193,7 +206,8 @@ def restore_run(saved: Saved, program: Program, load_optimizer: bool) -> tuple[S
     whole = load_optimizer and saved.has_optimizer
     wanted = with_starts(program) if whole else with_starts(program)._replace(optimizer=())
     step = saved.record["step"] if saved.step is None and not saved.own else saved.step
-    checkpoint = saved.checkpoints.restore(wanted, step, part=not whole, grouping=program.model.grouping)
+    with _advice_if_damaged() if saved.own else nullcontext():
+        checkpoint = saved.checkpoints.restore(wanted, step, part=not whole, grouping=program.model.grouping)
     assert checkpoint is not None
     state, starts = _split_starts(program, checkpoint.state)
     if not whole:

@@ -1,8 +1,7 @@
 """Grouped products in plain XLA for CPUs: a loop over groups and, inside, over the blocks of the group.
 
 A weight is copied out of its stack once, its gradient is written to its stack once, and blocks without rows take no
-time. The number of iterations depends on the groups; the host of a GPU would
-wait for each iteration's condition.
+time. The number of iterations depends on the groups; the host of a GPU would wait for each iteration's condition.
 """
 
 from typing import Any

@@ -1,6 +1,7 @@
 """A dimension may be sharded by several axes, and a layout is a value."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from jaxtune.parallel.layout import (
     by_token,
     gather,
     gathered_entry,
+    reduce_early,
     shards,
     spec,
 )
@@ -84,6 +86,20 @@ def test_a_weight_is_gathered_over_several_axes_and_its_gradient_comes_back_shar
         np.testing.assert_array_equal(gradient, 2 * values)
 
 
+def test_a_gradient_that_is_reduced_early_is_not_computed_for_a_frozen_weight():
+    mesh = make_mesh(MeshOptions(fsdp=8))
+    weight = jax.device_put(np.ones((8, 16), np.float32), jax.NamedSharding(mesh, spec("rank", "embed")))
+    x = jax.device_put(np.ones((8, 1, 8), np.float32), jax.NamedSharding(mesh, by_token(None)))
+
+    def loss(x, trained, frozen):
+        x, weights = reduce_early(x, {"trained": trained, "frozen": frozen})
+        return sum(jnp.sum(x @ gather(weight)) for weight in weights.values())
+
+    traced = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, weight, weight))
+    # Two products of the forward pass, two for the gradient of x, and one for that of the trained weight.
+    assert (traced.count("optimization_barrier"), traced.count("dot_general")) == (1, 5)
+
+
 def test_rules_that_would_compute_the_same_tokens_twice_or_permute_a_weight_are_refused():
     with pytest.raises(ValueError, match=r"gathered over \['expert'\]"):
         Rules(gathered=("fsdp", "expert"))
@@ -97,3 +113,5 @@ def test_a_mesh_of_other_devices_says_what_to_type():
         make_mesh(MeshOptions(fsdp=2, tensor=4), jax.devices()[:1])
     with pytest.raises(UserError, match=r"^mesh.tensor=3 does not divide the 8 devices, .* would: \[1, 2, 4, 8\]$"):
         make_mesh(MeshOptions(tensor=3), jax.devices())
+    with pytest.raises(UserError, match=r"^mesh.fsdp=-1, mesh.tensor=-1: only one .* such as --config.mesh.fsdp=1$"):
+        make_mesh(MeshOptions(tensor=-1), jax.devices())  # fsdp is -1, too, by default

@@ -12,7 +12,7 @@ from jaxtune.config import to_json
 from jaxtune.config.schema import CkptOptions, Config, DataOptions, Dataset, TrainOptions
 from jaxtune.errors import UserError
 from jaxtune.host.run_folder import RunFolder
-from jaxtune.run.resume import Saved, begin, check_not_lost, check_same, check_unchanged
+from jaxtune.run.resume import Saved, begin, check_not_lost, check_same, check_unchanged, saved_run
 
 
 def test_the_fields_of_datasets_that_differ_are_named_alone(tmp_path):
@@ -77,7 +77,16 @@ def saved(tmp_path):
             {},
             "is a link to .*/disk/run, which is not",
         ),
-        (lambda run: (run.path.parent / "disk").rename(run.path / "away"), {"dir": "disk"}, "disk/run is not there"),
+        (
+            lambda run: (run.path.parent / "disk").rename(run.path / "away"),
+            {"dir": "disk"},
+            "is a link to .*/disk/run, which is not there, so",
+        ),
+        (
+            lambda run: (run.path.parent / "disk").rename(run.path / "away"),
+            {"dir": "other"},
+            "/disk/run, which is not there, and .*/other/run is not there, so",
+        ),
         (lambda run: run.checkpoints.unlink(), {}, "run/checkpoints is not there"),
         (lambda run: (run.checkpoints / "3").rename(run.path / "away"), {"resume": "never"}, "checkpoints is empty"),
     ],
@@ -96,6 +105,15 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_afresh(saved, monkeypat
     assert not saved.checkpoints.is_symlink() or saved.checkpoints.is_dir()  # so that the new run can save
 
 
+def test_damage_comes_with_the_advice_to_start_afresh_only_for_the_run_itself(saved):
+    """ckpt.resume=overwrite would remove this run, and not mend the run that ckpt.start names."""
+    with pytest.raises(UserError, match="are damaged; to start afresh, set --config.ckpt.resume=overwrite$"):
+        saved_run(Config(), saved, CheckpointManager(saved.checkpoints))
+    fresh, start = RunFolder(saved.path.parent / "fresh"), CkptOptions(start=str(saved.path))
+    with pytest.raises(UserError, match="are damaged$"):
+        saved_run(Config(ckpt=start), fresh, CheckpointManager(fresh.checkpoints))
+
+
 def test_checkpoints_in_the_mirror_or_moved_to_another_disk_are_not_lost(saved):
     mirror: Any = lambda steps: SimpleNamespace(steps=lambda: steps)  # noqa: E731
     disk = (saved.path.parent / "disk").rename(saved.path.parent / "larger")
@@ -103,6 +121,10 @@ def test_checkpoints_in_the_mirror_or_moved_to_another_disk_are_not_lost(saved):
     check_not_lost(Config(), saved, mirror([3]))
     with pytest.raises(UserError, match="which is not there"):
         check_not_lost(Config(), saved, mirror([]))
+    saved.last_checkpoint.unlink()  # a run of an older version has no record: the link alone tells
+    for options in (CkptOptions(), CkptOptions(dir=str(saved.path.parent / "disk"))):
+        with pytest.raises(UserError, match="^.*run/checkpoints is a link to .*, which is not there, so"):
+            check_not_lost(Config(ckpt=options), saved, None)
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_was_complete_starts_again_and_says_so(tmp_path, caplog):
