@@ -492,7 +492,7 @@ def _cond(
     Stages wait for one another in each tick, so a computation takes time in the ticks in which any stage has it.
     """
     busy = (numbers >= 0).reshape(len(numbers), -1).any(1)
-    with cost.taken(int(busy.sum()), len(busy)):
+    with cost.taken(int(np.count_nonzero(busy)), len(numbers)):
         return jax.lax.cond(number >= 0, compute, otherwise, *operands)
 
 
