@@ -10,6 +10,7 @@ convert   the function that translates it, possibly together with other options,
 like      an example value, if there is no default that shows the type that `convert` can read
 entries   our list of datasets that this list of datasets becomes; `of` is the table of an entry
 not_with  options that this one contradicts, unless one of the two is off (false, 0) or auto
+no_null   why an explicit null, which has a meaning there, is an error here
 present   the option has no value: only its presence counts
 reason    why it has no meaning here, and what happens instead
 later     the unsupported feature; an error unless the value is the default
@@ -77,6 +78,7 @@ class ForeignOption:
     entries: str = ""
     of: Mapping[str, "ForeignOption"] = field(default_factory=dict)
     not_with: list[str] = field(default_factory=list)
+    no_null: str = ""
     present: bool = False
     reason: str = ""
     later: str = ""
@@ -358,6 +360,8 @@ def _translate_value(row: ForeignOption, value: Any, options: Mapping[str, Any])
     """Translate one value to (settings, text, whether it is an error)."""
     if row.reason:
         return {}, row.reason, False
+    if value is None and row.no_null:
+        return {}, f"not supported yet: {row.no_null}", True
     if row.entries:
         return ({}, "expected a list of datasets with a path each", True) if value else ({}, "none", False)
     if row.later:

@@ -524,6 +524,7 @@ def test_options_become_ours(system, more, expected):
             QEFFICIENT + "training: {fp16: true, bf16: true}\n",
             "training.bf16 = True: contradicts training.fp16 = True .line 4.",
         ),
+        (TRL.replace("64", "null"), "line 3: max_length = None: not supported yet: no limit; .* write the tokens"),
         (TRL + "bf16: true\nfp16: true\n", "line 5: fp16 = True: contradicts bf16 = True .line 4."),
         (ERNIEKIT + "fp16: true\n", "line 5: fp16 = True: contradicts bf16 = True .line 4."),
         (TRL + "load_in_8bit: true\nload_in_4bit: true\n", "load_in_4bit = True: contradicts load_in_8bit"),
