@@ -256,6 +256,7 @@ TRANSLATED = [
         {"data.seq_len": 128, "data.datasets[0].max_tokens": 64, "data.datasets[0].longer": "right"},
     ),
     (TRL, "loss_type: kto\ntruncation_mode: keep_end\n", {"data.seq_len": 128, "data.datasets[0].longer": "left"}),
+    (TRL, "max_seq_length: 64\n", {"data.seq_len": 64}),
     (TRL, "lora_task_type: SEQ_CLS\n", {"data.datasets[0].max_tokens": 64, "data.datasets[0].longer": "delete"}),
     (
         AXOLOTL.replace("chat_template", "chat_template.default"),
@@ -525,6 +526,7 @@ def test_options_become_ours(system, more, expected):
             "training.bf16 = True: contradicts training.fp16 = True .line 4.",
         ),
         (TRL.replace("64", "null"), "line 3: max_length = None: not supported yet: no limit; .* write the tokens"),
+        (TRL + "max_seq_length: 32\n", "max_seq_length = 32: contradicts max_length = 64 .line 3."),
         (TRL + "bf16: true\nfp16: true\n", "line 5: fp16 = True: contradicts bf16 = True .line 4."),
         (ERNIEKIT + "fp16: true\n", "line 5: fp16 = True: contradicts bf16 = True .line 4."),
         (TRL + "load_in_8bit: true\nload_in_4bit: true\n", "load_in_4bit = True: contradicts load_in_8bit"),
@@ -654,6 +656,7 @@ def test_what_cannot_be_translated_is_an_error_by_name(text, told):
         ("compute_type: int3\nweight_quantize_algo: nf4\napply_hadamard: false\n", "compute_type"),
         ("train_dataset_prob: a\nmix_strategy: concat\n", "train_dataset_prob"),
         ("beta: 0.5\nlabel_smoothing: 0.1\nsync_ref_model: true\n", "sync_ref_model"),
+        ("bf16: true\nfp16: 'false'\n", "fp16"),
     ],
 )
 def test_one_wrong_value_is_one_error(lines, named):
