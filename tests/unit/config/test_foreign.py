@@ -535,6 +535,10 @@ def test_options_become_ours(system, more, expected):
             AXOLOTL + "save_strategy: no\nsave_steps: 5\n",
             "save_steps = 5: .* save_strategy: no with save_steps; remove one of them",
         ),
+        (
+            AXOLOTL + "val_set_size: 0.1\neval_strategy: epoch\nevals_per_epoch: 4\n",
+            "evals_per_epoch = 4: .* eval_strategy: epoch with evals_per_epoch; remove one of them",
+        ),
         (AXOLOTL + "load_in_4bit: true\n", "load_in_4bit = True: .* without an adapter"),
         (
             AXOLOTL + "adapter: qlora\nload_in_8bit: true\n",
