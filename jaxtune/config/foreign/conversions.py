@@ -27,7 +27,7 @@ def names_of(value: Any) -> list[str]:
 
 def is_file(path: Any) -> bool:
     """Whether a path names a file of samples, which has no splits, not a folder or a dataset on the hub."""
-    return isinstance(path, str) and re.search(r"\.(jsonl?|csv|tsv|parquet|arrow)(\.\w+)?$", path) is not None
+    return isinstance(path, str) and re.search(r"\.(jsonl?|csv|tsv|txt|parquet|arrow)(\.\w+)?$", path) is not None
 
 
 def message_key_mappings(pairs: Mapping[str, str]) -> Settings:

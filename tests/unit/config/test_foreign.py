@@ -256,6 +256,11 @@ TRANSLATED = [
         {"data.seq_len": 128, "data.datasets[0].max_tokens": 64, "data.datasets[0].longer": "right"},
     ),
     (TRL, "loss_type: kto\ntruncation_mode: keep_end\n", {"data.seq_len": 128, "data.datasets[0].longer": "left"}),
+    (
+        TRL.replace("a/b", "a.txt"),
+        "datasets: [{path: b.jsonl}]\ntest_split_size: 0.1\neval_strategy: epoch\n",
+        {"data.datasets[0].path": "b.jsonl", "data.eval_datasets": (), "data.validation_split": 0.1},
+    ),
     (TRL, "max_seq_length: 64\n", {"data.seq_len": 64}),
     (TRL, "lora_task_type: SEQ_CLS\n", {"data.datasets[0].max_tokens": 64, "data.datasets[0].longer": "delete"}),
     (
@@ -545,8 +550,8 @@ def test_options_become_ours(system, more, expected):
             "adapter = 'qlora': .* load_in_8bit with adapter: qlora, whose weights have 4 bits",
         ),
         (
-            TRL.replace("a/b", "a.jsonl") + "eval_strategy: steps\n",
-            "line 4: eval_strategy = 'steps': .* a test split .dataset_test_split. of a.jsonl, which is one file",
+            TRL.replace("a/b", "a.txt") + "eval_strategy: steps\n",
+            "line 4: eval_strategy = 'steps': .* a test split .dataset_test_split. of a.txt, which is one file",
         ),
         (QEFFICIENT + "training: {dtype: int8}\n", "training.dtype = 'int8': not supported yet: int8; dtype and torch"),
         (
