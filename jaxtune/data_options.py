@@ -74,7 +74,8 @@ class Dataset:
         "tokens [2, inf)", of_prompts=False)
     longer: Literal["delete", "left", "right", "split"] = option("delete",
         "documents with more than max_tokens: delete, cut off the beginning (left) or the end (right), or split; the "
-        "answers of a pair, each with the prompt, are deleted together or cut each",
+        "answers of a pair, each with the prompt, are deleted together or cut each; a decision with a longer question "
+        "is always deleted",
         when="max_tokens is not None", of_prompts=False)
     max_prompt_tokens: int | None = option(None,
         "cut off the beginning of longer prompts; the prompt is everything before the answer", "tokens [1, inf)",

@@ -396,6 +396,15 @@ class Config:
         return "classification" if self.model.head == "classification" else None
 
     @property
+    def longest_document(self) -> int:
+        """The most tokens of a document: of a row, or of each answer with its prompt if all datasets limit them."""
+        limits = [entry.max_tokens for _, entry in self.entries()]
+        limited = [limit for limit in limits if limit is not None]
+        if self.preference.loss is None or not limited or len(limited) < len(limits):
+            return self.data.seq_len
+        return min(self.data.seq_len, max(limited))
+
+    @property
     def samples(self) -> str:
         """The option by which a run trains on answers that the model samples itself; "" if it does not."""
         if self.rollout.rewards:

@@ -129,7 +129,7 @@ def open_evaluated_model(
     ]
     if changed:
         raise UserError("\n".join(["the run was trained with other options:", *changed, "set them back"]))
-    if config.data.seq_len > (most := run.model.spec.max_positions):
+    if config.longest_document > (most := run.model.spec.max_positions):
         raise UserError(f"data.seq_len={config.data.seq_len} is more than the model's {most} positions")
     return EvaluatedModel(config, run.model, run.trained, run.frozen, run.reference, run.step)
 

@@ -235,7 +235,7 @@ def abstract_average(model: Model, config: Config) -> dict[str, jax.ShapeDtypeSt
 def _apply_treatments(base: Base, config: Config, train: bool) -> ModelSpec:
     """Return the spec with the config's quantization, low-precision products, adapters and frozen parameters."""
     spec = base.spec
-    if config.data.seq_len > spec.max_positions:
+    if config.longest_document > spec.max_positions:
         raise UserError(
             f"data.seq_len={config.data.seq_len} is more than the model's {spec.max_positions} positions "
             "(max_position_embeddings); shorten the rows, or stretch rope: model.max_positions and model.rope_scaling"

@@ -10,6 +10,8 @@ convert   the function that translates it, possibly together with other options,
 like      an example value, if there is no default that shows the type that `convert` can read
 entries   our list of datasets that this list of datasets becomes; `of` is the table of an entry
 not_with  options that this one contradicts, unless one of the two is off (false, 0) or auto
+same_as   the option of which this is another name: only other values contradict it
+no_null   why an explicit null, which has a meaning there, is an error here
 present   the option has no value: only its presence counts
 reason    why it has no meaning here, and what happens instead
 later     the unsupported feature; an error unless the value is the default
@@ -24,7 +26,7 @@ import functools
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +79,8 @@ class ForeignOption:
     entries: str = ""
     of: Mapping[str, "ForeignOption"] = field(default_factory=dict)
     not_with: list[str] = field(default_factory=list)
+    same_as: str = ""
+    no_null: str = ""
     present: bool = False
     reason: str = ""
     later: str = ""
@@ -179,7 +183,7 @@ def translate(written: yaml_file.YamlFile, dialect: str) -> Translation:
     """Translate every option of a file, and the defaults of its system, to our options."""
     lines = list(_lines(written.values, table(dialect), DIALECTS[dialect]))
     lines += _contradictions(lines, written)
-    lines += _exclusions(written, table(dialect))
+    lines += _exclusions(written, table(dialect), {line.option for line in lines if line.wrong})
     lines += _repeats(written)
     problems = []
     # A conversion that reads several options fails once per option: blame the options that the file states.
@@ -358,6 +362,8 @@ def _translate_value(row: ForeignOption, value: Any, options: Mapping[str, Any])
     """Translate one value to (settings, text, whether it is an error)."""
     if row.reason:
         return {}, row.reason, False
+    if value is None and row.no_null:
+        return {}, f"not supported yet: {row.no_null}", True
     if row.entries:
         return ({}, "expected a list of datasets with a path each", True) if value else ({}, "none", False)
     if row.later:
@@ -399,11 +405,18 @@ def _contradictions(lines: list[Line], written: yaml_file.YamlFile) -> list[Line
     return errors
 
 
-def _exclusions(written: yaml_file.YamlFile, table: Mapping[str, ForeignOption]) -> Iterator[Line]:
-    """Yield an error for each option of the file that contradicts another one (`not_with`)."""
-    values = {name: value for name, value in _flat(written.values, table).items() if value and value != "auto"}
+def _exclusions(
+    written: yaml_file.YamlFile, table: Mapping[str, ForeignOption], wrong: Collection[str]
+) -> Iterator[Line]:
+    """Yield an error for each option of the file that contradicts another one (`not_with`, `same_as`).
+
+    The options `wrong` have an error already.
+    """
+    flat = _flat(written.values, table).items()
+    values = {name: value for name, value in flat if value and value != "auto" and name not in wrong}
     for name, row in table.items():
-        for other in row.not_with:
+        differs = row.same_as and values.get(name) != values.get(row.same_as)
+        for other in (*row.not_with, row.same_as) if differs else row.not_with:
             if name in values and other in values:
                 text = f"contradicts {other} = {values[other]!r} (line {written.line(other)})"
                 yield Line(name, values[name], True, {}, text, wrong=True)

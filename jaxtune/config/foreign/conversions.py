@@ -27,7 +27,7 @@ def names_of(value: Any) -> list[str]:
 
 def is_file(path: Any) -> bool:
     """Whether a path names a file of samples, which has no splits, not a folder or a dataset on the hub."""
-    return isinstance(path, str) and re.search(r"\.(jsonl?|csv|tsv|parquet|arrow)(\.\w+)?$", path) is not None
+    return isinstance(path, str) and re.search(r"\.(jsonl?|csv|tsv|txt|parquet|arrow)(\.\w+)?$", path) is not None
 
 
 def message_key_mappings(pairs: Mapping[str, str]) -> Settings:
@@ -51,14 +51,12 @@ def word_of(strategy: Any) -> Any:
     return "no" if strategy is False else strategy  # YAML 1.1, which PyYAML reads
 
 
-def pairs_of(most: int | None, longer: str) -> Settings:
+def pairs_of(most: int, longer: str) -> Settings:
     """Return the settings for two answers of at most `most` tokens each, which share a row here.
 
     TRL's limit is for each answer with its prompt. Longer ones are cut by DPOTrainer and KTOTrainer, and left out by
     RewardTrainer (trl 1.16, trainer/dpo_trainer.py, kto_trainer.py, reward_trainer.py).
     """
-    if most is None:
-        return {}
     settings: Settings = {"data.seq_len": 2 * most, "data.datasets[i].max_tokens": most}
     return settings if longer == "delete" else settings | {"data.datasets[i].longer": longer}
 

@@ -106,8 +106,8 @@ def add_mismatched_answers(units: Iterable[Unit], name: str, entry: Dataset) -> 
     """Add a mismatched answer to each unit: the answer of the next unit, after this unit's prompt.
 
     The last unit gets the answer of the first. KTO estimates from mismatched answers how far the model has moved from
-    its reference, the KL term of its loss (arXiv:2402.01306, section 4.1). They are cut as the others (max_tokens of
-    the entry), as in TRL (KTOTrainer of trl 1.16).
+    its reference, the KL term of its loss (arXiv:2402.01306, section 4.1). They are cut to max_tokens of
+    the entry, as in TRL (KTOTrainer of trl 1.16), and never left out: at the end, unless the entry cuts the beginning.
 
     Raises:
         UserError: all units of the source `name` are the same.
@@ -144,8 +144,10 @@ def _with_other(unit: Unit, other: Unit, entry: Dataset) -> Unit:
         np.concatenate([document.loss_weights[:prompt], other_document.loss_weights[answer:]]),
         images=document.images,  # they are in the prompt
     )
-    if entry.max_tokens is not None and entry.longer in ("left", "right") and not mixed.images:
-        mixed = cut_document(mixed, entry.max_tokens, entry.longer)
+    if entry.max_tokens is not None:
+        # Also if longer ones are deleted: the sample itself is not too long. An image, in the prompt, is never cut.
+        way = "left" if entry.longer == "left" and not mixed.images else "right"
+        mixed = cut_document(mixed, entry.max_tokens, way)
     return Unit((document, mixed), unit.continuous, unit.values, unit.where)
 
 

@@ -256,6 +256,12 @@ TRANSLATED = [
         {"data.seq_len": 128, "data.datasets[0].max_tokens": 64, "data.datasets[0].longer": "right"},
     ),
     (TRL, "loss_type: kto\ntruncation_mode: keep_end\n", {"data.seq_len": 128, "data.datasets[0].longer": "left"}),
+    (
+        TRL.replace("a/b", "a.txt"),
+        "datasets: [{path: b.jsonl}]\ntest_split_size: 0.1\neval_strategy: epoch\n",
+        {"data.datasets[0].path": "b.jsonl", "data.eval_datasets": (), "data.validation_split": 0.1},
+    ),
+    (TRL, "max_seq_length: 64\n", {"data.seq_len": 64}),
     (TRL, "lora_task_type: SEQ_CLS\n", {"data.datasets[0].max_tokens": 64, "data.datasets[0].longer": "delete"}),
     (
         AXOLOTL.replace("chat_template", "chat_template.default"),
@@ -524,6 +530,8 @@ def test_options_become_ours(system, more, expected):
             QEFFICIENT + "training: {fp16: true, bf16: true}\n",
             "training.bf16 = True: contradicts training.fp16 = True .line 4.",
         ),
+        (TRL.replace("64", "null"), "line 3: max_length = None: not supported yet: no limit; .* write the tokens"),
+        (TRL + "max_seq_length: 32\n", "max_seq_length = 32: contradicts max_length = 64 .line 3."),
         (TRL + "bf16: true\nfp16: true\n", "line 5: fp16 = True: contradicts bf16 = True .line 4."),
         (ERNIEKIT + "fp16: true\n", "line 5: fp16 = True: contradicts bf16 = True .line 4."),
         (TRL + "load_in_8bit: true\nload_in_4bit: true\n", "load_in_4bit = True: contradicts load_in_8bit"),
@@ -532,14 +540,18 @@ def test_options_become_ours(system, more, expected):
             AXOLOTL + "save_strategy: no\nsave_steps: 5\n",
             "save_steps = 5: .* save_strategy: no with save_steps; remove one of them",
         ),
+        (
+            AXOLOTL + "val_set_size: 0.1\neval_strategy: epoch\nevals_per_epoch: 4\n",
+            "evals_per_epoch = 4: .* eval_strategy: epoch with evals_per_epoch; remove one of them",
+        ),
         (AXOLOTL + "load_in_4bit: true\n", "load_in_4bit = True: .* without an adapter"),
         (
             AXOLOTL + "adapter: qlora\nload_in_8bit: true\n",
             "adapter = 'qlora': .* load_in_8bit with adapter: qlora, whose weights have 4 bits",
         ),
         (
-            TRL.replace("a/b", "a.jsonl") + "eval_strategy: steps\n",
-            "line 4: eval_strategy = 'steps': .* a test split .dataset_test_split. of a.jsonl, which is one file",
+            TRL.replace("a/b", "a.txt") + "eval_strategy: steps\n",
+            "line 4: eval_strategy = 'steps': .* a test split .dataset_test_split. of a.txt, which is one file",
         ),
         (QEFFICIENT + "training: {dtype: int8}\n", "training.dtype = 'int8': not supported yet: int8; dtype and torch"),
         (
@@ -653,6 +665,7 @@ def test_what_cannot_be_translated_is_an_error_by_name(text, told):
         ("compute_type: int3\nweight_quantize_algo: nf4\napply_hadamard: false\n", "compute_type"),
         ("train_dataset_prob: a\nmix_strategy: concat\n", "train_dataset_prob"),
         ("beta: 0.5\nlabel_smoothing: 0.1\nsync_ref_model: true\n", "sync_ref_model"),
+        ("bf16: true\nfp16: 'false'\n", "fp16"),
     ],
 )
 def test_one_wrong_value_is_one_error(lines, named):

@@ -202,6 +202,15 @@ def test_an_answer_to_another_prompt_is_cut_too(read):
     assert [text.partition("assistant\n")[2] for text in texts[2:]] == ["«N»", "«Y»"]
 
 
+def test_an_answer_to_another_prompt_is_cut_and_its_sample_kept_if_longer_ones_are_deleted(read):
+    samples = [
+        {"prompt": "Hi", "completion": "Yo there", "label": True},
+        {"prompt": "Hi there", "completion": "No", "label": False},
+    ]
+    texts, _ = read(*samples, type="unpaired_preference", max_tokens=31)  # each sample has 31
+    assert [text.partition("assistant\n")[2] for text in texts[2:]] == ["«No<|im_end|>»\n", "«Yo t»"]
+
+
 def test_whether_an_answer_is_wanted_is_a_column_of_its_unit(read, tokenizer, tmp_path):
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in ANSWERS[:2]))
     data = DataOptions(datasets=(Dataset(path=str(tmp_path / "b.jsonl")),), seq_len=256, shuffle=False)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -9,10 +10,12 @@ from safetensors.numpy import load_file
 from tiny import write_model_folder
 
 from jaxtune.config.schema import Config, DataOptions, ModelOptions
+from jaxtune.data_options import Dataset
 from jaxtune.errors import UserError
 from jaxtune.exports.write import export_adapter, export_full
 from jaxtune.hf import read_config
 from jaxtune.lora.options import LoraOptions
+from jaxtune.objectives.options import PreferenceOptions
 from jaxtune.weights.base import read_base
 from jaxtune.weights.describe import describe_layout
 from jaxtune.weights.model import declare_model
@@ -79,6 +82,19 @@ def test_rows_longer_than_the_positions_say_how_rope_is_stretched(tmp_path, one_
         declare(one_device, path=str(write_model_folder(tmp_path)), seq_len=300)
     model, _ = declare(one_device, path=str(tmp_path), seq_len=300, rope_scaling="dynamic", max_positions=384)
     assert model.spec.max_positions == 384
+
+
+def test_answers_of_a_pair_share_a_row_and_each_has_the_positions_of_the_model(tmp_path, one_device):
+    path = str(write_model_folder(tmp_path))
+    limited, free = Dataset(path="a.jsonl", max_tokens=100), Dataset(path="b.jsonl")
+    for datasets, refused in (((limited,), False), ((limited, free), True)):
+        config = Config(
+            ModelOptions(path=path, dtype="float32"),
+            DataOptions(seq_len=300, datasets=datasets),
+            preference=PreferenceOptions("orpo"),
+        )
+        with pytest.raises(UserError, match="data.seq_len=300 is more than") if refused else nullcontext():
+            declare_model(read_base(config), config, one_device)
 
 
 def test_an_adapter_warns_that_it_leaves_out_what_was_changed(tmp_path, one_device, caplog):

@@ -241,6 +241,8 @@ def _when(o: Options, event: str, plural: str) -> tuple[int, float | None]:
         raise Unsupported(f"{event}_strategy must be no, steps, epoch or best")
     if steps and strategy not in (None, "steps"):  # Axolotl refuses both (check_saves, check_evals)
         raise Unsupported(f"{event}_strategy: {strategy} with {event}_steps; remove one of them, or write steps")
+    if often and event == "eval" and strategy not in (None, "steps"):  # check_evals, not check_saves
+        raise Unsupported(f"eval_strategy: {strategy} with evals_per_epoch; remove one of them")
     if steps is not None:
         return steps_or_epochs(steps, o.get("max_steps"), o["num_epochs"])
     if often is not None:

@@ -242,7 +242,8 @@ def trl_eval(o: Options) -> Settings:
     strategy = evaluation_of(o)
     if strategy not in ("no", "steps", "epoch"):
         raise Unsupported("eval_strategy must be no, steps or epoch")
-    paths = (o.get("dataset_name"), *(o.get("dataset_mixer") or ()))
+    name = None if o.get("datasets") else o.get("dataset_name")  # ignored with datasets
+    paths = (name, *(o.get("dataset_mixer") or ()))
     if strategy != "no" and (path := next(filter(is_file, paths), None)):
         raise Unsupported(
             f"an evaluation on a test split (dataset_test_split) of {path}, which is one file; write eval_strategy: "

@@ -1,6 +1,6 @@
 """Datasets of TRL, and their masks, lengths and order (see `conversions`)."""
 
-from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, conversions_of, names_of, pairs_of
+from jaxtune.config.foreign.conversions import NOTE, Options, Settings, Unsupported, conversions_of, names_of, pairs_of
 from jaxtune.config.foreign.trl import evaluation_of
 from jaxtune.config.foreign.trl.trl_objectives import trainer_of
 
@@ -66,9 +66,11 @@ def trl_system(o: Options) -> Settings:
 
 
 def trl_data(o: Options) -> Settings:
-    """One dataset by name, with its test split if the file enables evaluations."""
+    """One dataset by name, with its test split if the file enables evaluations; `datasets` has priority, as in TRL."""
     if not o.get("dataset_name"):
         return {}
+    if o.get("datasets"):
+        return {NOTE: "left out: datasets is used instead, as in TRL (trl/scripts/sft.py)"}
     entry: Settings = {"path": o["dataset_name"]} | _samples(o)
     entry |= {"subset": o["dataset_config"]} if o.get("dataset_config") else {}
     settings: Settings = {"data.datasets": [entry | {"split": o["dataset_train_split"]}]}
