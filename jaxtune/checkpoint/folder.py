@@ -13,7 +13,7 @@ logger = logging.getLogger("jaxtune")
 
 
 class AllDamaged(UserError):
-    """No checkpoint in a folder agrees with its manifest. What to do depends on whose checkpoints they are."""
+    """No checkpoint in a folder agrees with its manifest. The caller knows whose they are, and adds the advice."""
 
 
 def steps(folder: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""Where the parameters of a decoder are in Hugging Face's files: places of each parameter, and parameters by tensor."""
+"""The sites of a decoder's parameters in Hugging Face's files: those of each parameter, and parameters by tensor."""
 
 import dataclasses
 import functools

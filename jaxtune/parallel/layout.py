@@ -182,8 +182,8 @@ def reduce_early(x: Array, weights: Any) -> tuple[Array, Any]:
     """Return x and the weights, before they are gathered, of the layers that compute with x; both are unchanged.
 
     In the backward pass, x's gradient waits until the gradients of the weights that are trained are reduce-scattered.
-    Nothing else there needs them. XLA would postpone their products to the end of the block, where no work is left that
-    hides the reduce-scatters.
+    Nothing else there needs these gradients, so XLA would compute them at the end of the block, when no work is left to
+    hide the reduce-scatters.
     """
     specs = [jax.typeof(weight).sharding.spec for weight in jax.tree.leaves(weights)]
     if all(drop_gathered_axes(entry) == entry for spec in specs for entry in spec):

@@ -113,7 +113,7 @@ def _use_cpu() -> None:
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     # jax sets 1 if the user sets nothing: information is not shown. The plugin's warnings of what an absent GPU, or its
     # libraries, would have told are not for the user either, nor XLA's errors about a step that does not fit, which a
-    # plan says itself. What ends a compilation is raised, and shown all the same.
+    # plan says itself. An error that ends a compilation is raised, and shown.
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 

@@ -1,6 +1,6 @@
 """Two processes divide the hashing of a checkpoint and the files of an export, with the results of one.
 
-What only one of them writes, and cannot, stops both.
+A file that only one process writes, and cannot, stops both.
 """
 
 import os

@@ -219,7 +219,7 @@ def ernie_rates(o: Options) -> Settings:
 
 
 def ernie_precision(o: Options) -> Settings:
-    """compute_type, fp16 and bf16 all set the precision recipe; float32 if bf16 is false and none of them is set."""
+    """compute_type, fp16 and bf16 all set the precision recipe; float32 if bf16 is false and no other is set."""
     named = "fp16" if o.get("fp16") else "bf16" if o["bf16"] else "fp32"
     kind = o.get("compute_type")
     if kind not in (None, "bf16", "fp16", "fp32", "fp8", *_WEIGHTS_BY_TYPE):

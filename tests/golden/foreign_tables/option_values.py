@@ -1,4 +1,4 @@
-"""The options of the tables of foreign systems, and valid values of them."""
+"""The options in the tables of foreign systems, and valid values for each."""
 
 import typing
 from collections.abc import Iterator, Mapping

@@ -190,7 +190,7 @@ def axolotl_packing(o: Options) -> Settings:
 def axolotl_length(o: Options) -> Settings:
     """Row length, and the treatment of longer documents; plain text is always split into rows.
 
-    For preferences the length is that of each answer with its prompt (src/axolotl/utils/data/rl.py).
+    For preferences it limits each answer with its prompt (src/axolotl/utils/data/rl.py).
     """
     ways = {"drop": "delete", "truncate": "right"}
     if o["excess_length_strategy"] not in ways:
