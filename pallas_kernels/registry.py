@@ -19,8 +19,8 @@ class Backend:
     """One implementation of an op.
 
     Attributes:
-        name: the value of the op's `backend` argument. Of two backends with one name, the first that does not refuse
-            the request runs.
+        name: the value of the op's `backend` argument. If two backends have one name, the first runs that does not
+            refuse the request.
         run: the implementing function, or a module with several.
         refuses: given a device and a request, why the backend cannot run the request on the device, or None if it can.
         proofs: where the backend's numbers were checked, by compute capability (`ANY_GPU`: interpreted, or plain XLA).

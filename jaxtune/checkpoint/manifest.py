@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxtune.whole_file import write_whole
+
 MANIFEST = "manifest.json"
 
 
@@ -35,13 +37,7 @@ def write(folder: Path, measured: Mapping[str, dict[str, Any]] = {}) -> None:
     for path in (*filter(Path.is_dir, folder.rglob("*")), folder):
         _sync_folder(path)
     # Files and folders are on disk by now, so that a manifest which survives a crash implies complete files.
-    partial = folder / f"{MANIFEST}.partial"
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump({"files": dict(sorted(files.items()))}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    # A rename is atomic, so a reader finds no manifest or a whole one.
-    partial.replace(folder / MANIFEST)
+    write_whole(folder / MANIFEST, [json.dumps({"files": dict(sorted(files.items()))}, indent=1)])
     # A rename is durable once its folder is on disk. The parent has the entry of the checkpoint's own folder.
     for path in (folder, folder.parent):
         _sync_folder(path)

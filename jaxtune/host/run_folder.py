@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import reprlib
 import shlex
 import time
@@ -17,6 +16,7 @@ from jaxtune.data import Counts
 from jaxtune.errors import UserError, near_paths
 from jaxtune.json_file import read_fields
 from jaxtune.monitor import metrics
+from jaxtune.whole_file import write_whole
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,7 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         to_resume = dataclasses.replace(config, ckpt=dataclasses.replace(config.ckpt, resume="auto"))
-        part = self.config.with_name("config.json.partial")
-        part.write_text(to_json(to_resume))
-        part.replace(self.config)  # atomic, so that a killed process never leaves half a file
+        write_whole(self.config, [to_json(to_resume)])
         self.counts.unlink(missing_ok=True)
         self.samples.unlink(missing_ok=True)
         if counts is not None:
@@ -131,12 +129,7 @@ class RunFolder:
     def note_checkpoint(self, step: int) -> None:
         """Record that the checkpoint of `step` is complete."""
         saved = SavedCheckpoint(step, str(self.checkpoints.resolve()))
-        part = self.last_checkpoint.with_name("last_checkpoint.json.partial")
-        with part.open("w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(saved), file)
-            file.flush()
-            os.fsync(file.fileno())  # a crash leaves the old record or the new one
-        part.replace(self.last_checkpoint)
+        write_whole(self.last_checkpoint, [json.dumps(dataclasses.asdict(saved))])
 
     def read_last_checkpoint(self) -> SavedCheckpoint | None:
         """Read the record of the newest complete checkpoint; None if no save has ended. Raises UserError if damaged."""

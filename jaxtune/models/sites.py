@@ -1,4 +1,4 @@
-"""The sites of a decoder's parameters in Hugging Face's files: those of each parameter, and parameters by tensor."""
+"""The sites of a decoder's parameters in Hugging Face's files: by parameter, and the other way round, by tensor."""
 
 import dataclasses
 import functools

@@ -102,7 +102,7 @@ class Block(nnx.Module):
         if self.mlp is not None:
             if self.layer.norms != "shared":  # "shared": the feed-forward takes the mixer's normed input (Cohere)
                 normed = _apply_norm(x, self.mlp_norm)
-            normed, mlp = _reduce_early(normed, self.mlp)
+            normed, mlp = _reduce_module_early(normed, self.mlp)
             normed = jax.reshard(normed, by_token(None))
             if isinstance(mlp, MLP):
                 y = mlp(normed, call)
@@ -120,8 +120,8 @@ class Block(nnx.Module):
         self, x: Float[Array, "b s d"], inputs: Inputs, cache: CacheSlot | None, call: ForwardOptions
     ) -> tuple[Float[Array, "b s d"], Any]:
         """Return the output of the layer's mixer, or the sum of two, and the cache; a cache of two is a pair."""
-        x, attention = _reduce_early(x, self.attention)
-        x, recurrent = _reduce_early(x, self.delta_net or self.mamba or self.short_conv)
+        x, attention = _reduce_module_early(x, self.attention)
+        x, recurrent = _reduce_module_early(x, self.delta_net or self.mamba or self.short_conv)
         x, hybrid = jax.reshard(x, by_token(None)), self.layer.mixer
         if not isinstance(hybrid, Hybrid):
             if recurrent is None:
@@ -189,7 +189,7 @@ def _feed_forward(spec: ModelSpec, layer: Layer, slot: FeedForward | Experts | N
     return None
 
 
-def _reduce_early(x: Array, module: Any) -> tuple[Array, Any]:
+def _reduce_module_early(x: Array, module: Any) -> tuple[Array, Any]:
     """`layout.reduce_early` with the weights of a module, without its adapters, whose gradients are small.
 
     With tensor parallelism nothing changes: there, products of weights' gradients hide the reduce-scatters of x's.

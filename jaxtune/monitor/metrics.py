@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import json
-import os
 import pathlib
 import reprlib
 import uuid
@@ -15,6 +14,7 @@ import numpy as np
 
 from jaxtune.config.schema import AimOptions, LogOptions, WandbOptions
 from jaxtune.errors import UserError
+from jaxtune.whole_file import write_whole
 
 _WANDB_ID, _AIM_HASH = "wandb_id.txt", "aim_hash.txt"
 IDS = (_WANDB_ID, _AIM_HASH)
@@ -154,13 +154,7 @@ def cut(path: pathlib.Path, resume_step: int) -> None:
     if not path.exists():
         return
     rows = [row for row in read_rows(path) if resume_step and row["step"] <= resume_step]
-    temporary = path.with_suffix(".jsonl.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
-    # Only a complete file takes the name: a crash leaves the old rows or the new ones.
-    temporary.replace(path)
+    write_whole(path, (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def _check_wandb_login() -> None:

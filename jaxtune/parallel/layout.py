@@ -188,16 +188,16 @@ def reduce_early(x: Array, weights: Any) -> tuple[Array, Any]:
     specs = [jax.typeof(weight).sharding.spec for weight in jax.tree.leaves(weights)]
     if all(drop_gathered_axes(entry) == entry for spec in specs for entry in spec):
         return x, weights  # nothing is gathered, so nothing is reduce-scattered
-    return _reduce_early(x, weights)
+    return _with_barrier(x, weights)
 
 
 @jax.custom_jvp
-def _reduce_early(x: Array, weights: Any) -> tuple[Array, Any]:
+def _with_barrier(x: Array, weights: Any) -> tuple[Array, Any]:
     return x, weights
 
 
-@partial(_reduce_early.defjvp, symbolic_zeros=True)
-def _reduce_early_jvp(primals: tuple[Array, Any], tangents: tuple[Array, Any]) -> tuple[Any, Any]:
+@partial(_with_barrier.defjvp, symbolic_zeros=True)
+def _with_barrier_jvp(primals: tuple[Array, Any], tangents: tuple[Array, Any]) -> tuple[Any, Any]:
     (dx, *dws), tree = jax.tree.flatten(tangents)
     # A frozen weight keeps its symbolic zero, without which its gradient would be computed.
     waiting = {n: dw for n, dw in enumerate(dws) if not _is_zero(dw)}

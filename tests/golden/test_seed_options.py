@@ -123,7 +123,7 @@ MORE: dict[str, dict[str, list[Any]]] = {
         "training.save_strategy": ["steps", "epoch", "no"],
     },
 }
-# Files in which an option has the effect that its row names, in addition to those of foreign_tables.
+# Files in which an option has the effect that its row names, in addition to foreign_tables.
 FILES: dict[str, dict[str, list[dict[str, Any]]]] = {
     "xorl": {
         "model.model_path": [{"model.config_path": "x"}],

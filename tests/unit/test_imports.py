@@ -24,7 +24,7 @@ ROOMS = (
 MAY_USE = {"errors", "option_field", "config.schema", *(room.removesuffix(".py").replace("/", ".") for room in ROOMS)}
 NO_COMMANDS = {"__init__", "__main__", "columns", "command", "command_flags", "command_line", "errors", "hlo"}
 NO_COMMANDS |= {"json_file", "api", "data_options", "interrupt", "option_field", "reference_pages", "terminal"}
-NO_COMMANDS |= {"tokenizer_type", "image_layout"}
+NO_COMMANDS |= {"tokenizer_type", "image_layout", "whole_file"}
 COMMANDS = {path.stem for path in (ROOT / "jaxtune").glob("*.py")} - NO_COMMANDS
 
 

@@ -10,7 +10,7 @@ convert   the function that translates it, possibly together with other options,
 like      an example value, if there is no default that shows the type that `convert` can read
 entries   our list of datasets that this list of datasets becomes; `of` is the table of an entry
 not_with  options that this one contradicts, unless one of the two is off (false, 0) or auto
-same_as   the option of which this is another name: only other values contradict it
+same_as   another name of this option: the two contradict each other only if their values differ
 no_null   why an explicit null, which has a meaning there, is an error here
 present   the option has no value: only its presence counts
 reason    why it has no meaning here, and what happens instead

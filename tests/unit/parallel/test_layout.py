@@ -96,7 +96,7 @@ def test_a_gradient_that_is_reduced_early_is_not_computed_for_a_frozen_weight():
         return sum(jnp.sum(x @ gather(weight)) for weight in weights.values())
 
     traced = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, weight, weight))
-    # Two products of the forward pass, two for the gradient of x, and one for that of the trained weight.
+    # The forward pass has two products, the gradient of x two, and the gradient of the trained weight one.
     assert (traced.count("optimization_barrier"), traced.count("dot_general")) == (1, 5)
 
 

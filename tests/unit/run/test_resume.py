@@ -121,7 +121,7 @@ def test_checkpoints_in_the_mirror_or_moved_to_another_disk_are_not_lost(saved):
     check_not_lost(Config(), saved, mirror([3]))
     with pytest.raises(UserError, match="which is not there"):
         check_not_lost(Config(), saved, mirror([]))
-    saved.last_checkpoint.unlink()  # a run of an older version has no record: the link alone tells
+    saved.last_checkpoint.unlink()  # a run of an older version has no record: only the link tells
     for options in (CkptOptions(), CkptOptions(dir=str(saved.path.parent / "disk"))):
         with pytest.raises(UserError, match="^.*run/checkpoints is a link to .*, which is not there, so"):
             check_not_lost(Config(ckpt=options), saved, None)
