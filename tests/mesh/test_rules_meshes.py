@@ -28,15 +28,16 @@ OVER_TWO = Rules(TWO, TWO, TWO, gathered=("fsdp", "expert"), batch=("data", "fsd
     ("parallel", "mesh", "optimizer"),
     [
         (ParallelOptions(zero=1), MeshOptions(data=2, fsdp=2, tensor=2), "adamw"),
+        (ParallelOptions(zero=1), MeshOptions(fsdp=4), "adamw"),
         (ParallelOptions(zero=2), MeshOptions(data=2, fsdp=2, sequence=2), "schedule_free"),
         (ParallelOptions(reshard_after_forward=False), MeshOptions(data=2, fsdp=2, tensor=2), "adamw"),
         (ParallelOptions(shard_residual=False), MeshOptions(fsdp=2, sequence=2, tensor=2), "sgd"),
     ],
-    ids=["ZeRO 1", "ZeRO 2", "weights stay whole", "residual stream whole over the tensor axis"],
+    ids=["ZeRO 1", "ZeRO 1 over all devices", "ZeRO 2", "weights stay whole", "residual stream whole over the tensor axis"],
 )
 def test_an_option_equals_one_device(parallel, mesh, optimizer):
     case = Case("", optimizer=optimizer)
-    found = train(case, mesh, 8, accumulate=micro_batches(mesh), parallel=parallel)
+    found = train(case, mesh, math.prod(dataclasses.astuple(mesh)), accumulate=micro_batches(mesh), parallel=parallel)
     assert_equal(found, one_device(case), OPTIMIZERS[optimizer])
 
 
