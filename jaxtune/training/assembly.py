@@ -95,8 +95,14 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     objective, recipe = objective or objective_of(config, model), forward.recipe
     reference, averaged = abstract_reference(model, config), abstract_average(model, config)
     merged, on_host = merge_targets(model, config), config.memory.offload_gradients
-    # Gradients of these stacks are added layer by layer, so that no whole stack is on the device.
-    stacks = [name for name, p in model.trained.items() if p.lead and (p.on_host or on_host)]
+    # Gradients of these stacks are added layer by layer, so that no stack of gradients is whole on the device. Adapters
+    # are small; weights with operands have sharded gradients anyway (`shard_gradients`).
+    divided = config.parallel.zero == 2 and recipe.linears is None
+    stacks = [
+        name
+        for name, p in model.trained.items()
+        if p.lead and (p.on_host or on_host or (divided and p.kind != "adapter"))
+    ]
     options = StepOptions(
         seed=config.train.seed,
         dropout_warmup_steps=config.train.dropout_warmup_steps,
@@ -153,7 +159,7 @@ def deferred_sum_axes(config: Config, recipe: PrecisionRecipe, mesh: jax.shardin
     summed = tuple(axis for axis in rules.batch if axis not in dividing)
     others = [axis for axis in mesh.shape if axis not in summed]
     # Before jax 0.11, axes that are not summed last would be gathered (`parallel.manual_axes`).
-    return () if shards(summed, mesh) == 1 or GATHERS_OTHER_AXES and shards(others, mesh) > 1 else summed
+    return () if shards(summed, mesh) == 1 or (GATHERS_OTHER_AXES and shards(others, mesh) > 1) else summed
 
 
 def objective_of(config: Config, model: Model) -> Objective:

@@ -55,6 +55,7 @@ from jaxtune.training.step import (
     add_gradients,
     prepare_weights,
     reshard_gradients,
+    shard_gradients,
     sum_micro_batch,
 )
 from pallas_kernels import cost
@@ -222,17 +223,18 @@ def pipelined_gradients(forward: Forward, objective: Objective, options: StepOpt
         (amax_in, amax), (specs_in, specs) = (
             _split(values, prefix) for values in (scaling.amax, options.gradient_specs)
         )
-        # Stages are the leading axis of these gradients, and manual inside of `by_stage`: the specs must not name it.
-        specs_in = {name: P(None, *spec[1:]) for name, spec in specs_in.items()}
         linears_in, linears = _split_linears(forward.recipe.linears, prefix)
         weights_of, scales = prepare_weights(linears, trained, frozen, Scaling(amax=amax), step)
-        inside, outside = PipelineWeights(trained_in, frozen_in, {}, {}), PipelineWeights(trained, frozen, {}, scales)
+        inside = PipelineWeights(shard_gradients(linears_in, trained_in, specs_in), frozen_in, {}, {})
+        outside = PipelineWeights(shard_gradients(linears, trained, specs), frozen, {}, scales)
         if linears_in is not None:
             # A history has a leading axis of layers: each stage takes the entries of its own.
             on_stage = {name: jax.reshard(history, STAGES) for name, history in amax_in.items()}
             operands = by_stage(linears_in.operands, STAGES, STAGES)({**frozen_in, **trained_in})
             inside = inside._replace(operands=operands, scales=linears_in.scales(on_stage, step))
 
+        # Stages are the leading axis of these gradients, and manual inside of `by_stage`: the specs must not name it.
+        specs_in = {name: P(None, *spec[1:]) for name, spec in specs_in.items()}
         stack = layers.stack
         plan = schedule(stack.stages, stack.chunks, len(batch["tokens"]), options.order)
         graph, seen = nnx.graphdef(layers), seen_by_stages(batch)
