@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from ml_collections import ConfigDict
@@ -253,7 +253,7 @@ def from_json(text: str | bytes, source: str = "saved config") -> Config:
     return config
 
 
-def raise_problems(source: str, problems: list[Problem]) -> None:
+def raise_problems(source: str, problems: Sequence[Problem]) -> None:
     """Raise UserError with all problems of a file, if there are any."""
     if len(problems) == 1:
         raise UserError(f"{source}: {problems[0].text}")
@@ -261,7 +261,7 @@ def raise_problems(source: str, problems: list[Problem]) -> None:
         raise UserError("\n  ".join([f"{source}: {len(problems)} problems", *_lines(problems)]))
 
 
-def _lines(problems: list[Problem]) -> Iterator[str]:
+def _lines(problems: Sequence[Problem]) -> Iterator[str]:
     """Yield the texts of problems; if many list entries have a problem with the same key, only the first ones."""
     counts: Counter[str] = Counter()
     for problem in problems:

@@ -4,7 +4,8 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtune.config import keys
@@ -18,15 +19,11 @@ from jaxtune.config.foreign.translation import Line, Mistake, Translation
 from jaxtune.config.foreign.trl import trl_data, trl_objectives
 from jaxtune.config.sources import yaml_file
 
-__all__ = [
-    *("DIALECTS", "MARKS", "ForeignOption", "Translation", "recognise", "table", "translate", "translate_flag"),
-]
+__all__ = ["DIALECTS", "MARKS", "ForeignOption", "Translation", "recognise", "table", "translate", "translate_flag"]
 
-CONVERSIONS: dict[str, Callable[[Options], Settings]] = {
-    name: function
-    for module in (surogate, xorl, erniekit, qefficient, trl, trl_data, trl_objectives, axolotl, axolotl_data)
-    for name, function in module.CONVERSIONS.items()
-}
+_MODULES = (surogate, xorl, erniekit, qefficient, trl, trl_data, trl_objectives, axolotl, axolotl_data)
+_FUNCTIONS = ChainMap(*map(vars, _MODULES))
+"""The functions that rows name under `convert`, which take all options and return settings."""
 _OR_REMOVE = "write what is supported, or remove it"
 
 
@@ -189,7 +186,7 @@ def _translate_value(row: ForeignOption, value: Any, options: Mapping[str, Any])
         return {}, f"not supported yet: {row.later}", remedy
     if row.convert and (value is not None or row.default is not NO_DEFAULT):
         try:
-            settings = dict(CONVERSIONS[row.convert](options))
+            settings = dict(_FUNCTIONS[row.convert](options))
         except Unsupported as error:
             return {}, f"not supported yet: {error}", _OR_REMOVE
         return settings, settings.pop(NOTE, row.note), ""

@@ -5,7 +5,7 @@ Each conversion function gets all options of its file, or of a list entry in it 
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 Settings = dict[str, Any]
@@ -82,8 +82,3 @@ def lines_of(strategy: Any, steps: int) -> Settings:
     if word not in ("steps", "no"):
         raise Unsupported("progress lines by epoch; use 'steps' or 'no'; metrics.jsonl has every step")
     return {"log.every": steps if word == "steps" else 0}
-
-
-def conversions_of(names: Mapping[str, Any], system: str) -> dict[str, Callable[[Options], Settings]]:
-    """Return the functions of a module whose names begin with a system's name."""
-    return {name: function for name, function in list(names.items()) if name.startswith(f"{system}_")}

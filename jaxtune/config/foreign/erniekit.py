@@ -4,7 +4,7 @@ import re
 from pathlib import PurePosixPath
 from typing import Any
 
-from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, conversions_of, saves_of, strategy_of
+from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, saves_of, strategy_of
 
 
 def ernie_train(o: Options) -> Settings:
@@ -320,6 +320,3 @@ def ernie_offload(o: Options) -> Settings:
 def ernie_save(o: Options) -> Settings:
     """Checkpoints by steps, by epochs, or never."""
     return saves_of(o["save_strategy"], o["save_steps"])
-
-
-CONVERSIONS = conversions_of(vars(), "ernie")

@@ -8,7 +8,6 @@ from jaxtune.config.foreign.conversions import (
     Options,
     Settings,
     Unsupported,
-    conversions_of,
     is_file,
     lines_of,
     names_of,
@@ -270,6 +269,3 @@ def qefficient_tokenizer(o: Options) -> Settings:
     """The tokenizer, if it differs from the model's."""
     name = o["dataset.tokenizer_name"]
     return {"model.tokenizer": name} if name != o["model.model_name"] else {}
-
-
-CONVERSIONS = conversions_of(vars(), "qefficient")

@@ -11,7 +11,6 @@ from jaxtune.config.foreign.conversions import (
     Options,
     Settings,
     Unsupported,
-    conversions_of,
     images_of,
     model_overrides,
     names_of,
@@ -288,6 +287,3 @@ def _entries(o: Options, name: str) -> list[Mapping[str, Any]]:
     """Return the entries of a list of datasets."""
     entries = o.get(name)
     return [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
-
-
-CONVERSIONS = conversions_of(vars(), "xorl")

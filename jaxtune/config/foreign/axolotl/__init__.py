@@ -8,7 +8,6 @@ from jaxtune.config.foreign.conversions import (
     Options,
     Settings,
     Unsupported,
-    conversions_of,
     images_of,
     model_overrides,
     names_of,
@@ -310,6 +309,3 @@ def axolotl_rl(o: Options) -> Settings:
         "precompute_ref_log_probs": ("preference.precompute_reference", (*LOSSES, "kto")),
     }
     return settings | {key: o[name] for name, (key, losses) in of.items() if o.get(name) is not None and loss in losses}
-
-
-CONVERSIONS = conversions_of(vars(), "axolotl")

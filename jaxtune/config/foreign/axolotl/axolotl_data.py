@@ -8,7 +8,6 @@ from jaxtune.config.foreign.conversions import (
     Options,
     Settings,
     Unsupported,
-    conversions_of,
     message_key_mappings,
     pairs_of,
 )
@@ -267,6 +266,3 @@ def axolotl_trained(o: Options) -> Settings:
     roles, ends = _common(o, "roles_to_train"), _common(o, "train_on_eos")
     settings: Settings = {"chat.roles": roles} if roles else {}
     return settings | ({"chat.train_on_eos": ends} if ends else {})
-
-
-CONVERSIONS = conversions_of(vars(), "axolotl")

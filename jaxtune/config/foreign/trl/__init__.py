@@ -13,7 +13,6 @@ from jaxtune.config.foreign.conversions import (
     Options,
     Settings,
     Unsupported,
-    conversions_of,
     is_file,
     lines_of,
     names_of,
@@ -303,6 +302,3 @@ def steps_or_epochs(steps: float, max_steps: int | None, epochs: float) -> tuple
     if max_steps is not None and max_steps > 0:
         return math.ceil(steps * max_steps), None  # as transformers rounds
     return 0, steps * epochs
-
-
-CONVERSIONS = conversions_of(vars(), "trl")

@@ -1,6 +1,6 @@
 """Datasets of TRL, and their masks, lengths and order (see `conversions`)."""
 
-from jaxtune.config.foreign.conversions import NOTE, Options, Settings, Unsupported, conversions_of, names_of, pairs_of
+from jaxtune.config.foreign.conversions import NOTE, Options, Settings, Unsupported, names_of, pairs_of
 from jaxtune.config.foreign.trl import evaluation_of
 from jaxtune.config.foreign.trl.trl_objectives import trainer_of
 
@@ -65,7 +65,7 @@ def trl_system(o: Options) -> Settings:
     return {f"data.datasets[i].{ours}": o[theirs] for theirs, ours in names.items() if o.get(theirs)}
 
 
-def trl_data(o: Options) -> Settings:
+def trl_datasets(o: Options) -> Settings:
     """One dataset by name, with its test split if the file enables evaluations; `datasets` has priority, as in TRL."""
     if not o.get("dataset_name"):
         return {}
@@ -124,6 +124,3 @@ def trl_order(o: Options) -> Settings:
     if order not in orders:
         raise Unsupported(f"train_sampling_strategy must be one of {', '.join(orders)}")
     return orders[order]
-
-
-CONVERSIONS = conversions_of(vars(), "trl")

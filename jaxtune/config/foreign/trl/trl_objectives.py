@@ -1,6 +1,6 @@
 """The trainer of a TRL file, which its options tell, and the options of its objective (see `conversions`)."""
 
-from jaxtune.config.foreign.conversions import NOTE, Options, Settings, Unsupported, conversions_of, names_of
+from jaxtune.config.foreign.conversions import NOTE, Options, Settings, Unsupported, names_of
 
 # Options that identify the trainer of a file, because its command (`trl grpo`, `trl dpo`) is not in it.
 _OF_GRPO = (
@@ -201,6 +201,3 @@ def _gkd(o: Options) -> Settings:
             "temperature has no effect: GKD samples no answers with lmbda: 0.0, and its loss does not read it"
         )
     return settings | ({"distill.js_beta": beta} if divergence == "js" else {})
-
-
-CONVERSIONS = conversions_of(vars(), "trl")
