@@ -100,10 +100,12 @@ def _lines(
             yield Line(f"{theirs}{name}", value, True, {}, text, remedy="write such a value")
         # A default without a meaning here is not shown.
         elif name in from_file or (name in options and not (row.reason or row.later)):
-            settings, text, remedy = _translate_value(row, value, options)
-            if remedy and row.convert:
+            try:
+                settings, text, remedy = _translate_value(row, value, options)
+            except Unsupported as error:
+                settings, text, remedy = {}, f"not supported yet: {error}", _OR_REMOVE
                 if text not in faults:
-                    faults[text] = _find_fault(text, options, from_file, table)
+                    faults[text] = _find_fault(error, options, from_file, table)
                 if faults[text] not in (None, name):  # one error, at the option that causes it
                     text, remedy = f"see {faults[text]}", ""
             settings = {f"{ours}{key}": setting for key, setting in settings.items()}
@@ -129,28 +131,28 @@ def _is_off(value: Any) -> bool:
 
 
 def _find_fault(
-    text: str, options: Options, from_file: Mapping[str, Any], table: Mapping[str, ForeignOption]
+    error: Unsupported, options: Options, from_file: Mapping[str, Any], table: Mapping[str, ForeignOption]
 ) -> str | None:
     """Return the option of the file that causes an error of a conversion, which several options share.
 
     Without the option its conversion has no such error. One that the error names comes first, then one that causes it
     without the others. None: no single option does.
     """
-    failing = [
-        name
-        for name, row in table.items()
-        if name in from_file and row.convert and _translate_value(row, from_file[name], options)[1] == text
-    ]
+    if error.option in from_file:
+        return error.option
 
-    def fails_without(name: str, others: list[str]) -> bool:
-        defaults = {other: table[other].default for other in others if table[other].default is not NO_DEFAULT}
-        changed = {other: value for other, value in options.items() if other not in others} | defaults
-        return _translate_value(table[name], options.get(name), changed)[1] == text
+    def fails(name: str, without: list[str]) -> bool:
+        defaults = {other: table[other].default for other in without if table[other].default is not NO_DEFAULT}
+        try:
+            _FUNCTIONS[table[name].convert]({n: v for n, v in options.items() if n not in without} | defaults)
+        except Unsupported as other:
+            return str(other) == str(error)
+        return False
 
-    causes = [name for name in failing if not fails_without(name, [name])]
-    named = [name for name in causes if re.search(rf"\b{re.escape(name)}\b", text)]
-    alone = [name for name in causes if fails_without(name, [other for other in failing if other != name])]
-    return next(iter([*named, *alone, *causes]), None)
+    failing = [name for name, row in table.items() if name in from_file and row.convert and fails(name, [])]
+    causes = [name for name in failing if not fails(name, [name])]
+    alone = [name for name in causes if fails(name, [other for other in failing if other != name])]
+    return next(iter([*alone, *causes]), None)
 
 
 def _fits(value: Any, row: ForeignOption) -> bool:
@@ -169,7 +171,7 @@ def _fits(value: Any, row: ForeignOption) -> bool:
 
 
 def _translate_value(row: ForeignOption, value: Any, options: Mapping[str, Any]) -> tuple[Settings, str, str]:
-    """Translate one value to (settings, text, what to write instead if it is an error)."""
+    """Translate one value to (settings, text, what to write instead if it is an error). Raises Unsupported."""
     if row.reason:
         return {}, row.reason, ""
     if value is None and row.no_null:
@@ -185,10 +187,7 @@ def _translate_value(row: ForeignOption, value: Any, options: Mapping[str, Any])
         remedy = f"remove it: its default, {row.default!r}, is supported" if stated else _OR_REMOVE
         return {}, f"not supported yet: {row.later}", remedy
     if row.convert and (value is not None or row.default is not NO_DEFAULT):
-        try:
-            settings = dict(_FUNCTIONS[row.convert](options))
-        except Unsupported as error:
-            return {}, f"not supported yet: {error}", _OR_REMOVE
+        settings = dict(_FUNCTIONS[row.convert](options))
         return settings, settings.pop(NOTE, row.note), ""
     settings = {}
     for item in value if row.values and isinstance(value, list) else [value]:

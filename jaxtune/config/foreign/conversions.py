@@ -17,7 +17,14 @@ NOTE = "(note)"
 
 
 class Unsupported(Exception):
-    """A feature that is not supported yet, named by the message."""
+    """A feature that is not supported yet, named by the text.
+
+    `option` is the one at fault, if it is read only because of another one, which would be blamed for it.
+    """
+
+    def __init__(self, text: str, option: str = ""):
+        super().__init__(text)
+        self.option = option
 
 
 def names_of(value: Any) -> list[str]:

@@ -265,7 +265,10 @@ def xorl_distillation(o: Options) -> Settings:
     if not o["distill.enable_distillation"]:
         return {}
     if o.get("distill.teacher_model_path") is None:
-        raise Unsupported("distillation without distill.teacher_model_path: jaxtune lets the teacher score the data")
+        raise Unsupported(
+            "distillation without distill.teacher_model_path: jaxtune lets the teacher score the data",
+            "distill.teacher_model_path",
+        )
     if o["distill.distillation_loss_weight"] != 1.0:
         raise Unsupported("distillation_loss_weight other than 1.0; distill.weight mixes it with the cross-entropy")
     kinds = ("forward_kl", "reverse_kl")

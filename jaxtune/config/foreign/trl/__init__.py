@@ -109,7 +109,7 @@ def trl_quant(o: Options) -> Settings:
     if not o["load_in_4bit"]:
         return {}
     if o["bnb_4bit_quant_type"] not in ("nf4", "fp4"):
-        raise Unsupported("bnb_4bit_quant_type must be nf4 or fp4")
+        raise Unsupported("bnb_4bit_quant_type must be nf4 or fp4", "bnb_4bit_quant_type")
     return {"quant.format": o["bnb_4bit_quant_type"]}
 
 

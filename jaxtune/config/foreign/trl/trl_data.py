@@ -15,8 +15,10 @@ def trl_mixer(o: Options) -> Settings:
     parts, subsets = o.get("dataset_mixer") or {}, o.get("dataset_configs") or []
     train = [split for split in names_of(o["dataset_splits"]) if "train" in split]
     test = [split for split in names_of(o["dataset_splits"]) if "test" in split] if evaluation_of(o) != "no" else []
-    if parts and (len(train) != 1 or (subsets and len(subsets) != len(parts))):
-        raise Unsupported("dataset_splits must have one training split, and dataset_configs one entry for each dataset")
+    if parts and len(train) != 1:
+        raise Unsupported("dataset_splits must have one training split", "dataset_splits")
+    if parts and subsets and len(subsets) != len(parts):
+        raise Unsupported("dataset_configs must have one entry for each dataset", "dataset_configs")
     settings: Settings = {}
     for key, splits in (("data.datasets", train), ("data.eval_datasets", test)):
         entries = []

@@ -114,7 +114,7 @@ def _grpo(o: Options) -> Settings:
     loss, level = _loss(o) or "dapo", o.get("importance_sampling_level", "token")
     for option, value in (("loss_type", loss), ("importance_sampling_level", level)):
         if value not in levels[option]:
-            raise Unsupported(f"for GRPO, {option} must be one of {', '.join(levels[option])}")
+            raise Unsupported(f"for GRPO, {option} must be one of {', '.join(levels[option])}", option)
     steps, generated = o.get("steps_per_generation"), o.get("gradient_accumulation_steps")
     if steps is not None and steps != generated:
         raise Unsupported("completions that serve several optimizer steps; remove steps_per_generation")
