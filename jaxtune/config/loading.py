@@ -107,8 +107,7 @@ def resolve(
     # Values without effect in the recipe itself, before settings are applied: these stay errors.
     of_recipe = checks.check(build(Config, values, "", []))
     moot_in_recipe = {problem.keys[0] for problem in of_recipe if problem.moot and problem.keys[0] not in inherited}
-    wrong = [problem for key, value in (given or {}).items() if (problem := set_value(values, key, value))]
-    wrong += [problem for key, value in settings.items() if (problem := _override(values, key, value))]
+    wrong = [problem for item in (*(given or {}).items(), *settings.items()) if (problem := set_value(values, *item))]
 
     def nearness(key: str) -> int:
         """2: set by the user; 1: by the recipe or file; 0: inherited."""
@@ -299,8 +298,3 @@ def _settings(given: Mapping[str, Any], is_text: bool = False) -> dict[str, Any]
             value = from_text(value, option.annotation)
         by_key[key] = to_entries(key, value) if keys.has_entries(key) else value
     return by_key
-
-
-def _override(values: dict[str, Any], key: str, value: Any) -> Problem | None:
-    """Set one option in the nested values, or return the problem."""
-    return unknown_option(key, value) if keys.lookup(key) is None else set_value(values, key, value)

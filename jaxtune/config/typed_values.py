@@ -74,6 +74,8 @@ def set_value(values: dict[str, Any], key: str, value: Any) -> Problem | None:
 
     The list index after the last entry appends one; a higher index is an error.
     """
+    if keys.lookup(key) is None:
+        return unknown_option(key, value)
     *parents, name = re.findall(r"\w+", key)
     node: Any = values
     for i, parent in enumerate(parents):

@@ -4,13 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxtune.config.foreign.conversions import (
-    Options,
-    Settings,
-    Unsupported,
-    message_key_mappings,
-    pairs_of,
-)
+from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, message_key_mappings, pairs_of
 
 _SYSTEM = (
     "Below is an instruction that describes a task{more}. Write a response that appropriately completes the request."

@@ -9,15 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtune.config.foreign.conversions import (
-    Options,
-    Settings,
-    Unsupported,
-    is_file,
-    lines_of,
-    names_of,
-    word_of,
-)
+from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, is_file, lines_of, names_of, word_of
 from jaxtune.config.foreign.trl.trl_objectives import trainer_of
 
 _RATES = {"sft": 2e-5, "gkd": 2e-5, "reward": 1e-4}
