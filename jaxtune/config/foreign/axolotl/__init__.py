@@ -183,7 +183,10 @@ def axolotl_decay(o: Options) -> Settings:
 
 
 def axolotl_precision(o: Options) -> Settings:
-    """The precision, and the same dtype for loaded weights; bf16: auto means true, and no option means float32."""
+    """The precision, and the same dtype for loaded weights; bf16: auto means true, unless fp16 is true.
+
+    See resolve_dtype in src/axolotl/utils/config/__init__.py. With bf16: false and no other option it is float32.
+    """
     if o.get("fp8"):
         return {"precision.recipe": "fp8_hybrid", "model.dtype": "bfloat16"}
     if o.get("fp16") or o.get("float16"):
