@@ -19,8 +19,6 @@ from jaxtune.config.foreign.translation import Line, Mistake, Translation
 from jaxtune.config.foreign.trl import trl_data, trl_objectives
 from jaxtune.config.sources import yaml_file
 
-__all__ = ["DIALECTS", "MARKS", "ForeignOption", "Translation", "recognise", "table", "translate", "translate_flag"]
-
 _MODULES = (surogate, xorl, erniekit, qefficient, trl, trl_data, trl_objectives, axolotl, axolotl_data)
 _FUNCTIONS = ChainMap(*map(vars, _MODULES))
 """The functions that rows name under `convert`, which take all options and return settings."""
