@@ -27,7 +27,7 @@ from jaxtune.models.pipeline import noise_of
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.optim import build
 from jaxtune.optim.build import Optimizer
-from jaxtune.parallel.layout import Axes, P, reshard_to, shards
+from jaxtune.parallel.layout import Axes, P, reshard_to, shards, take_element
 from jaxtune.parallel.manual_axes import all_gather_rows, sum_over, with_manual_axes
 from jaxtune.parallel.offload import AccumulatingWeight, is_on_host, to_device, zeros_of
 from jaxtune.parallel.pipeline_schedule import Order
@@ -231,8 +231,7 @@ def over_filled(function: Callable[[Int[Array, ""], Batch, T], T], batch: Batch,
     """Return the last value = function(number, micro-batch, value), over the first `filled` micro-batches."""
 
     def one(number: Int[Array, ""], value: T) -> T:
-        micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), batch)
-        return function(number, micro, value)
+        return function(number, take_element(batch, number), value)
 
     # A while loop, because `filled` is traced. The annotation gives cost estimates a bound of its iterations.
     with iterations(len(batch["segment_ids"])):
