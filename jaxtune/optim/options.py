@@ -163,8 +163,9 @@ class OptimOptions:
 
 def check_optim(config: Config) -> Iterator[Problem]:
     """Yield contradictions of section `optim` with others."""
-    optim = config.optim
-    if optim.properties.for_matrices and config.lora.enabled and config.model.head == "lm":
+    optim, lora = config.optim, config.lora
+    only_matrices = lora.enabled and not lora.use_dora and lora.bias == "none" and not lora.modules_to_save
+    if optim.properties.for_matrices and only_matrices and config.model.head == "lm":
         reason = f"has no effect: only AdamW reads it, and {optim.name} trains all adapters, which are matrices"
         for moment in _ADAM:
             if getattr(optim, moment) != getattr(type(optim)(), moment):

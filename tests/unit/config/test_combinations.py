@@ -555,6 +555,8 @@ def test_two_kinds_of_validation_data(base):
         {"optim.weight_decay": "0.1", "optim.decay_multipliers": "('(?=a)=1', 'norm=0')", "optim.no_decay": "bias"},
         {"optim.lr_multipliers": "('embed_tokens=0.1',)", "optim.layerwise_lr_decay": "0.9"},
         {"optim.name": "muon", "optim.muon.learning_rate": "0.02", "lora.enabled": "true"},
+        {"optim.name": "muon", "optim.beta2": "0.5", "lora.enabled": "true", "lora.use_dora": "true"},
+        {"optim.name": "muon", "optim.beta2": "0.5", "lora.enabled": "true", "lora.modules_to_save": "embed_tokens"},
         {"optim.name": "normuon", "optim.state_dtype": "bfloat16", "optim.normuon.cautious_wd": "false"},
         {"optim.name": "lion", "optim.beta2": "0.99", "optim.state_dtype": "bfloat16"},
         {"optim.name": "schedule_free", "optim.schedule": "constant", "optim.warmup_steps": "5"},
