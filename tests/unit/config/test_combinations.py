@@ -16,6 +16,8 @@ TAUGHT = {"serve.format": "int4", "serve.distill": "yes"}
 OWN = {"distill.teacher": "x", "distill.own_answers": "1", "data.datasets[0].type": "auto"}
 REWARDED_IMAGES = {"vision.patches_per_row": "64", "rollout.rewards": "r.py:r", "data.datasets[0].type": "auto"}
 ONE_SCORED = {"data.datasets[1].chosen_score_field": "good", "data.datasets[1].rejected_score_field": "bad"}
+OFFSET = {name.replace("1", "0"): field for name, field in ONE_SCORED.items()} | ONE_SCORED
+OFFSET["preference.offset_alpha"] = "1"
 LABELS = {
     "model.head": "classification",
     "data.datasets[0].type": "classification",
@@ -101,6 +103,10 @@ LABELS = {
             {**PAIRS, **ONE_SCORED, "preference.offset_alpha": "1"},
             r"data.datasets\[0\].chosen_score_field",
             "needs the scores of both",
+        ),
+        *(
+            ({**OFFSET, "preference.loss": loss}, "preference.offset_alpha", "only when")
+            for loss in ("orpo", "ipo", "kto_pair")
         ),
         ({**ASKED, **PAIRS}, "decision.loss", "questions have no chosen and rejected answer"),
         ({**ASKED, "data.truncation": "left"}, "data.truncation", "which cannot be cut: choose 'delete'"),
