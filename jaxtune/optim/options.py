@@ -18,7 +18,7 @@ class OptimizerRecord:
             dtype of matrix products.
         per_matrix: whether it updates one matrix after another, also in a stack of experts.
         narrow_state: whether it can keep its state in bfloat16, by optim.state_dtype.
-        normalised: whether the size of its updates depends on the learning rate, and not on the gradients.
+        normalised: whether an update moves each weight by about the learning rate, however large its gradient is.
     """
 
     rule: str

@@ -31,7 +31,7 @@ from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.rollout import completers, rollouts, sent_weights
 from jaxtune.rollout.ahead import RolloutsAhead
-from jaxtune.rollout.groups import Rollout, concatenate, replace_alike, teaches
+from jaxtune.rollout.groups import Rollout, concatenate, replace_alike, spread, teaches
 from jaxtune.weights.base import Base
 from jaxtune.weights.model import declare_model
 
@@ -132,6 +132,12 @@ def test_prompts_that_teach_nothing_are_replaced_by_spare_ones():
     assert [prompt.tokens[0] for prompt in found.prompts] == [1, 1, 11, 11, 3, 3]
     assert found.rewards.tolist() == found.each["r"].tolist() == [0, 1] * 3
     assert replace_alike(groups, asked._replace(spare=[]), make_groups, useful) == groups and len(calls) == 3
+
+
+def test_a_group_whose_known_rewards_are_equal_counts_as_one_without_spread():
+    """As TRL's frac_reward_zero_std: a group with fewer than two rewards has no standard deviation, not one of 0."""
+    found = spread(np.array([1, 1, 0, 1, np.nan, np.nan, 2, np.nan]), 2)
+    assert found == {"reward_std": pytest.approx(np.std([1, 1, 0, 1, 2], ddof=1)), "frac_reward_zero_std": 0.25}
 
 
 def test_functions_that_are_scaled_apart_teach_even_if_their_sums_are_equal():
