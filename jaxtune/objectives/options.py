@@ -207,7 +207,7 @@ class RolloutOptions:
     @property
     def corrects(self) -> str:
         """The correction that applies; none: no correction."""
-        return self.correction or ("none" if self.server is None else "sequence_mask")
+        return self.correction or ("sequence_mask" if self.rewards and self.server is not None else "none")
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ def test_losses_of_completions(options):
 @pytest.mark.parametrize(
     "rollout",
     [
-        RolloutOptions(server="a server"),
+        RolloutOptions(("r.py:r",), server="a server"),
         RolloutOptions(correction="sequence_truncate", correction_max=1.1, correction_min=0.9),
         RolloutOptions(correction="token_truncate", correction_max=1.2),
         RolloutOptions(correction="token_mask", correction_max=1.2, correction_min=0.8),

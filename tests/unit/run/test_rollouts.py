@@ -231,6 +231,19 @@ def test_a_server_completes_for_the_next_step_while_this_one_is_updated(monkeypa
     assert begun == trained == list(range(count)) and not together.broken
 
 
+def test_a_student_s_answers_on_a_server_need_no_log_probabilities(monkeypatch, tmp_path, one_device):
+    """Distillation corrects nothing, and rollout.correction, which could switch them off, is only for rewards."""
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(completers, "stops_of", lambda *_: frozenset({3}))
+    monkeypatch.setattr(sent_weights, "export_weights", lambda *_: None)
+    with CompletionServer(lambda prompt, seed: [prompt[-1] + 1, 3]) as server:
+        server.log_probs = None  # it returns none
+        config = Config(rollout=RolloutOptions(server=server.url, max_new_tokens=4))
+        model = declare_model(Base(spec(1)), config, one_device)
+        source = completers.complete_by_server(config, model, None, tmp_path / "weights")
+        assert source.complete(source.prepare({}, {}), [[10]], [0])[0].tokens == [11, 3]
+
+
 def test_an_error_of_a_later_step_is_raised_in_it():
     def make(weights, asked):
         if asked.first:
