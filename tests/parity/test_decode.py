@@ -1,6 +1,8 @@
 """Decoding with a cache: the same tokens as transformers, and the same candidate tokens."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,8 @@ from nightly_rows import nightly_except
 from tiny import read_model, save_torch_model
 
 from jaxtune.errors import UserError
-from jaxtune.inference.decode import NextTokens, Sampling, choose, mask_logits
+from jaxtune.inference import decode
+from jaxtune.inference.decode import NextTokens, Sampling, begin, choose, mask_logits
 from jaxtune.inference.generation import (
     collect_completions,
     decoding_weights,
@@ -21,6 +24,7 @@ from jaxtune.inference.generation import (
     stream_text,
     take_until,
 )
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.precision.options import PrecisionOptions
 
 NEW = 24
@@ -176,6 +180,16 @@ def test_penalty_of_repetition_equals_transformers(one_device, tmp_path):
     generate = make_generate(model.graph, model.spec, **how)
     with jax.default_matmul_precision("highest"):
         assert np.stack([step.tokens for step in generate(parameters, prompts)], axis=1).tolist() == expected
+
+
+def test_padding_is_no_token_that_occurs(monkeypatch):
+    """Prompts are padded with token 0 on the left, which no repetition penalty may count."""
+    monkeypatch.setattr(decode, "empty_cache", lambda *_: None)
+    monkeypatch.setattr(decode, "advance", lambda decoder, tokens, decoding, *_: decoding)
+    decoder: Any = SimpleNamespace(spec=SimpleNamespace(vocabulary=6))
+    arguments = jnp.array([[0, 3, 3, 5], [1, 0, 2, 4]]), jnp.array([1, 0]), None
+    found: Any = begin(decoder, *arguments, Sampling(repetition_penalty=1.1), 8, ForwardOptions(jnp.dtype("float32")))
+    assert [np.flatnonzero(row).tolist() for row in found.seen] == [[3, 5], [0, 1, 2, 4]]
 
 
 def test_only_what_is_kept_is_sampled():

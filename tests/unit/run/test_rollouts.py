@@ -303,10 +303,11 @@ def test_several_processes_do_not_sample_ahead(monkeypatch, tmp_path):
 
 
 def test_an_evaluation_says_how_far_its_rewards_spread_over_prompts():
-    """Over all batches; a prompt without a reward does not count."""
-    rewards = np.array([0.0, 1.0, np.nan, 0.5, 1.0])
+    """Over all batches; a prompt without a reward does not count. No step of training has its random numbers."""
+    rewards, numbered = np.array([0.0, 1.0, np.nan, 0.5, 1.0]), []
 
     def make(weights, prompts, numbers):
+        numbered.extend(numbers)
         values = rewards[[prompt.tokens[0] for prompt in prompts]]
         return Rollout(prompts, FOUND[: len(prompts)], [""] * len(prompts), {"r": values}, values)
 
@@ -316,3 +317,4 @@ def test_an_evaluation_says_how_far_its_rewards_spread_over_prompts():
     assert found["eval_reward"] == known.mean()
     assert found["eval_reward_std"] == pytest.approx(statistics.stdev(known))
     assert found["eval_reward_stderr"] == pytest.approx(statistics.stdev(known) / 2)
+    assert len(set(numbered)) == 5 and max(numbered) < 0
