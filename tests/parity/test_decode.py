@@ -208,10 +208,12 @@ def test_rows_end_one_by_one():
             return bytes(ids).decode("utf-8", errors="replace")
 
     made = [
-        NextTokens(np.array(row), -np.array(row) / 2, np.array(row) / 4) for row in zip(b"ab\0cd", b"xy STO", b"naive ")
+        NextTokens(np.array(row), -np.array(row) / 2, np.array(row) / 4)
+        for row in zip(b"ab\0cd", b"xy STO", b"naive ", "2😀".encode())
     ]
-    found = collect_completions(made, 3, make_stop_test(frozenset({0}), ["TO", "y S"], Bytes()), scores=True)
-    assert [(bytes(one.tokens), one.finished) for one in found] == [(b"ab\0", True), (b"xy S", True), (b"naive", False)]
+    found = collect_completions(made, 4, make_stop_test(frozenset({0}), ["TO", "y S", "😀"], Bytes()), scores=True)
+    texts = [(b"ab\0", True), (b"xy S", True), (b"naive", False), ("2😀".encode(), True)]
+    assert [(bytes(one.tokens), one.finished) for one in found] == texts
     assert all([-2 * value for value in one.log_probs] == one.tokens for one in found)
     assert all([4 * value for value in one.entropies] == one.tokens for one in found)
 
