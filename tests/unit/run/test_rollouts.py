@@ -25,13 +25,14 @@ from jaxtune.errors import UserError
 from jaxtune.inference.generation import Completion
 from jaxtune.models.options import AttentionOptions
 from jaxtune.objectives.grpo import grpo
-from jaxtune.objectives.options import GrpoOptions
+from jaxtune.objectives.options import DistillOptions, GrpoOptions
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.rollout import completers, rollouts, sent_weights
 from jaxtune.rollout.ahead import RolloutsAhead
 from jaxtune.rollout.groups import Rollout, concatenate, replace_alike, spread, teaches
+from jaxtune.rollout.own_answers import Distillation, make_distillation_step
 from jaxtune.weights.base import Base
 from jaxtune.weights.model import declare_model
 
@@ -300,6 +301,28 @@ def test_several_processes_do_not_sample_ahead(monkeypatch, tmp_path):
     nothing: Any = None
     with pytest.raises(UserError, match="rollout.ahead=1: not available in a run of several processes"):
         rollouts.make_rollout_step(config, nothing, nothing, nothing, tmp_path, ExitStack())
+
+
+def test_a_share_of_steps_trains_on_the_student_s_own_answers(tmp_path):
+    """As TRL's lambda for GKD. A repeated step draws the same; another seed draws others."""
+    completer: Any = completers.Completer(lambda trained, frozen: None, lambda weights, prompts, numbers: FOUND[:1])
+
+    def draw(seed: int) -> list[bool]:
+        """Return whether each of 400 steps has the student's answers."""
+        answered = []
+        parts: Any = Distillation(None, completer, lambda *asked: answered.append(asked[-1] is not None))  # pyright: ignore
+        options = {"distill": DistillOptions("teacher", 0.25), "train": TrainOptions(seed=seed)}
+        config = Config(**options, log=LogOptions(jsonl=False))  # pyright: ignore
+        step = make_distillation_step(config, parts, None, lambda state, *_: (state, {}), tmp_path)
+        for first in range(400):
+            state: Any = SimpleNamespace(trained={})
+            _, metrics = step(state, {}, PromptBatch([Prompt("", [1], {})], first), 0.0)
+            assert ("completions/mean_length" in metrics) == answered[-1]
+        return answered
+
+    drawn = draw(seed=0)
+    assert drawn == draw(seed=0) != draw(seed=1)
+    assert abs(np.mean(drawn) - 0.25) < 0.07
 
 
 def test_an_evaluation_says_how_far_its_rewards_spread_over_prompts():
