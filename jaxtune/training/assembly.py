@@ -290,7 +290,7 @@ def trained_of(model: Model, config: Config) -> dict[str, Trained]:
         name: Trained(
             tuple(one.name for one in p.places),
             p.lead,
-            p.kind in ("linear", "adapter"),
+            p.kind in ("linear", "adapter") and len(p.matrix) == 2,  # DoRA's magnitudes are vectors
             state_specs.get(name),
             moved_by_load if p.kind == "correction" else plugin_rule,
             config.memory.offload_optimizer,

@@ -83,11 +83,12 @@ def ernie_stage(o: Options) -> Settings:
     loss, no_reference = o["loss_type"], o["loss_type"] in ("simpo", "orpo")
     settings: Settings = {"preference.loss": loss, "preference.beta": o["beta"]}
     settings |= {"preference.loss_weight": o["pref_loss_ratio"], "preference.sft_weight": o["sft_loss_ratio"]}
-    settings |= {"preference.offset_alpha": o["offset_alpha"]}
     # A setting of every dataset, because theirs is global.
     settings |= {"data.datasets[i].max_prompt_tokens": o["max_prompt_len"]}
     if loss in ("sigmoid", "simpo"):
         settings["preference.label_smoothing"] = o["label_smoothing"]
+    if loss == "sigmoid":
+        settings["preference.offset_alpha"] = o["offset_alpha"]
     if loss == "simpo":
         settings["preference.simpo_gamma"] = o["simpo_gamma"]
     if not no_reference and o["reference_free"]:
