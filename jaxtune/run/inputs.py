@@ -18,6 +18,7 @@ from jaxtune.scoring.teacher_scores import Teacher, add_teacher_columns, declare
 from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.training.assembly import Program, open_images
 from jaxtune.weights.model import Model
+from jaxtune.weights.same_inputs import check_same_inputs
 
 
 class RunInputs(NamedTuple):
@@ -59,6 +60,14 @@ def open_inputs(config: Config, program: Program, mesh: jax.sharding.Mesh, goodp
             vocabulary, columns = model.spec.vocabulary, program.objective.columns
             feed = data.open_feed(config, tokenizer, vocabulary, mesh, columns, images)
     return RunInputs(tokenizer, feed, functions.rewards, functions.toolbox, teachers)
+
+
+def check_inputs(inputs: RunInputs, config: Config, model: Model) -> None:
+    """Raise UserError in every process, if the processes do not read the same data, weights and teachers."""
+    models = {"model.path": (model, config)}
+    for name, teacher in inputs.teachers.items():
+        models |= {f"distill.teacher {name}".rstrip(): (teacher.model, teacher.config)} if teacher else {}
+    check_same_inputs(inputs.feed.content_keys, models)
 
 
 def add_scores(inputs: RunInputs, config: Config, model: Model, mesh: jax.sharding.Mesh, goodput: Goodput) -> RunInputs:

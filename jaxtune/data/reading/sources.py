@@ -44,11 +44,14 @@ class SampleSource:
     Attributes:
         name: the entry's path as the user wrote it, without secrets.
         identity: changes whenever the samples may have changed (files, sizes, times, or the hub's revision).
+        content: the same on hosts that have the same samples, and nearly always another if they differ: `identity`
+            without the paths and times of local files.
         read: yields (where, sample); samples that cannot be read go to `report`.
     """
 
     name: str
     identity: str
+    content: str
     read: Callable[[Report], Samples]
 
 
@@ -80,7 +83,8 @@ def open_source(
     else:
         source = _find_files(entry, entry.path, streaming, say)
     if entry.function:
-        source = dataclasses.replace(source, identity=source.identity + fingerprint(entry.function, "data: function"))
+        function = fingerprint(entry.function, "data: function")
+        source = dataclasses.replace(source, identity=source.identity + function, content=source.content + function)
     return dataclasses.replace(source, read=lambda report: select_samples(source.read(report), entry, report))
 
 
@@ -92,7 +96,7 @@ def _random(entry: Dataset, vocabulary: int) -> SampleSource:
         for i in itertools.count():
             yield f"{DUMMY} row {i}", {"input_ids": rng.integers(vocabulary, size=entry.dummy_length)}
 
-    return SampleSource(DUMMY, str(vocabulary), read)
+    return SampleSource(DUMMY, str(vocabulary), str(vocabulary), read)
 
 
 def _from_python(entry: Dataset, name: str, streaming: bool, say: Callable[[str], object]) -> SampleSource:
@@ -107,7 +111,8 @@ def _from_python(entry: Dataset, name: str, streaming: bool, say: Callable[[str]
 
     if streaming and (line := in_memory.stream_note(name)):
         say(line)
-    return SampleSource(name, in_memory.identity(name, streaming), read)
+    identity = in_memory.identity(name, streaming)
+    return SampleSource(name, identity, identity, read)
 
 
 def _find_files(
@@ -120,7 +125,8 @@ def _find_files(
         return _open_hub(entry, path, streaming, say)
     files = [file for one, match in zip(paths, matches) for file in _files(one, match, entry)]
     try:
-        identity = json.dumps([file.version() for file in files] + ([] if streaming else _contents(files)))
+        versions = [file.version() for file in files]
+        identity = json.dumps(versions + ([] if streaming else _contents(files)))
     except OSError as error:
         raise UserError(f"data: {error}") from error
 
@@ -130,7 +136,8 @@ def _find_files(
             samples = read_file(file, entry, report)
             yield from _without_nulls(samples, file.name, said, say) if is_table(file, entry) else samples
 
-    return SampleSource(hide_secrets(", ".join(paths)), identity, read)
+    content = json.dumps([version for _, version, *_ in versions])  # sizes of local files
+    return SampleSource(hide_secrets(", ".join(paths)), identity, content, read)
 
 
 def _contents(files: list[File]) -> list[str]:
@@ -202,7 +209,7 @@ def _open_hub(entry: Dataset, hub_id: str, streaming: bool, say: Callable[[str],
         raise UserError(f"data: no such file or folder: {hub_id}{near_paths(Path(hub_id))}")
     _check_unused(entry, f"{hub_id} is a dataset on the hub", "encoding", "ds_type")
     try:
-        rows, identity = _hub_rows(entry, hub_id, streaming or entry.samples is not None)
+        rows, identity, content = _hub_rows(entry, hub_id, streaming or entry.samples is not None)
     except Exception as error:  # the hub client raises a dozen unrelated types; all mean that the data is out of reach
         raise UserError(f"data: {hub_id} is not a file or folder here, and the hub answers: {error}") from error
 
@@ -213,11 +220,14 @@ def _open_hub(entry: Dataset, hub_id: str, streaming: bool, say: Callable[[str],
         except Exception as error:  # never skipped: all samples after it are missing too
             raise UserError(f"data: {hub_id} cannot be read to its end: {error}") from error
 
-    return SampleSource(hub_id, json.dumps(identity), read)
+    return SampleSource(hub_id, json.dumps(identity), json.dumps(content), read)
 
 
-def _hub_rows(entry: Dataset, hub_id: str, streaming: bool) -> tuple[Iterable[Sample], Any]:
-    """Return (the rows of a split, their identity as in `SampleSource`), streamed if `streaming` and possible."""
+def _hub_rows(entry: Dataset, hub_id: str, streaming: bool) -> tuple[Iterable[Sample], Any, Any]:
+    """Return (the rows of a split, their identity, their content), streamed if `streaming` and possible.
+
+    Identity and content are as in `SampleSource`.
+    """
     import datasets
 
     files: dict[str, Any] = {"data_files": list(_patterns(entry))} if entry.glob else {}
@@ -225,10 +235,10 @@ def _hub_rows(entry: Dataset, hub_id: str, streaming: bool) -> tuple[Iterable[Sa
         builder: Any = datasets.load_dataset_builder(hub_id, entry.subset, revision=entry.revision, **files)
         with contextlib.suppress(NotImplementedError):  # nor can some kinds of archive
             # The hash is the commit that the revision names now; the rows are read from this commit.
-            return builder.as_streaming_dataset(split=entry.split), builder.hash
+            return builder.as_streaming_dataset(split=entry.split), builder.hash, builder.hash
     rows: Any = datasets.load_dataset(hub_id, entry.subset, split=entry.split, revision=entry.revision, **files)
-    names = sorted(Path(file["filename"]) for file in rows.cache_files)
-    return rows, [[(str(name), name.stat().st_size) for name in names], rows.num_rows]
+    sizes = {str(name): name.stat().st_size for name in sorted(Path(file["filename"]) for file in rows.cache_files)}
+    return rows, [[*sizes.items()], rows.num_rows], [[*sizes.values()], rows.num_rows]
 
 
 def _files_of_folder(path: str, in_folder: dict[str, File], entry: Dataset) -> list[File]:

@@ -101,6 +101,12 @@ class PromptFeed:
         """The key of the validation prompts."""
         return {"": PromptSet(self.eval_prompts).key} if self.eval_prompts else {}
 
+    @property
+    def content_keys(self) -> dict[str, str]:
+        """Hashes of the data's content, as in `data.Feed`."""
+        eval_keys = {f"validation data {name}".rstrip(): one for name, one in self.eval_keys.items()}
+        return {"data.datasets": self.documents.key} | eval_keys
+
     def with_rows(self, change: Any) -> "PromptFeed":
         """Return the feed unchanged: completions are generated in each step, so they cannot be scored beforehand."""
         return self

@@ -97,6 +97,8 @@ class Stream:
         shaping = hash_shaping(tokenizer, data.on_bad_row, labels, config.chat)
         names = [folder_name(source, entry, shaping) for source, entry in zip(self._sources, entries)]
         self.key = hashlib.sha256(" ".join(names).encode()).hexdigest()
+        contents = [source.content for source in self._sources]
+        self.content_key = hashlib.sha256(" ".join([*contents, shaping]).encode()).hexdigest()
         self._tokenisers = [Tokeniser(entry, tokenizer, labels, config.chat) for entry in entries]
 
     def has_key(self, key: str) -> bool:
