@@ -80,6 +80,7 @@ def _train(
     mesh = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
     results.check_upload(config)
     checkpoints = resume.open_checkpoints(config, folder, mirror)
+    at_end.push(checkpoints.finish)
     saved = resume.saved_run(config, folder, checkpoints)
 
     # ---- model: only declared, so that what does not fit is refused before any weight is read ----

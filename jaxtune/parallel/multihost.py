@@ -133,6 +133,12 @@ def raise_together(failure: str) -> None:
             raise UserError(f"process {process}: {text}")
 
 
+def can_wait(error: BaseException) -> bool:
+    """Whether a process that fails may wait for work of all processes: after other errors than the user's one of them
+    may have ended, and its part would never come."""
+    return isinstance(error, UserError) or (isinstance(error, Exception) and jax.process_count() == 1)
+
+
 @contextmanager
 def write_together(folder: pathlib.Path) -> Iterator[None]:
     """Raise UserError in every process if one cannot write to `folder` in this block; every process must enter it.
