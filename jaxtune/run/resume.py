@@ -279,6 +279,7 @@ def record(config: Config, model: Model, feed: Feed | PromptFeed) -> dict[str, A
         "config": json.loads(to_json(config)),
         "base": {} if config.model.from_scratch else fingerprint(model.folder),
         "data": feed.documents.key,
+        "data_content": feed.content_keys["data.datasets"],
         "eval_data": feed.eval_keys,
         "rows_per_step": feed.rows_per_step,
         "total_steps": feed.total_steps,
@@ -295,7 +296,8 @@ def check_same(saved: dict, now: dict, model: Model, feed: Feed | PromptFeed) ->
             f"a step was {saved['rows_per_step']} rows and is {now['rows_per_step']} now; choose "
             "train.micro_batch_size * train.grad_accum_steps * (mesh.data * mesh.fsdp) so that it stays the same"
         )
-    if not feed.documents.has_key(saved["data"]):
+    # A stream's key has the paths and times of its files, which copies of them do not have.
+    if not feed.documents.has_key(saved["data"]) and saved.get("data_content") != now["data_content"]:
         raise UserError(
             "the training data or the tokenizer changed since the checkpoint; put them back, or start a new run "
             "with --config.train.run_name=NAME"

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -32,6 +33,7 @@ log = logging.getLogger("jaxtune")
 
 # Hashing reads every byte at each start of a run.
 _FEW_FILES, _FEW_BYTES = 1000, 2**26  # up to these sizes, local files are identified by their content
+_PART_BYTES, _PARTS = 2**16, 4  # what is hashed of a larger file of a stream
 
 DUMMY = "dummy"
 """The path of random tokens, for measurements of speed."""
@@ -44,14 +46,14 @@ class SampleSource:
     Attributes:
         name: the entry's path as the user wrote it, without secrets.
         identity: changes whenever the samples may have changed (files, sizes, times, or the hub's revision).
-        content: the same on hosts that have the same samples, and nearly always another if they differ: `identity`
-            without the paths and times of local files.
+        content: returns a text that copies of the samples have too, on another host and at another time, and nearly
+            always another one if samples differ: `identity` without paths and times of local files, which are sampled.
         read: yields (where, sample); samples that cannot be read go to `report`.
     """
 
     name: str
     identity: str
-    content: str
+    content: Callable[[], str]
     read: Callable[[Report], Samples]
 
 
@@ -83,9 +85,13 @@ def open_source(
     else:
         source = _find_files(entry, entry.path, streaming, say)
     if entry.function:
-        function = fingerprint(entry.function, "data: function")
-        source = dataclasses.replace(source, identity=source.identity + function, content=source.content + function)
+        source = _with_function(source, fingerprint(entry.function, "data: function"))
     return dataclasses.replace(source, read=lambda report: select_samples(source.read(report), entry, report))
+
+
+def _with_function(source: SampleSource, function: str) -> SampleSource:
+    """Return the source with a hash of the function that changes its samples in its identity and content."""
+    return dataclasses.replace(source, identity=source.identity + function, content=lambda: source.content() + function)
 
 
 def _random(entry: Dataset, vocabulary: int) -> SampleSource:
@@ -96,7 +102,7 @@ def _random(entry: Dataset, vocabulary: int) -> SampleSource:
         for i in itertools.count():
             yield f"{DUMMY} row {i}", {"input_ids": rng.integers(vocabulary, size=entry.dummy_length)}
 
-    return SampleSource(DUMMY, str(vocabulary), str(vocabulary), read)
+    return SampleSource(DUMMY, str(vocabulary), lambda: str(vocabulary), read)
 
 
 def _from_python(entry: Dataset, name: str, streaming: bool, say: Callable[[str], object]) -> SampleSource:
@@ -112,7 +118,7 @@ def _from_python(entry: Dataset, name: str, streaming: bool, say: Callable[[str]
     if streaming and (line := in_memory.stream_note(name)):
         say(line)
     identity = in_memory.identity(name, streaming)
-    return SampleSource(name, identity, identity, read)
+    return SampleSource(name, identity, lambda: identity, read)
 
 
 def _find_files(
@@ -136,7 +142,9 @@ def _find_files(
             samples = read_file(file, entry, report)
             yield from _without_nulls(samples, file.name, said, say) if is_table(file, entry) else samples
 
-    content = json.dumps([version for _, version, *_ in versions])  # sizes of local files
+    def content() -> str:
+        return json.dumps([version for _, version, *_ in versions] + _sample(files))  # sizes of local files first
+
     return SampleSource(hide_secrets(", ".join(paths)), identity, content, read)
 
 
@@ -146,6 +154,18 @@ def _contents(files: list[File]) -> list[str]:
     if len(local) > _FEW_FILES or sum(path.stat().st_size for path in local) > _FEW_BYTES:
         return []
     return [hashlib.sha256(path.read_bytes()).hexdigest() for path in local]
+
+
+def _sample(files: list[File]) -> list[str]:
+    """Return a hash of parts of local files, in a list; if there are many, of evenly spaced ones of them."""
+    local, digest = [file for file in files if not is_url(file.location)], hashlib.sha256()
+    for file in local[:: math.ceil(len(local) / _FEW_FILES) or 1]:
+        with file.raw() as stream:
+            last = max(0, stream.seek(0, os.SEEK_END) - _PART_BYTES)
+            for part in range(_PARTS):
+                stream.seek(part * last // (_PARTS - 1))
+                digest.update(stream.read(_PART_BYTES))
+    return [digest.hexdigest()]
 
 
 def _without_nulls(samples: Samples, name: str, said: set[str], say: Callable[[str], object]) -> Samples:
@@ -220,7 +240,7 @@ def _open_hub(entry: Dataset, hub_id: str, streaming: bool, say: Callable[[str],
         except Exception as error:  # never skipped: all samples after it are missing too
             raise UserError(f"data: {hub_id} cannot be read to its end: {error}") from error
 
-    return SampleSource(hub_id, json.dumps(identity), json.dumps(content), read)
+    return SampleSource(hub_id, json.dumps(identity), lambda: json.dumps(content), read)
 
 
 def _hub_rows(entry: Dataset, hub_id: str, streaming: bool) -> tuple[Iterable[Sample], Any, Any]:

@@ -7,6 +7,7 @@ rows, and a resumed run makes again the window in which it stopped.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import logging
@@ -97,13 +98,18 @@ class Stream:
         shaping = hash_shaping(tokenizer, data.on_bad_row, labels, config.chat)
         names = [folder_name(source, entry, shaping) for source, entry in zip(self._sources, entries)]
         self.key = hashlib.sha256(" ".join(names).encode()).hexdigest()
-        contents = [source.content for source in self._sources]
-        self.content_key = hashlib.sha256(" ".join([*contents, shaping]).encode()).hexdigest()
+        self._shaping = shaping
         self._tokenisers = [Tokeniser(entry, tokenizer, labels, config.chat) for entry in entries]
 
     def has_key(self, key: str) -> bool:
         """Whether `key` is the key of the same data."""
         return key == self.key
+
+    @functools.cached_property
+    def content_key(self) -> str:
+        """A hash like `key`, which copies of the sources have too."""
+        contents = [source.content() for source in self._sources]
+        return hashlib.sha256(" ".join([*contents, self._shaping]).encode()).hexdigest()
 
     def epoch(self, position: dict[str, Any]) -> float:
         """Return the number of whole passes over every dataset before the window of a position."""
