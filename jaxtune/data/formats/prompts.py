@@ -116,7 +116,9 @@ class Prompts:
         if not given and self._row_tools is not None and self._row_tools.promptless:
             given = [{"role": "user", "content": ""}]  # as in TRL
         if not given:
-            raise UserError(f"it has no prompt; its columns are {', '.join(sample)}")
+            empty = entry.prompt_field in sample
+            named = f"column {entry.prompt_field!r} is empty" if empty else f"its columns are {', '.join(sample)}"
+            raise UserError(f"it has no prompt; {named}")
         if self._template is None and self._row_tools is not None:
             raise UserError("tools and environments need a chat, and the tokenizer has no template: set chat.template")
         listed = [] if self._images is None else images_in(sample)

@@ -99,7 +99,14 @@ def detect(entry: Dataset, sample: Sample) -> tuple[Dataset, tuple[str, ...]]:
 def _no_type(types: list[str], entry: Dataset, sample: Sample) -> str:
     """Return the text of the error: the columns that the sample has, and the columns that each type needs."""
     has = ", ".join(map(str, sample)) or "none"
-    if {"chosen", "rejected"} <= sample.keys():
+    pair = {"chosen", "rejected"} <= sample.keys()
+    if pair and types == ["unpaired_preference"]:
+        return (
+            f"a pair of answers, with the columns {has}, and preference.loss='kto' learns from single ones: give each "
+            "answer a sample with the columns prompt, completion and label, true for the chosen one and false for the "
+            "rejected one; or set a loss of pairs, such as preference.loss='sigmoid' for DPO"
+        )
+    if pair and "preference" not in types:
         return (
             f"preference data, with the columns {has}: set preference.loss, 'sigmoid' for DPO; or to learn only the "
             "better answer, type='instruction' with output_field='chosen'"

@@ -98,6 +98,9 @@ def test_what_is_left_out(tmp_path):
     entry = file_of(tmp_path, {"prompt": "Hi"}, {"text": "none"}, {"prompt": "too long"})
     with pytest.raises(UserError, match=r"prompts.jsonl:2: it has no prompt; its columns are text"):
         read(entry, tokenizer)
+    with pytest.raises(UserError, match="it has no prompt; column 'prompt' is empty"):
+        read(file_of(tmp_path, {"prompt": ""}), tokenizer)
+    entry = file_of(tmp_path, {"prompt": "Hi"}, {"text": "none"}, {"prompt": "too long"})
     assert [prompt.given for prompt in read(entry, tokenizer, most=4, skip=True)] == ["Hi"]
     shortened = Dataset(path=entry.path, max_prompt_tokens=3)
     assert [plain_of(prompt, tokenizer) for prompt in read(shortened, tokenizer, most=4, skip=True)] == ["Hi", "ong"]
