@@ -27,13 +27,15 @@ from jaxtune.data.reading.files import File, Found, find, is_url
 from jaxtune.data.reading.readers import SUFFIXES, Report, Sample, Samples, has_samples, is_binary, is_table, read_file
 from jaxtune.data.reading.sample_filter import select_samples
 from jaxtune.data.reading.user_files import fingerprint
-from jaxtune.errors import UserError, hide_secrets, near_paths
+from jaxtune.errors import UserError, format_count, hide_secrets, near_paths
 
 log = logging.getLogger("jaxtune")
 
 # Hashing reads every byte at each start of a run.
 _FEW_FILES, _FEW_BYTES = 1000, 2**26  # up to these sizes, local files are identified by their content
 _PART_BYTES, _PARTS = 2**16, 4  # what is hashed of a larger file of a stream
+
+_NOTES = ("readme", "license", "notice", "requirements", "citation")  # texts about a dataset, not of it
 
 DUMMY = "dummy"
 """The path of random tokens, for measurements of speed."""
@@ -275,6 +277,7 @@ def _files_of_folder(path: str, in_folder: dict[str, File], entry: Dataset) -> l
     if entry.glob is not None:
         _check_unused(entry, "glob chooses the files", "split")
     elif data := [file for file in files if has_samples(file, entry)]:
+        _warn_unread(path, files, data)
         files = _files_of_split(path, data, entry)
     else:
         _check_unused(entry, f"the files of {path} are text, without splits", "split")
@@ -284,6 +287,18 @@ def _files_of_folder(path: str, in_folder: dict[str, File], entry: Dataset) -> l
         unread = f" is text or a file of samples; it holds {kinds}" if kinds else ""
         raise UserError(f"data: no file in {path}" + (f" matches {entry.glob!r}" if entry.glob else unread))
     return files
+
+
+def _warn_unread(path: str, files: list[File], data: list[File]) -> None:
+    """Warn of texts in a folder with files of samples, which alone are read; notes about a dataset are expected."""
+    named = [(file, Path(file.name).name.lower()) for file in files if file.kind == ".txt"]
+    texts = [file for file, name in named if not name.startswith(_NOTES)]
+    if texts:
+        log.warning(
+            "data: %s: %s read, but not %s next to them, such as %s; glob='*.txt' reads texts instead",
+            *(path, format_count(len(data), "file of samples is", "files of samples are")),
+            *(format_count(len(texts), "text file"), texts[0].name),
+        )
 
 
 def _files_of_split(path: str, files: list[File], entry: Dataset) -> list[File]:
