@@ -125,7 +125,10 @@ def _no_type(types: list[str], entry: Dataset, sample: Sample) -> str:
 
 def _cause(types: list[str], entry: Dataset, sample: Sample) -> str:
     """Return the likely cause that a sample has no known column; "" if nothing hints at one."""
-    if "conversation" in types and (column := next((name for name in sample if _is_messages(sample[name])), None)):
+    column = next((name for name in sample if _is_messages(sample[name])), None)
+    if column is not None and "conversation" not in types:
+        return f"column {column!r} holds a conversation, and this run learns from samples of type {' or '.join(types)}"
+    if column is not None:
         return (
             f"column {column!r} holds messages: set messages_field={column!r}, which is "
             f"'--config.data.datasets[0].messages_field={column}' for the first dataset"
