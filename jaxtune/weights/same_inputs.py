@@ -47,7 +47,8 @@ def _files(model: Model, config: Config) -> dict[str, list[Path]]:
     for option, name in adapters.items():
         if name is not None and config.lora.enabled:
             folder = hf.resolve(name, holds="adapter_config.json")
-            files[f", {option}"] = [folder / "adapter_config.json", folder / "adapter_model.safetensors"]
+            saved = [folder / "adapter_config.json", folder / "adapter_model.safetensors"]
+            files[f", {option}"] = [file for file in saved if file.is_file()]  # a missing one is refused elsewhere
         elif name is not None:
             folder = hf.resolve(name)
             files[f", {option}"] = [folder / "config.json", *hf.weight_files(folder)]
