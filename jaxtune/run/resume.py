@@ -22,6 +22,7 @@ from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config, TrainOptions
 from jaxtune.data import Counts, Feed, PromptFeed
 from jaxtune.errors import UserError, hide_secrets
+from jaxtune.hf import read_config
 from jaxtune.host import process
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.models.decoder import Parameters
@@ -33,6 +34,7 @@ from jaxtune.run.best import BestTracker
 from jaxtune.run.loop import Position
 from jaxtune.training.assembly import Program
 from jaxtune.training.state import State
+from jaxtune.weights.base import check_same_config
 from jaxtune.weights.model import Model
 
 log = logging.getLogger("jaxtune")
@@ -278,6 +280,7 @@ def record(config: Config, model: Model, feed: Feed | PromptFeed) -> dict[str, A
     return {
         "config": json.loads(to_json(config)),
         "base": {} if config.model.from_scratch else fingerprint(model.folder),
+        "config_json": read_config(model.folders.config),
         "data": feed.documents.key,
         "data_content": feed.content_keys["data.datasets"],
         "eval_data": feed.eval_keys,
@@ -324,9 +327,10 @@ def is_complete(
 ) -> bool:
     """Whether nothing is left to do for the run of the checkpoint, which is logged.
 
-    record: of this run. Raises UserError as `check_same` and `check_length`.
+    record: of this run. Raises UserError as `check_same`, `check_same_config` and `check_length`.
     """
     check_same(saved.record, record, model, feed)
+    check_same_config(saved.record.get("config_json"), config, model.folders)
     check_length(saved, feed.total_steps)
     if not saved.is_finished(feed.total_steps) or (config.export.at_end and not folder.is_exported):
         return False
