@@ -155,7 +155,7 @@ def _make_evaluate_prompts(
 ) -> tuple[Evaluate, Callable[[], None]]:
     """Return the evaluation of completions, and the function that ends its use of a server."""
     functions, train = load_functions(config), config.train
-    _, prompts = data.open_prompt_sets(config, tokenizer, functions.row_tools, open_images(model, config))
+    trained, prompts = data.open_prompt_sets(config, tokenizer, functions.row_tools, open_images(model, config))
     if prompts is None:
         raise UserError(NO_DATA)
     check_same_inputs({"validation data": data.PromptSet(prompts).key}, {"model.path": (model, config)})
@@ -171,7 +171,9 @@ def _make_evaluate_prompts(
         score = own_answers.make_score_answers(config, model, objective, teachers)
         parts = own_answers.Distillation(objective, complete, score)
         return own_answers.make_evaluate_answers(config, model, parts, prompts), complete.close
-    process.on_main(lambda: try_functions(config, functions, prompts[0], tokenizer))
-    make_rollout = rollouts.make_rollouts(config, model, tokenizer, functions.rewards, folder, functions.toolbox)
+    columns = data.columns_of([*trained, *prompts])
+    process.on_main(lambda: try_functions(config, functions, prompts[0], tokenizer, columns))
+    opened = tokenizer, functions.rewards, folder, functions.toolbox
+    make_rollout = rollouts.make_rollouts(config, model, *opened, columns)
     completions_at_once = train.micro_batch_size * train.grad_accum_steps * data_shards(mesh)
     return rollouts.make_evaluate(config, make_rollout, prompts, completions_at_once), make_rollout.close

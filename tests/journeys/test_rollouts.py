@@ -62,6 +62,13 @@ def rows_of(home, name):
     return [row for row in metrics(home / "runs" / name) if "loss" in row]
 
 
+def test_a_reward_that_fails_on_the_validation_data_is_refused_before_the_first_step(home, data):
+    (home / "held.jsonl").write_text('{"prompt": "say 9"}\n')
+    changed = {"rollout.rewards": f"('{home / 'rewards.py'}:short',)", "data.eval_datasets": home / "held.jsonl"}
+    output = call(*recipe_command(home, "qwen_grpo.py", "held", **OPTIONS, **data | changed), code=2)
+    assert "short fails: TypeError" in output and "on the first validation prompt with 4 completions" in output
+
+
 @pytest.mark.nightly
 def test_the_checkpoint_that_is_being_saved_when_a_reward_fails_is_kept(home, data):
     (home / "failing.py").write_text(FAILING)
