@@ -4,10 +4,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from runs import recipe, write_conversations
 from tiny import write_model_folder
+
+from jaxtune.config.schema import Config
+from jaxtune.parallel import multihost
+from jaxtune.weights.same_inputs import check_same_inputs
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +60,18 @@ def test_hosts_with_other_data_or_another_model_are_refused(tmp_path):
     for option, line in zip(options, message, strict=False):
         assert line.startswith(f"  {option}: ") and " in process 0; " in line and line.endswith("in process 1"), line
     assert message[len(options)].startswith("put the same files on all hosts")
+
+
+def test_the_place_of_a_model_does_not_matter(tmp_path, monkeypatch):
+    """The hub's cache may be elsewhere on each host."""
+    write_hosts(tmp_path, 32, 32)
+    compared: list[dict[str, str]] = []
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr(multihost, "agree", lambda facts, advice: compared.append(facts))
+    for folder in (tmp_path / "host0/model", tmp_path / "host1/model"):
+        model: Any = SimpleNamespace(folder=folder, folders=SimpleNamespace(config=folder))
+        check_same_inputs({"data.datasets": "a"}, {"model.path": (model, Config())})
+    assert compared[0] == compared[1] and compared[0].keys() == {"data.datasets", "model.path"}
 
 
 @pytest.mark.nightly
