@@ -10,8 +10,8 @@ from jaxtune.config.schema import Dataset
 # Options that may differ when a run continues: they change where and how, never what is computed.
 MAY_CHANGE = (
     "attention", "ckpt", "device", "eval", "export", "log", "memory", "mesh", "parallel", "prof", "data.cache_dir",
-    "data.cache_only", "data.num_proc", "data.num_workers", "data.prefetch", "guard.deviations", "guard.norm_factor",
-    "guard.max_loss", "guard.max_loss_steps",
+    "data.cache_only", "data.num_proc", "data.num_workers", "data.on_bad_row", "data.prefetch",
+    "guard.deviations", "guard.norm_factor", "guard.max_loss", "guard.max_loss_steps",
     "train.output_dir", "train.run_name", "train.hang_seconds", "train.max_bad_steps", "train.max_steps",
     "train.epochs", "train.micro_batch_size", "train.grad_accum_steps",
 )  # fmt: skip

@@ -163,6 +163,7 @@ def test_a_bad_sample_ends_the_stream_or_is_left_out_and_counted(folder, tokeniz
     read = texts(Stream(skipping, tokenizer), tokenizer, 2)
     good = texts(Stream(config_of(folder, names="b"), tokenizer), tokenizer, 3)
     assert read == good[: len(read)] and len(read) > 10 and "bad samples skipped until row" in caplog.text
+    assert Stream(skipping, tokenizer).has_key(Stream(bad, tokenizer).key), "the run that it ended can continue"
 
 
 def test_documents_that_are_longer_than_a_row_are_counted(folder, tokenizer, caplog):
