@@ -12,6 +12,7 @@ from jaxtune.config import to_json
 from jaxtune.config.schema import CkptOptions, Config, DataOptions, Dataset, TrainOptions
 from jaxtune.errors import UserError
 from jaxtune.host.run_folder import RunFolder
+from jaxtune.objectives.options import RolloutOptions
 from jaxtune.run.resume import Saved, begin, check_not_lost, check_same, check_unchanged, saved_run
 
 
@@ -29,6 +30,18 @@ def test_the_fields_of_datasets_that_differ_are_named_alone(tmp_path):
     allowed = dataclasses.replace(data, on_bad_row="skip")  # after a bad sample has ended the run of a stream
     now = dataclasses.replace(then, train=TrainOptions(max_steps=9), data=allowed)
     check_unchanged(_as_saved(then), now, RunFolder(tmp_path))
+
+
+def test_servers_may_be_elsewhere_when_a_run_continues(tmp_path):
+    """A scheduler that starts the run again may also give its server another host."""
+
+    def config(server: str | None, **rollout) -> Config:
+        return Config(rollout=RolloutOptions(("r.py:r",), server=server, **rollout))
+
+    then, folder = _as_saved(config("http://a:8000")), RunFolder(tmp_path)
+    check_unchanged(then, config("http://b:8000,http://c:8000", server_seconds=9, completions_at_once=4), folder)
+    with pytest.raises(UserError, match="rollout.server: 'http://a:8000' then, None now"):
+        check_unchanged(then, config(None), folder)
 
 
 @pytest.mark.parametrize(
