@@ -39,6 +39,9 @@ from jaxtune.weights.model import Model
 
 log = logging.getLogger("jaxtune")
 
+# Sections whose options change neither the content of a checkpoint nor the meaning of a place in the data.
+_FREE_AT_START = ("optim", "guard", "grpo", "rollout")
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -195,7 +198,7 @@ def _saved_start(config: Config, folder: RunFolder) -> Saved:
         )
     if path.resolve().is_relative_to(folder.path.resolve()):
         raise UserError(f"ckpt.start={config.ckpt.start} is this run itself; continue it with ckpt.resume")
-    check_unchanged(record["config"], config, folder)
+    _check_start(record["config"], config)
     log.info("ckpt.start: continuing from step %d of %s", record["step"], path)
     return Saved(checkpoints, step, record, own=False)
 
@@ -348,13 +351,29 @@ def check_length(saved: Saved, total_steps: int) -> None:
         )
 
 
-def check_unchanged(saved: dict[str, Any], config: Config, folder: RunFolder) -> None:
-    """Raise UserError naming each changed option that must stay the same when a run continues."""
+def _changed_options(saved: dict[str, Any], config: Config, free: tuple[str, ...] = ()) -> list[str]:
+    """Return a line for each changed option that must stay the same; those of the sections `free` need not."""
     # Options that are newer than the saved config get their defaults. Secrets are hidden in both: a new token is not a
     # changed option.
     then, now = (as_dict(from_json(hide_secrets(text))) for text in (json.dumps(saved), to_json(config)))
-    changed = [f"  {key}: {before!r} then, {after!r} now" for key, before, after in differences(then, now, "")]
-    if changed:
+    changed = differences(then, now, "")
+    return [f"  {key}: {old!r} then, {new!r} now" for key, old, new in changed if key.partition(".")[0] not in free]
+
+
+def _check_start(saved: dict[str, Any], config: Config) -> None:
+    """Raise UserError naming each option that must be as in the run that ckpt.start names, and is not."""
+    if changed := _changed_options(saved, config, _FREE_AT_START):
+        raise UserError(
+            f"ckpt.start={config.ckpt.start}: that run was started with other options:\n"
+            + "\n".join(changed)
+            + f"\nset them back (only options of {', '.join(_FREE_AT_START)} may be others), or take its weights alone "
+            "(model.path, lora.path)"
+        )
+
+
+def check_unchanged(saved: dict[str, Any], config: Config, folder: RunFolder) -> None:
+    """Raise UserError naming each changed option that must stay the same when a run continues."""
+    if changed := _changed_options(saved, config):
         quantized = config.serve.format is not None and not config.lora.enabled
         section = "lora" if config.lora.enabled else "model"
         weights = "" if quantized else f" (from these weights with --config.{section}.path={folder.export})"
