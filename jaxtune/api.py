@@ -23,9 +23,10 @@ from ml_collections import ConfigDict
 
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config import keys
-from jaxtune.config.loading import as_dict, from_text, to_plain
+from jaxtune.config.loading import as_dict
 from jaxtune.config.recipe import Recipe, read_recipe
 from jaxtune.config.schema import Config
+from jaxtune.config.typed_values import from_text, to_plain
 from jaxtune.errors import UserError
 from jaxtune.evaluation.validation import evaluate
 from jaxtune.host import process

@@ -105,8 +105,7 @@ def _settings(config: Config) -> Iterator[tuple[str, Any]]:
 def _left_out(config: Config, translation: foreign.Translation) -> Iterator[str]:
     """Yield a line about each option that has no meaning here, and about each value that was without effect."""
     for line in translation.lines:
-        told = line.text.startswith(("together with ", "translated together with ")) or line.text == foreign.DEFAULT
-        if line.stated and line.value is not None and not line.settings and not told:
+        if line.stated and line.value is not None and not line.settings and line.text and not line.elsewhere:
             yield _one_line(f"{line.option} = {line.value!r}: {line.text}")
     for said in config.said:
         if said.moot:

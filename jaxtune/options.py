@@ -22,7 +22,6 @@ from absl import flags
 
 from jaxtune.command import run_with_words
 from jaxtune.config import foreign, keys
-from jaxtune.config.foreign import verdict
 from jaxtune.config.option_rules import describe_interval
 from jaxtune.config.recipe import read_recipe, recipe_file
 from jaxtune.config.sources import yaml_file
@@ -104,12 +103,11 @@ def _translate(path: str, dialect: str | None) -> None:
     translation = foreign.translate(written, dialect)
     print("\n".join(translation.notes(path)))
     if translation.problems:
-        raise UserError(verdict.refusal(path, translation))
+        raise UserError(translation.refusal(path))
     try:
         config = read_recipe(path, dialect=dialect).resolve()
     except UserError as error:
-        origins = verdict.origins(translation, written, str(error))
-        raise UserError("\n  ".join([str(error), *origins])) from error
+        raise UserError("\n  ".join([str(error), *translation.origins(written, str(error))])) from error
     for line in config.startup_notes[len(translation.notes(path)) :]:
         print(line)
     command = "train" if config.data.datasets else "evaluate"  # ERNIEKit's files may hold evaluation data only

@@ -143,7 +143,7 @@ def _compiled_step(
         overrides = {"memory.remat": remat, "mesh.fsdp": "-1", "train.micro_batch_size": str(rows)}
         overrides |= {name.replace("__", "."): value for name, value in options}
         config = resolve(load_recipe(str(file), folder), file.name, list(overrides.items()))
-        mesh = make_mesh(config.mesh, aot.devices(gpu, per_host=cards))
+        mesh = make_mesh(config.mesh, aot.devices(gpu, per_host=cards), config.parallel)
         program = assemble(read_base(config), config, mesh)
     jit = {"donate_argnums": 0, "compiler_options": compiler_options()}
     return aot.compile_for(gpu, program.step, *program.arguments, mesh=mesh, **jit)

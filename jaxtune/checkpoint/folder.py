@@ -65,7 +65,7 @@ def find_newest_good(
         more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
         damage = f"checkpoint {candidate} in {folder} is damaged: {problems[0]}{more}"
         if step is not None:
-            raise UserError(f"{damage}; ckpt.resume='auto' takes the newest good one")
+            raise UserError(f"{damage}; without a step, the newest good one is taken")
         logger.warning("%s; trying an older one", damage)
     if available:
         raise AllDamaged(f"all checkpoints in {folder} are damaged")

@@ -1,17 +1,11 @@
-"""Resolve a recipe and command-line settings to a typed, checked, frozen `Config`."""
+"""Make the checked, frozen `Config` of a run: from a recipe and the user's settings, or from the JSON that it saved."""
 
-import ast
-import contextlib
 import dataclasses
 import json
-import math
 import re
-import types
-import typing
-import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import Any, Literal, Union
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
@@ -19,21 +13,20 @@ from jaxtune.config import checks, keys, option_rules, recommended
 from jaxtune.config.schema import Config, Dataset, Provenance
 from jaxtune.config.sources import in_memory
 from jaxtune.config.sources.inheritance import RecipeConfig, inherited_keys
+from jaxtune.config.typed_values import (
+    INSTEAD_OF,
+    NON_OPTION_FIELDS,
+    build,
+    from_text,
+    set_value,
+    to_entries,
+    to_plain,
+    unknown_option,
+)
 from jaxtune.errors import UserError, hide_secrets
 from jaxtune.option_field import Problem
 
-NON_OPTION_FIELDS = ("said", "notes")  # fields of Config
-_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _SHOWN_ENTRIES = 3  # list entries for which an error repeats the same problem
-# Pairs of options for the same thing. If both are set, the second takes effect, unless it is only inherited: then a
-# first one that is set nearer to the user replaces it.
-_INSTEAD_OF = {
-    "train.epochs": "train.max_steps",
-    "data.validation_split": "data.eval_datasets",
-    "optim.warmup_ratio": "optim.warmup_steps",
-    "optim.final_lr_fraction": "optim.min_lr",
-    "optim.layerwise_lr_decay_bound": "optim.layerwise_lr_decay",
-}
 # Options of an entry of data.datasets that describe the samples behind its path: which samples, the file format, the
 # columns. Options for the processing of samples (prompt_format, system_prompt, function) also suit another path.
 _OF_FILES = ("type", "subset", "revision", "split", "glob", "ds_type")
@@ -64,7 +57,7 @@ def dataset(**fields: Any) -> ConfigDict:
         UserError: A field does not exist.
     """
     defaults = dataclasses.asdict(Dataset())
-    if unknown := [_unknown(f"data.datasets[i].{name}", fields[name]) for name in fields if name not in defaults]:
+    if unknown := [unknown_option(f"data.datasets[i].{name}", fields[name]) for name in fields if name not in defaults]:
         raise UserError("\n  ".join(problem.text for problem in unknown))
     return RecipeConfig(defaults | fields).lock()
 
@@ -112,10 +105,9 @@ def resolve(
     # A setting of one entry (data.datasets[0].path) makes its whole list the user's own.
     typed_lists = {key.partition("[")[0] for key in typed if "[" in key}
     # Values without effect in the recipe itself, before settings are applied: these stay errors.
-    of_recipe = checks.check(_build(Config, values, "", []))
+    of_recipe = checks.check(build(Config, values, "", []))
     moot_in_recipe = {problem.keys[0] for problem in of_recipe if problem.moot and problem.keys[0] not in inherited}
-    wrong = [problem for key, value in (given or {}).items() if (problem := set_value(values, key, value))]
-    wrong += [problem for key, value in settings.items() if (problem := _override(values, key, value))]
+    wrong = [problem for item in (*(given or {}).items(), *settings.items()) if (problem := set_value(values, *item))]
 
     def nearness(key: str) -> int:
         """2: set by the user; 1: by the recipe or file; 0: inherited."""
@@ -151,7 +143,7 @@ def _take_recommendations(
     values: dict[str, Any], told: set[str], source: str, count: recommended.CountParameters | None
 ) -> tuple[str, ...]:
     """With train.recommend, set recommended values of options that nobody set; return a line about each."""
-    config = _build(Config, values, "", [])
+    config = build(Config, values, "", [])
     if not config.train.recommend:
         return ()
     of_recipe = () if source == "translation" else option_rules.non_default_options(config)
@@ -169,7 +161,7 @@ def _reset_moot(
     # Each reset may leave further values without effect.
     while True:
         problems = list(wrong)
-        resolved = _build(Config, values, "", problems)
+        resolved = build(Config, values, "", problems)
         # An option with a problem of its own has its default in `resolved`, so problems of combinations with it would
         # be misleading.
         wrong_keys = {key for problem in problems for key in problem.keys}
@@ -206,7 +198,7 @@ def _of_other_samples(
 
 def _reset_displaced(values: dict[str, Any], nearness: Callable[[str], int]) -> Iterator[Problem]:
     """Reset one of two options for the same thing if the other one was set on a higher level."""
-    for key, other in _INSTEAD_OF.items():
+    for key, other in INSTEAD_OF.items():
         taken, given, default = _get(values, key), _get(values, other), keys.options()[other].default
         if taken and given != default and nearness(key) > nearness(other):
             shown = f"{len(given)} entries" if isinstance(given, list) else repr(given)
@@ -255,12 +247,12 @@ def from_json(text: str | bytes, source: str = "saved config") -> Config:
         if isinstance(values.get(section), dict) and name in values[section]:
             set_value(values, new, values[section].pop(name))
     problems: list[Problem] = []
-    config = _build(Config, values, "", problems)
+    config = build(Config, values, "", problems)
     raise_problems(source, problems)
     return config
 
 
-def raise_problems(source: str, problems: list[Problem]) -> None:
+def raise_problems(source: str, problems: Sequence[Problem]) -> None:
     """Raise UserError with all problems of a file, if there are any."""
     if len(problems) == 1:
         raise UserError(f"{source}: {problems[0].text}")
@@ -268,7 +260,7 @@ def raise_problems(source: str, problems: list[Problem]) -> None:
         raise UserError("\n  ".join([f"{source}: {len(problems)} problems", *_lines(problems)]))
 
 
-def _lines(problems: list[Problem]) -> Iterator[str]:
+def _lines(problems: Sequence[Problem]) -> Iterator[str]:
     """Yield the texts of problems; if many list entries have a problem with the same key, only the first ones."""
     counts: Counter[str] = Counter()
     for problem in problems:
@@ -287,21 +279,12 @@ def _leaves(given: Mapping[str, Any]) -> set[str]:
     return {*given, *(f"{at}.{name}" for at, entry in entries if isinstance(entry, Mapping) for name in entry)}
 
 
-def to_plain(value: Any) -> Any:
-    """Convert ConfigDicts to dicts, tuples to lists, and datasets in memory to their names, recursively."""
-    if in_memory.is_dataset(value):
-        return in_memory.add(value)
-    if isinstance(value, ConfigDict | dict):
-        return {key: to_plain(item) for key, item in value.items()}
-    return [to_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
 def _values(config: ConfigDict) -> dict[str, Any]:
     """Return all options as nested plain values."""
     values = to_plain(config)
     data = values.get("data")
     for name in ("datasets", "eval_datasets") if isinstance(data, dict) else ():
-        data[name] = _entries(f"data.{name}", data.get(name, ()))
+        data[name] = to_entries(f"data.{name}", data.get(name, ()))
     return values
 
 
@@ -313,201 +296,5 @@ def _settings(given: Mapping[str, Any], is_text: bool = False) -> dict[str, Any]
         option, value = keys.lookup(key), to_plain(given[key])
         if option is not None and is_text:
             value = from_text(value, option.annotation)
-        by_key[key] = _entries(key, value) if keys.has_entries(key) else value
+        by_key[key] = to_entries(key, value) if keys.has_entries(key) else value
     return by_key
-
-
-def _entries(key: str, value: Any) -> Any:
-    """Return the entries of a list of sections; a single entry counts as a list, and a path as an entry.
-
-    Raises:
-        UserError: The list holds samples instead of entries.
-    """
-    several = [] if value is None else [value] if isinstance(value, str | dict) else value
-    if not isinstance(several, list | tuple):
-        return value
-    if names := _columns(several):
-        shown = ", ".join(names)
-        raise UserError(
-            f"{key}: a list of samples (their keys are {shown}): wrap it in datasets.Dataset.from_list(...); an entry "
-            "for a file has a path"
-        )
-    return [{"path": entry} if isinstance(entry, str) else entry for entry in several]
-
-
-def _columns(entries: Iterable[Any]) -> list[str]:
-    """Return the keys of dicts that are samples: dicts without a path, with a key that is unlike an option; else []."""
-    names: dict[str, None] = {}
-    for entry in entries:
-        if not isinstance(entry, dict) or "path" in entry:
-            return []
-        names |= dict.fromkeys(map(str, entry))
-    return [] if all(map(keys.is_like_one_of_an_entry, names)) else list(names)
-
-
-def _override(values: dict[str, Any], key: str, value: Any) -> Problem | None:
-    """Set one option in the nested values, or return the problem."""
-    return _unknown(key, value) if keys.lookup(key) is None else set_value(values, key, value)
-
-
-def set_value(values: dict[str, Any], key: str, value: Any) -> Problem | None:
-    """Set one option in the nested values, or return the problem.
-
-    The list index after the last entry appends one; a higher index is an error.
-    """
-    *parents, name = re.findall(r"\w+", key)
-    node: Any = values
-    for i, parent in enumerate(parents):
-        if isinstance(node, list):
-            if int(parent) == len(node):
-                node.append({})
-            elif int(parent) > len(node):
-                fault = f"{'.'.join(parents[:i])} has no entry {parent}; [{len(node)}] is the next one"
-                return Problem((key,), f"{key} = {value!r}: {fault}")
-            node = node[int(parent)]
-        elif isinstance(node, dict):
-            node = node.setdefault(parent, {})
-    if isinstance(node, dict):  # otherwise it is not a section, which `_build` reports
-        node[name] = value
-    return None
-
-
-def _build(section: Any, values: Any, prefix: str, problems: list[Problem]) -> Any:
-    """Build a section's dataclass from a mapping; add wrong values to `problems` and use their defaults instead."""
-    if not isinstance(values, dict):
-        key = prefix.removesuffix(".")
-        problems.append(Problem((key,), f"{key} = {values!r}: expected a section ({section.__doc__})"))
-        return section()
-    annotations = typing.get_type_hints(section)
-    fields = {}
-    for name, value in values.items():
-        key, annotation = f"{prefix}{name}", annotations.get(name)
-        if annotation is None or (section is Config and name in NON_OPTION_FIELDS):
-            problems.append(_unknown(key, value))
-        elif dataclasses.is_dataclass(annotation):
-            fields[name] = _build(annotation, value, f"{key}.", problems)
-        elif (entry := keys.entry_type(annotation)) and isinstance(value, list):
-            fields[name] = tuple(_build(entry, item, f"{key}[{i}].", problems) for i, item in enumerate(value))
-        else:
-            rule = section.__dataclass_fields__[name]
-            if value is None and _is_unset(key, rule.default):
-                continue
-            if value == -1 and annotation == int | None and not option_rules.in_interval(-1, rule.metadata["within"]):
-                value = None  # other toolkits write -1 for a count that is not set
-            try:
-                fields[name] = _convert(option_rules.entries_of(value, rule.metadata["unit"]), annotation)
-            except TypeError:
-                meaning = rule.metadata["doc"]
-                expected = {bool: "True or False", bool | None: "True, False or None"}.get(annotation)
-                expected = expected or keys.describe(annotation)
-                if _is_infinite_or_nan(value):
-                    expected = f"a finite {expected}"
-                elif isinstance(value, str) and annotation == tuple[str, ...]:
-                    expected += f" such as {_as_list(value, rule.metadata['unit'])!r}"
-                near = keys.nearest_value(key, value, annotation)
-                hint = f"; nearest: {near}" if near else ""
-                problems.append(Problem((key,), f"{key} = {value!r}: expected {expected} ({meaning}){hint}"))
-    return section(**fields)
-
-
-def _as_list(text: str, unit: str) -> tuple[str, ...]:
-    """Return the list of texts that a text may mean: its parts at commas if each looks like an entry of the option."""
-    within = re.fullmatch(r"[\[({](.*)[\])}]", text)
-    parts = tuple(part.strip(" '\"") for part in (within[1] if within else text).split(","))
-    return parts if "=" in unit and all("=" in part for part in parts) else (text,)
-
-
-def _is_unset(key: str, default: Any) -> bool:
-    """Whether None means "not set" for an option whose type lacks None.
-
-    That holds if its default is 0 or (), or if another option can replace it (_INSTEAD_OF).
-    """
-    return (default is not False and default in (0, ())) or key in _INSTEAD_OF
-
-
-def _is_infinite_or_nan(value: Any) -> bool:
-    try:
-        return not math.isfinite(float(value))
-    except (TypeError, ValueError):
-        return False
-
-
-def _convert(value: Any, annotation: Any) -> Any:
-    """Convert a value to the annotated type: only ints to float, and lists to tuples.
-
-    Raises:
-        TypeError: The value has another type, or is not a finite number.
-    """
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (Union, types.UnionType):
-        for member in arguments:
-            with contextlib.suppress(TypeError):
-                return _convert(value, member)
-    elif origin is Literal:
-        if any(type(value) is type(allowed) and value == allowed for allowed in arguments):
-            return value
-        if value is False and "off" in arguments:  # YAML 1.1, which PyYAML reads, has `off` as false
-            return "off"
-    elif origin is tuple:
-        if isinstance(value, list | tuple):
-            return tuple(_convert(item, arguments[0]) for item in value)
-    elif annotation is float:
-        # type(), not isinstance: a bool is an int in Python.
-        if type(value) in (int, float) and math.isfinite(value):
-            return float(value)
-    elif type(value) is annotation:
-        return value
-    raise TypeError
-
-
-_WORD = r"([\w.*=/:~-]+|<[^<>,]+>)"  # a name, path, pattern, or special token
-
-
-def from_text(text: str, annotation: Any) -> Any:
-    """Parse a command-line text for an option of this type; return the text itself if it does not fit.
-
-    Accepts common notations: yes and no, lists without quotes (q_proj,v_proj), \\n for a newline.
-    """
-    if text == "None":
-        return None
-    if annotation in (bool, bool | None) and text.lower() in _TRUTH:
-        return _TRUTH[text.lower()]
-    if keys.entry_type(annotation) is not None:
-        with contextlib.suppress(ValueError, SyntaxError):
-            if isinstance(literal := _read_literal(text), list | tuple | dict):
-                return literal
-        return text.split(",") if re.fullmatch(f"{_WORD}(,{_WORD})*", text) else text
-    # For a union such as str | tuple[str, ...], a comma makes a list; without one the text stays a text.
-    several = "," in text and tuple[str, ...] in typing.get_args(annotation)
-    if re.fullmatch(f"{_WORD}(,{_WORD})*", text) and (several or _is_list_of_words(annotation)):
-        return tuple(text.split(","))
-    try:
-        literal = _read_literal({"true": "True", "false": "False"}.get(text, text))
-        # A quoted string keeps its quotes: the shell already removed its own pair, so these belong to the value.
-        if isinstance(literal, dict) and annotation == tuple[str, ...]:
-            return literal  # entries such as REGEX=FACTOR, or refused
-        if not isinstance(literal, str):
-            return _convert(literal, annotation)
-    except (ValueError, SyntaxError, TypeError):
-        pass
-    # Safe for regular expressions too: backslash-n and a newline match the same.
-    return re.sub(r"(?<!\\)\\([nt])", lambda escape: {"n": "\n", "t": "\t"}[escape[1]], text)
-
-
-def _read_literal(text: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # regular expressions have escapes that Python warns of
-        return ast.literal_eval(text)
-
-
-def _is_list_of_words(annotation: Any) -> bool:
-    """Whether a type is a tuple of texts, or of the names that a Literal allows."""
-    if typing.get_origin(annotation) is not tuple:
-        return False
-    member = typing.get_args(annotation)[0]
-    return member is str or typing.get_origin(member) is Literal
-
-
-def _unknown(key: str, value: Any) -> Problem:
-    nearest = keys.nearest_option(key)
-    return Problem((key, nearest.key) if nearest else (key,), f"{key} = {value!r}: {keys.no_such_option(key)}")

@@ -19,6 +19,7 @@ from jaxtune import hf
 from jaxtune.config.schema import Dataset
 from jaxtune.data.chat.chat_template import ChatTemplate
 from jaxtune.data.chat.encoding import Encoder
+from jaxtune.data.chat.messages import clip
 from jaxtune.data.formats.questions import OPTION_LABELS, Question, answer_of, read_questions, render_question
 from jaxtune.errors import UserError
 from jaxtune.host.run_folder import RunFolder
@@ -32,6 +33,7 @@ from jaxtune.parallel.layout import by_token
 from jaxtune.weights.served_linears import serve_weights
 
 DECISION_FILE, TEMPLATE_FILE = "decision.json", "decision_template.jinja"
+_NOUL_OPTIONS = ["true", "false"]  # the order in which a prompt names them
 _PREFIX = "eval_temperature_"
 
 
@@ -60,24 +62,30 @@ def write_decision(folder: Path, temperatures: Mapping[str, float]) -> None:
     Prompts need no template there: they are the pipeline's own.
     """
     labels = {kind: list(labels) for kind, labels in OPTION_LABELS.items()}
-    described = {"labels": labels, "temperature": dict(temperatures), "noul_options": ["true", "false"]}
+    described = {"labels": labels, "temperature": dict(temperatures), "noul_options": _NOUL_OPTIONS}
     (folder / DECISION_FILE).write_text(json.dumps(described, indent=2) + "\n")
 
 
 def read_temperatures(folder: Path) -> dict[str, float]:
     """Return the temperatures in a folder's decision.json; {} if it has none: transformers then takes 1.
 
-    Raises UserError if the folder has another prompt or other labels than jaxtune writes.
+    Raises UserError if the folder has another prompt or other labels than jaxtune writes, or a temperature that is not
+    a number above 0.
     """
-    if (folder / TEMPLATE_FILE).exists():
-        raise UserError(f"{folder / TEMPLATE_FILE}: --decide has only the prompt with which jaxtune trains")
-    if not (folder / DECISION_FILE).exists():
-        return {}
-    described = read_json(folder / DECISION_FILE)
+    file = folder / DECISION_FILE
+    described = read_json(file) if file.exists() else {}
+    template, options = described.get("chat_template"), described.get("noul_options", _NOUL_OPTIONS)
+    if (folder / TEMPLATE_FILE).exists() or template is not None or options != _NOUL_OPTIONS:
+        raise UserError(f"{folder}: --decide has only the prompt with which jaxtune trains")
     for kind, labels in (described.get("labels") or {}).items():
         if tuple(labels) != OPTION_LABELS.get(kind):
-            raise UserError(f"{folder / DECISION_FILE}: --decide has only the labels with which jaxtune trains")
-    return described.get("temperature") or {}
+            raise UserError(f"{file}: --decide has only the labels with which jaxtune trains")
+    found = described.get("temperature") or {}
+    numbers = found.values() if isinstance(found, dict) else [None]
+    if not all(isinstance(number, int | float) and 0 < number < math.inf for number in numbers):
+        shown = clip(repr(found))
+        raise UserError(f"{file}: temperature is {shown}; it must have a number above 0 for each type of question")
+    return found
 
 
 class Decider:

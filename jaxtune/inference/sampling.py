@@ -15,7 +15,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "seed": (0, 2**31 - 1),
     "batch_size": (1, math.inf),
 }
-"""The lowest and highest value of each number in Manner; an int as the lowest value marks a whole number."""
+"""The lowest and highest value of each number in SamplingOptions; an int as the lowest value marks a whole number."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxtune.models.declared import declare_parameter
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.layers.linear import Linear, matmul, named
+from jaxtune.models.layers.linear import Linear, matmul, named, scale
 from jaxtune.parallel.random import dropout
 
 Init = Literal["uniform", "gaussian", "pissa", "olora"]
@@ -169,7 +169,7 @@ def adapter_outputs(
     """
     matrices = matrices_of(linears)
     lows = _project(linears, [a for a, _ in matrices], jax.lax.optimization_barrier(x), call)
-    scaled = [low * jnp.asarray(linear.adapter.scale, low.dtype) for linear, low in zip(linears, lows)]
+    scaled = [scale(low, linear.adapter.scale) for linear, low in zip(linears, lows)]
     multiply = partial(matmul, groups=call.groups)
     products = [multiply(low, b, linear.out) for linear, low, (_, b) in zip(linears, scaled, matrices)]
     return [jax.lax.optimization_barrier(product) for product in products]

@@ -19,6 +19,7 @@ from jaxtune.models.declared import declare_parameter
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.attention import Attend, Inputs
 from jaxtune.models.layers.layer_embedding import LayerEmbeddings
+from jaxtune.models.layers.linear import scale
 from jaxtune.models.layers.lookup import lookup
 from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.layers.rope import rotation
@@ -166,8 +167,7 @@ class Decoder(nnx.Module):
 
     def apply_final_norm(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """Return the head's input from the last layer's output: normalised, and scaled if the spec scales logits."""
-        x = jax.reshard(self.norm(x), by_token(None))
-        return x if self.spec.logit_scale == 1 else x * self.spec.logit_scale
+        return scale(jax.reshard(self.norm(x), by_token(None)), self.spec.logit_scale)
 
 
 def inputs_of(

@@ -139,7 +139,7 @@ class Block(nnx.Module):
         y = _apply_norm(jax.reshard(y, by_residual()), norm)
         if call.noise is not None and call.hidden_dropout:
             y = dropout(y, call.noise.rate(call.hidden_dropout), call.noise.site(f"{name} dropout"))
-        return x + (y if self.layer.residual_scale == 1 else y * self.layer.residual_scale)
+        return x + scale(y, self.layer.residual_scale)
 
 
 class Predictor(Block):

@@ -53,8 +53,8 @@ class PreferenceOptions:
         when=_when_read("label_smoothing"), also="dpo_label_smoothing")
     simpo_gamma: float = option(0.5, "reward margin of SimPO", "[0, inf)", when=_when_read("simpo_gamma"), also="gamma")
     offset_alpha: float = option(0.0,
-        "factor of the log of the difference of the answers' scores, which is added to the margin (ODPO)", "[0, inf)",
-        when=_OF_PAIRS)
+        "factor of the log of the difference of the answers' scores, by which the margin must be wider (ODPO)",
+        "[0, inf)", when=_when_read("offset_alpha"))
     loss_weight: float = option(1.0, "weight of the pairwise loss", "(0, inf)", when=_OF_PAIRS, also="pref_loss_ratio")
     sft_weight: float | None = option(None,
         "weight of the added cross-entropy on chosen answers, without their prompts (TRL's ORPO includes them); "
@@ -207,7 +207,7 @@ class RolloutOptions:
     @property
     def corrects(self) -> str:
         """The correction that applies; none: no correction."""
-        return self.correction or ("none" if self.server is None else "sequence_mask")
+        return self.correction or ("sequence_mask" if self.rewards and self.server is not None else "none")
 
 
 @dataclass(frozen=True)

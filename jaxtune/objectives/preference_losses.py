@@ -30,21 +30,22 @@ class PreferenceLoss:
     samples: Literal["pairs", "answers", "scored pairs"] = "pairs"
 
 
+# ODPO's offset is of losses that depend on `Pairs.gain` only.
 LOSSES = {
-    "sigmoid": PreferenceLoss(("label_smoothing",)),
+    "sigmoid": PreferenceLoss(("label_smoothing", "offset_alpha")),
     "sigmoid_norm": PreferenceLoss(("label_smoothing",)),
-    "hinge": PreferenceLoss(),
+    "hinge": PreferenceLoss(("offset_alpha",)),
     "ipo": PreferenceLoss(),
-    "robust": PreferenceLoss(("label_smoothing",)),
-    "exo_pair": PreferenceLoss(("label_smoothing",)),
+    "robust": PreferenceLoss(("label_smoothing", "offset_alpha")),
+    "exo_pair": PreferenceLoss(("label_smoothing", "offset_alpha")),
     "nca_pair": PreferenceLoss(),
     "bco_pair": PreferenceLoss(),
     "sppo_hard": PreferenceLoss(),
     "apo_zero": PreferenceLoss(),
     "apo_down": PreferenceLoss(),
     "kto_pair": PreferenceLoss(),
-    "simpo": PreferenceLoss(("label_smoothing", "simpo_gamma"), reference=False, averaged=True),
-    "cpo": PreferenceLoss(("label_smoothing",), reference=False, sft_weight=1.0),
+    "simpo": PreferenceLoss(("label_smoothing", "simpo_gamma", "offset_alpha"), reference=False, averaged=True),
+    "cpo": PreferenceLoss(("label_smoothing", "offset_alpha"), reference=False, sft_weight=1.0),
     "orpo": PreferenceLoss(reference=False, averaged=True, sft_weight=1.0),
     "kto": PreferenceLoss(("desirable_weight", "undesirable_weight"), samples="answers"),
     "bradley_terry": PreferenceLoss(reference=False, samples="scored pairs"),

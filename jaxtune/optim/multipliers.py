@@ -15,7 +15,8 @@ EMBEDDING = r"embed_tokens|\bembeddings\.weight"  # the second is Nemotron-H's
 TOWER = r"\b(visual|vision_tower|multi_modal_projector|embed_vision|vision_model|resampler_model)\."
 # Norms and positions of vision towers, the last norms in ERNIE's resampler.
 _OF_TOWERS = r"\bln_(q|pre)\b|\.ln\.|\b(pos_embed|position_embedding(_table)?)\b|\b(spatial|temporal)_linear\.3\b"
-NO_DECAY = rf"norm|bias|A_log|\.D$|sinks|{_OF_TOWERS}|{EMBEDDING}"  # A_log, D: recurrences; sinks: gpt-oss
+# A_log, D: recurrences; sinks: gpt-oss; factors of the router's input and of its experts: Gemma 4.
+NO_DECAY = rf"norm|bias|A_log|\.D$|sinks|\brouter\.(per_expert_)?scale$|{_OF_TOWERS}|{EMBEDDING}"
 
 # One number, or one for each layer of a stacked parameter.
 Factor = float | Float[np.ndarray, " layers"]

@@ -18,7 +18,7 @@ class OptimizerRecord:
             dtype of matrix products.
         per_matrix: whether it updates one matrix after another, also in a stack of experts.
         narrow_state: whether it can keep its state in bfloat16, by optim.state_dtype.
-        normalised: whether the size of its updates depends on the learning rate, and not on the gradients.
+        normalised: whether an update moves each weight by about the learning rate, however large its gradient is.
     """
 
     rule: str
@@ -163,8 +163,9 @@ class OptimOptions:
 
 def check_optim(config: Config) -> Iterator[Problem]:
     """Yield contradictions of section `optim` with others."""
-    optim = config.optim
-    if optim.properties.for_matrices and config.lora.enabled and config.model.head == "lm":
+    optim, lora = config.optim, config.lora
+    only_matrices = lora.enabled and not lora.use_dora and lora.bias == "none" and not lora.modules_to_save
+    if optim.properties.for_matrices and only_matrices and config.model.head == "lm":
         reason = f"has no effect: only AdamW reads it, and {optim.name} trains all adapters, which are matrices"
         for moment in _ADAM:
             if getattr(optim, moment) != getattr(type(optim)(), moment):

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 GATHERED = "gathered weight"  # name in policies of jax.checkpoint
 AXES = ("data", "fsdp", "stage", "expert", "context", "sequence", "tensor")
@@ -215,6 +215,18 @@ def _is_zero(tangent: Any) -> bool:
 def reshard_to(array: Array, spec: jax.P | None) -> Array:
     """Return the array with another PartitionSpec; None: unchanged."""
     return array if spec is None else jax.reshard(array, spec)
+
+
+def take_element(tree: Any, index: Int[Array, ""] | int, axis: int = 0) -> Any:
+    """Return the element at an index along an axis of every leaf, with the sharding of its other axes."""
+
+    def one(leaf: Array) -> Array:
+        spec = list(jax.typeof(leaf).sharding.spec)
+        del spec[axis]
+        # Resharding moves nothing: jax forgets how an axis of size 1, such as that of rows, is sharded.
+        return jax.reshard(jax.lax.dynamic_index_in_dim(leaf, index, axis, keepdims=False), P(*spec))
+
+    return jax.tree.map(one, tree)
 
 
 def _entry(axes: Axes) -> Entry:

@@ -74,6 +74,7 @@ def _accumulate(weight: Array, total: Array) -> Array:
 def _accumulate_backward(total: Array, gradient: Array) -> tuple[None, Array]:
     # Not a mathematical derivative: the cotangent slot carries total + gradient, so that gradient accumulation needs no
     # second array of the stack's size.
+    gradient = jax.reshard(gradient, jax.typeof(total).sharding.spec)
     return None, put_like((to_device(total) + gradient).astype(total.dtype), total)
 
 

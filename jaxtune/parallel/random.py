@@ -101,7 +101,7 @@ def dropout(x: Float[Array, "b s i"], rate: float | Float[Array, ""], noise: Noi
         # A row without a token has an index past the end. It is zero, whichever bits it gets.
         keep = jnp.take(keep.reshape(-1, x.shape[2]), noise.token_of, axis=0, mode="clip")[:, None]
     keep = jax.reshard(keep, jax.typeof(x).sharding.spec)
-    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
+    return jnp.where(keep, x.astype(jnp.float32) / (1.0 - rate), 0).astype(x.dtype)
 
 
 def neftune(x: Float[Array, "b s d"], alpha: float, noise: Noise) -> Float[Array, "b s d"]:

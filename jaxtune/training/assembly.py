@@ -36,7 +36,7 @@ from jaxtune.optim.adamw_8bit import float32_moments, undivided_moments
 from jaxtune.optim.build import Optimizer, Trained, build
 from jaxtune.optim.rules import balancing
 from jaxtune.parallel import offload
-from jaxtune.parallel.layout import RULES, Axes, Layout, P, by_token, spec
+from jaxtune.parallel.layout import RULES, Axes, Layout, P, by_token, shards, spec
 from jaxtune.parallel.manual_axes import GATHERS_OTHER_AXES
 from jaxtune.parallel.mesh import data_shards
 from jaxtune.precision.recipes import PrecisionRecipe, recipe_of
@@ -95,8 +95,14 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     objective, recipe = objective or objective_of(config, model), forward.recipe
     reference, averaged = abstract_reference(model, config), abstract_average(model, config)
     merged, on_host = merge_targets(model, config), config.memory.offload_gradients
-    # Gradients of these stacks are added layer by layer, so that no whole stack is on the device.
-    stacks = [name for name, p in model.trained.items() if p.lead and (p.on_host or on_host)]
+    # Gradients of these stacks are added layer by layer, so that no stack of gradients is whole on the device. Adapters
+    # are small; weights with operands have sharded gradients anyway (`shard_gradients`).
+    divided = config.parallel.zero == 2 and recipe.linears is None
+    stacks = [
+        name
+        for name, p in model.trained.items()
+        if p.lead and (p.on_host or on_host or (divided and p.kind != "adapter"))
+    ]
     options = StepOptions(
         seed=config.train.seed,
         dropout_warmup_steps=config.train.dropout_warmup_steps,
@@ -147,11 +153,13 @@ def deferred_sum_axes(config: Config, recipe: PrecisionRecipe, mesh: jax.shardin
     # gradients independently. Weights as they are served are quantized by programs in which no axis may be manual.
     if config.train.grad_accum_steps == 1 or recipe.linears is not None:
         return ()
-    rules, axes = RULES.value, [axis for axis, size in mesh.shape.items() if size > 1]
+    rules = RULES.value
     dividing = set(itertools.chain(*astuple(rules.parameters), *astuple(rules.gradients)))
-    summed = tuple(axis for axis in rules.batch if axis in axes and axis not in dividing)
+    # Axes of one device are among them, because rows that `fsdp` shards in one way and `data` in another have no spec.
+    summed = tuple(axis for axis in rules.batch if axis not in dividing)
+    others = [axis for axis in mesh.shape if axis not in summed]
     # Before jax 0.11, axes that are not summed last would be gathered (`parallel.manual_axes`).
-    return () if GATHERS_OTHER_AXES and set(summed) != set(axes) else summed
+    return () if shards(summed, mesh) == 1 or (GATHERS_OTHER_AXES and shards(others, mesh) > 1) else summed
 
 
 def objective_of(config: Config, model: Model) -> Objective:
@@ -282,7 +290,7 @@ def trained_of(model: Model, config: Config) -> dict[str, Trained]:
         name: Trained(
             tuple(one.name for one in p.places),
             p.lead,
-            p.kind in ("linear", "adapter"),
+            p.kind in ("linear", "adapter") and len(p.matrix) == 2,  # DoRA's magnitudes are vectors
             state_specs.get(name),
             moved_by_load if p.kind == "correction" else plugin_rule,
             config.memory.offload_optimizer,

@@ -42,7 +42,7 @@ from jaxtune.models.stack import Sums as Emitted
 from jaxtune.models.structure.model_spec import ModelSpec
 from jaxtune.models.structure.stack_spec import StackSpec
 from jaxtune.objectives.objective import Objective, Sums
-from jaxtune.parallel.layout import P, reshard_to
+from jaxtune.parallel.layout import P, reshard_to, take_element
 from jaxtune.parallel.pipeline_schedule import Schedule, by_stage, from_one, schedule, shift_stages
 from jaxtune.parallel.random import StepNoise, make_step_noise
 from jaxtune.precision.linears import StepWeights
@@ -55,6 +55,7 @@ from jaxtune.training.step import (
     add_gradients,
     prepare_weights,
     reshard_gradients,
+    shard_gradients,
     sum_micro_batch,
 )
 from pallas_kernels import cost
@@ -222,17 +223,18 @@ def pipelined_gradients(forward: Forward, objective: Objective, options: StepOpt
         (amax_in, amax), (specs_in, specs) = (
             _split(values, prefix) for values in (scaling.amax, options.gradient_specs)
         )
-        # Stages are the leading axis of these gradients, and manual inside of `by_stage`: the specs must not name it.
-        specs_in = {name: P(None, *spec[1:]) for name, spec in specs_in.items()}
         linears_in, linears = _split_linears(forward.recipe.linears, prefix)
         weights_of, scales = prepare_weights(linears, trained, frozen, Scaling(amax=amax), step)
-        inside, outside = PipelineWeights(trained_in, frozen_in, {}, {}), PipelineWeights(trained, frozen, {}, scales)
+        inside = PipelineWeights(shard_gradients(linears_in, trained_in, specs_in), frozen_in, {}, {})
+        outside = PipelineWeights(shard_gradients(linears, trained, specs), frozen, {}, scales)
         if linears_in is not None:
             # A history has a leading axis of layers: each stage takes the entries of its own.
             on_stage = {name: jax.reshard(history, STAGES) for name, history in amax_in.items()}
             operands = by_stage(linears_in.operands, STAGES, STAGES)({**frozen_in, **trained_in})
             inside = inside._replace(operands=operands, scales=linears_in.scales(on_stage, step))
 
+        # Stages are the leading axis of these gradients, and manual inside of `by_stage`: the specs must not name it.
+        specs_in = {name: P(None, *spec[1:]) for name, spec in specs_in.items()}
         stack = layers.stack
         plan = schedule(stack.stages, stack.chunks, len(batch["tokens"]), options.order)
         graph, seen = nnx.graphdef(layers), seen_by_stages(batch)
@@ -266,7 +268,7 @@ def _begin(step: PipelinedStep) -> Carry:
     x, entered = zeros_like(jax.eval_shape(partial(_run_before_stages, step), part.trained, part.scales, jnp.int32(0)))
     zero_emitted = by_stage(partial(_zero_emitted, step.pipeline, count), (STAGES, P(), P(), P()), STAGES)
     emitted = zero_emitted(step.inside, step.seen, step.key, x)
-    of_micro = x, entered, _index(emitted, 0, axis=2)  # `emitted` has micro-batches on axis 2
+    of_micro = x, entered, take_element(emitted, 0, axis=2)  # `emitted` has micro-batches on axis 2
     _, sums = jax.eval_shape(partial(_run_after_stages, step), part.trained, part.scales, *of_micro, jnp.int32(0))
     # Leading axes: micro-batches for `entered`; stages, and slots, for the state of the stages.
     entered = zeros_like(jax.tree.map(lambda leaf: _with_leading(jax.typeof(leaf), count), entered))
@@ -289,7 +291,7 @@ def _zero_emitted(
 ) -> Emitted:
     """Zeros for the sums that a stage emits, in all chunks and micro-batches."""
     first, chunks = jnp.int32(0), pipeline.stack.chunks
-    shapes = jax.eval_shape(pipeline.run, slice_chunk(part, first, chunks), first, _index(seen, 0), key, x)[1]
+    shapes = jax.eval_shape(pipeline.run, slice_chunk(part, first, chunks), first, take_element(seen, 0), key, x)[1]
     return zeros_like(jax.tree.map(lambda leaf: _with_leading(leaf, 1, chunks, count), shapes))
 
 
@@ -332,7 +334,7 @@ def _unchanged(carry: Carry, *_: Array) -> Carry:
 
 def _score(step: PipelinedStep, carry: Carry, x: Array, number: Index) -> Carry:
     """Add the loss of a micro-batch that leaves the last stage, and the gradients from the loss to this output."""
-    emitted, entered = _index(carry.stages.emitted, number, axis=2), _index(carry.entered, number)
+    emitted, entered = take_element(carry.stages.emitted, number, axis=2), take_element(carry.entered, number)
     # With respect to all arguments but `number`.
     (_, sums), (*parts, dx, d_entered, d_emitted) = jax.value_and_grad(
         partial(_run_after_stages, step), range(5), has_aux=True
@@ -353,7 +355,7 @@ def _embed(step: PipelinedStep, carry: Carry, dx: Array, number: Index) -> Carry
     """Add the gradients from the first stage's input to the embedding."""
     # This recomputes the embedding, whose forward pass was in an earlier tick.
     _, transposed = jax.vjp(partial(_run_before_stages, step, number=number), step.outside.trained, step.outside.scales)
-    parts = transposed((dx, _index(carry.d_entered, number)))
+    parts = transposed((dx, take_element(carry.d_entered, number)))
     return carry._replace(outside=_accumulate(carry.outside, Total(*parts), step.gradient_specs))
 
 
@@ -361,7 +363,7 @@ def _embed(step: PipelinedStep, carry: Carry, dx: Array, number: Index) -> Carry
 def _run_before_stages(
     step: PipelinedStep, trained: Parameters, scales: dict[str, Array], number: Index
 ) -> tuple[Array, Emitted]:
-    micro = _index(step.batch, number)
+    micro = take_element(step.batch, number)
     return enter(step.decoder(trained, scales), micro, step.call(micro))
 
 
@@ -374,7 +376,7 @@ def _run_after_stages(
     emitted: Emitted,
     number: Index,
 ) -> tuple[Array, Sums]:
-    decoder, micro = step.decoder(trained, scales), _index(step.batch, number)
+    decoder, micro = step.decoder(trained, scales), take_element(step.batch, number)
     # Sums in the order of layers: those before the pipeline, the pipeline's, and in `leave` those after it.
     hidden = leave(decoder, x, [entered, in_order(emitted)], micro, step.call(micro))
     sums = sum_micro_batch(decoder, micro, step.objective, step.call(micro), trained, hidden)
@@ -393,14 +395,14 @@ def _forward(
     x = jnp.where((stage == 0) & (chunk == 0), x, state.arriving)
 
     def compute(x: Array) -> tuple[Array, Emitted]:
-        return pipeline.run(slice_chunk(part, chunk, stack.chunks), chunk, _index(seen, number), key, x)
+        return pipeline.run(slice_chunk(part, chunk, stack.chunks), chunk, take_element(seen, number), key, x)
 
     # number -1: the stage is idle in this tick (the bubble of the pipeline) and skips the computation.
     ticks = pipeline.plan.ticks
     y, emitted = _cond(ticks.forward.micro_batch, number, compute, lambda x: zeros_like(jax.eval_shape(compute, x)), x)
     # An idle stage (number -1) writes back the input that is in the slot.
     # (b, s, d), for the vjp of this chunk in a later tick.
-    kept_input = jnp.where(number >= 0, x, _index(state.inputs, slot))
+    kept_input = jnp.where(number >= 0, x, take_element(state.inputs, slot))
     state = state._replace(
         inputs=jax.lax.dynamic_update_index_in_dim(state.inputs, kept_input, slot, 0),
         arriving=shift_stages(y, stack.stages),  # the next stage's input in the next tick
@@ -430,18 +432,20 @@ def _backward(
     state = jax.tree.map(lambda leaf: leaf[0], stages)
     is_last = (stage == stack.stages - 1) & (chunk == stack.chunks - 1)
     # The last chunk takes its gradient from the head, any other chunk from the next one.
-    dy = jnp.where(is_last, _index(waiting, number % pipeline.plan.waiting), state.returning)
+    dy = jnp.where(is_last, take_element(waiting, number % pipeline.plan.waiting), state.returning)
 
     def compute(total: Total) -> tuple[Total, Array]:
         given = slice_chunk(part, chunk, stack.chunks)
 
         def of(trained: Parameters, scales: dict[str, Array], x: Array) -> tuple[Array, Emitted]:
-            return pipeline.run(given._replace(trained=trained, scales=scales), chunk, _index(seen, number), key, x)
+            return pipeline.run(
+                given._replace(trained=trained, scales=scales), chunk, take_element(seen, number), key, x
+            )
 
         # vjp of the saved input: this recomputes the chunk's forward pass.
-        _, transposed = jax.vjp(of, given.trained, given.scales, _index(state.inputs, slot))
+        _, transposed = jax.vjp(of, given.trained, given.scales, take_element(state.inputs, slot))
         # `d_emitted` is (chunks, micro-batches, layers of a chunk, ...) here.
-        *parts, dx = transposed((dy, _index(_index(state.d_emitted, chunk), number)))
+        *parts, dx = transposed((dy, take_element(take_element(state.d_emitted, chunk), number)))
         so_far = slice_chunk(total, chunk, stack.chunks)
         return _with_chunk(total, _accumulate(so_far, Total(*parts), pipeline.gradient_specs), chunk, stack.chunks), dx
 
@@ -467,11 +471,6 @@ def _split_linears(linears: StepWeights | None, prefix: str) -> tuple[StepWeight
         return None, None
     inside, outside = _split(linears.parameters, prefix)
     return linears.of(inside), linears.of(outside)
-
-
-def _index(tree: Any, index: Index | int, axis: int = 0) -> Any:
-    """The element at `index` along an axis of every leaf."""
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis, keepdims=False), tree)
 
 
 def _row_of_stage(columns: Any) -> tuple[Any, Index]:

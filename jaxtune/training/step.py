@@ -27,7 +27,7 @@ from jaxtune.models.pipeline import noise_of
 from jaxtune.objectives.objective import Objective, Sums
 from jaxtune.optim import build
 from jaxtune.optim.build import Optimizer
-from jaxtune.parallel.layout import Axes, P, reshard_to, shards
+from jaxtune.parallel.layout import Axes, P, reshard_to, shards, take_element
 from jaxtune.parallel.manual_axes import all_gather_rows, sum_over, with_manual_axes
 from jaxtune.parallel.offload import AccumulatingWeight, is_on_host, to_device, zeros_of
 from jaxtune.parallel.pipeline_schedule import Order
@@ -173,6 +173,7 @@ def accumulated_gradients(forward: Forward, objective: Objective, options: StepO
         noise = make_step_noise(options.seed, step, options.dropout_warmup_steps)
         weights_of, scales = prepare_weights(recipe.linears, trained, frozen, scaling, step)
         reference_decoder = forward.bind(reference, frozen, scaling, step) if reference else None
+        trained = shard_gradients(recipe.linears, trained, options.gradient_specs)
         positions = batch["tokens"][0].size * shards(summed_last, jax.sharding.get_abstract_mesh())
         # The loss is a sum over tokens here. Dividing the loss scale by their number applies it to the mean loss, so
         # that its meaning does not depend on the size of a micro-batch.
@@ -203,11 +204,12 @@ def accumulated_gradients(forward: Forward, objective: Objective, options: StepO
         totals = {
             name: zeros_of(p, recipe.gradient_dtype, added_by_layer.get(name, False)) for name, p in trained.items()
         }
+        totals = reshard_gradients(totals, options.gradient_specs)
         given = trained | {name: totals[name] for name in added_by_layer}
         # Objectives differ in their metrics: the initial carry of the scan gets their shapes from one micro-batch.
         _, sums = jax.eval_shape(loss, given, scales, jax.tree.map(lambda x: x[0], batch))
         start = GradientSums(
-            reshard_gradients(totals, options.gradient_specs),
+            totals,
             jax.tree.map(_zero, sums),
             jax.tree.map(jnp.zeros_like, scales),
         )
@@ -229,8 +231,7 @@ def over_filled(function: Callable[[Int[Array, ""], Batch, T], T], batch: Batch,
     """Return the last value = function(number, micro-batch, value), over the first `filled` micro-batches."""
 
     def one(number: Int[Array, ""], value: T) -> T:
-        micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), batch)
-        return function(number, micro, value)
+        return function(number, take_element(batch, number), value)
 
     # A while loop, because `filled` is traced. The annotation gives cost estimates a bound of its iterations.
     with iterations(len(batch["segment_ids"])):
@@ -306,6 +307,17 @@ def prepare_weights(
     operands = linears.operands({**frozen, **trained})
     scales = linears.scales(scaling.amax, jnp.asarray(step))
     return lambda trained, scales: linears.wrap_weights({**frozen, **trained}, operands, scales), scales
+
+
+def shard_gradients(linears: StepWeights | None, trained: Parameters, specs: Mapping[str, jax.P]) -> Parameters:
+    """Reshard the weights that have operands to the PartitionSpecs of their gradients, which take the weights' specs.
+
+    Such a weight gets a gradient, and is not read otherwise. With `parallel.zero=2`, in which weights are whole, its
+    gradient is reduce-scattered so in each layer.
+    """
+    if linears is None:
+        return trained
+    return trained | reshard_gradients({name: trained[name] for name in linears.parameters if name in trained}, specs)
 
 
 def make_train_step(

@@ -121,6 +121,11 @@ def check_mesh(
         numbers = dict.fromkeys(linears.parameters, linears.numbers)
         _refuse_misfits(parameters, numbers, f"precision.recipe={precision.recipe!r}", "precision", precision.exclude)
         complaints += undivided_blocks(parameters, numbers, mesh, "leave them out with precision.exclude")
+        if axes_of("experts") and any("experts" in parameters[name].axes for name in linears.parameters):
+            complaints.append(
+                f"mesh.expert={mesh.shape['expert']}: with precision.recipe={precision.recipe!r} each device needs all "
+                "experts; take mesh.fsdp, or leave experts out with precision.exclude"
+            )
     if complaints:
         raise UserError("\n  ".join(["the mesh does not divide the model or its rows:", *complaints]))
     _refuse_unsharded(parameters, mesh)

@@ -19,6 +19,8 @@ ALL_OF_AN_H100 = 80e9  # ALST (arXiv:2506.13996) fills eight H100s with a row of
 # recipe, model, mesh: one row of 2048 tokens a GPU, or as many tokens on a mesh that computes fewer rows at a time
 MESHES = [
     ("qwen_full", "8B", "fsdp=8"),
+    ("qwen_full", "8B", "fsdp=8 zero=2"),
+    ("qwen_full", "8B", "fsdp=8 zero=1"),
     ("qwen_full", "8B", "fsdp=4 tensor=2"),
     ("qwen_full", "8B", "sequence=8"),
     ("qwen_full", "8B", "context=8"),
@@ -33,7 +35,9 @@ MESHES = [
 
 def compiled_on(recipe: str, size: str, mesh: str, gpu: str = "h100"):
     """A step of 16,384 tokens: in rows of 2048, or in one row if its positions are sharded."""
-    axes = {f"mesh__{axis}": count for axis, count in (part.split("=") for part in mesh.split()) if axis != "fsdp"}
+    options = {"zero": "parallel__zero"}
+    parts = (part.split("=") for part in mesh.split())
+    axes = {options.get(axis, f"mesh__{axis}"): size for axis, size in parts if axis != "fsdp"}
     length = {"data__seq_len": str(2048 * GPUS)} if axes.keys() & {"mesh__context", "mesh__sequence"} else {}
     rows = int(axes.get("mesh__tensor", 1))
     return compile_recipe_step(recipe, size, "block", GPUS, rows, gpu, train__grad_accum_steps="1", **length, **axes)

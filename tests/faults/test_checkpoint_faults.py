@@ -78,7 +78,7 @@ def test_a_flipped_bit_anywhere_is_found(two_steps, data):
     damaged[bit // 8] ^= 1 << bit % 8
     try:
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"checkpoint 2 .* is damaged"):
+        with pytest.raises(UserError, match=r"checkpoint 2 .* is damaged: .*; without a step, the newest good"):
             restore(CheckpointManager(two_steps), step=2)
         assert_is(restore(CheckpointManager(two_steps)), 1)
     finally:

@@ -11,7 +11,7 @@ import sysconfig
 import pytest
 
 from jaxtune.config import keys, load_recipe, option_rules, resolve
-from jaxtune.config.loading import to_plain
+from jaxtune.config.typed_values import to_plain
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 GOLDEN = pathlib.Path(__file__).parent / "recipes"

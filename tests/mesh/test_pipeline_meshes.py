@@ -75,9 +75,10 @@ def test_a_run_goes_on_with_other_stages_and_evaluates_as_one_device(tmp_path):
         np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
 
 
-def test_a_step_of_one_row_in_float32_is_traced():
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_a_step_of_one_row_in_float32_is_traced(model):
     """Its axis of rows has size 1 on every device."""
-    config = config_of(Case(""), MeshOptions(fsdp=1, stage=2), TrainOptions(micro_batch_size=1), False)
+    config = config_of(Case("", model=model), MeshOptions(fsdp=1, stage=2), TrainOptions(micro_batch_size=1), False)
     config = dataclasses.replace(config, precision=PrecisionOptions("fp32"))
     program = assemble(read_base(config), config, make_mesh(config.mesh, jax.devices()[:2]))
     assert jax.jit(program.step).trace(*program.arguments)

@@ -5,7 +5,7 @@ import math
 
 import jax
 import pytest
-from mesh.harness import OPTIMIZERS, Case, assert_equal, config_of, micro_batches, one_device, train
+from mesh.harness import LOW_PRECISION, OPTIMIZERS, Case, assert_equal, config_of, micro_batches, one_device, train
 from mesh.products import NUMBERS, SHAPES, assert_eight_devices_equal_one
 
 from jaxtune.config.schema import TrainOptions
@@ -24,20 +24,43 @@ TWO = Layout(embed=("fsdp", "expert"))
 OVER_TWO = Rules(TWO, TWO, TWO, gathered=("fsdp", "expert"), batch=("data", "fsdp", "expert"))
 
 
+ZERO_1, ZERO_2 = ParallelOptions(zero=1), ParallelOptions(zero=2)
+
+
 @pytest.mark.parametrize(
-    ("parallel", "mesh", "optimizer"),
+    ("parallel", "mesh", "case"),
     [
-        (ParallelOptions(zero=1), MeshOptions(data=2, fsdp=2, tensor=2), "adamw"),
-        (ParallelOptions(zero=2), MeshOptions(data=2, fsdp=2, sequence=2), "schedule_free"),
-        (ParallelOptions(reshard_after_forward=False), MeshOptions(data=2, fsdp=2, tensor=2), "adamw"),
-        (ParallelOptions(shard_residual=False), MeshOptions(fsdp=2, sequence=2, tensor=2), "sgd"),
+        (ZERO_1, MeshOptions(data=2, fsdp=2, tensor=2), Case("")),
+        (ZERO_1, MeshOptions(fsdp=2), Case("")),
+        (ZERO_1, MeshOptions(fsdp=2), Case("", "nf4", "lora")),
+        (ZERO_1, MeshOptions(fsdp=2), Case("", model="moe")),
+        (ZERO_2, MeshOptions(data=2, fsdp=2, sequence=2), Case("", optimizer="schedule_free")),
+        (ZERO_2, MeshOptions(fsdp=4), Case("", "fp8 operands")),
+        (ZERO_2, MeshOptions(fsdp=2, stage=2), Case("", "fp8 operands")),
+        (ZERO_2, MeshOptions(fsdp=2, expert=2), Case("", model="moe")),
+        (ZERO_2, MeshOptions(fsdp=4), Case("", adapter="lora")),
+        (ParallelOptions(reshard_after_forward=False), MeshOptions(data=2, fsdp=2, tensor=2), Case("")),
+        (ParallelOptions(shard_residual=False), MeshOptions(fsdp=2, sequence=2, tensor=2), Case("", optimizer="sgd")),
     ],
-    ids=["ZeRO 1", "ZeRO 2", "weights stay whole", "residual stream whole over the tensor axis"],
+    ids=[
+        "ZeRO 1",
+        "ZeRO 1 over all devices",
+        "ZeRO 1, quantized base",
+        "ZeRO 1, mixture",
+        "ZeRO 2",
+        "ZeRO 2, FP8 products",
+        "ZeRO 2, FP8 products in stages",
+        "ZeRO 2, experts",
+        "ZeRO 2, adapters",
+        "weights stay whole",
+        "residual stream whole over the tensor axis",
+    ],
 )
-def test_an_option_equals_one_device(parallel, mesh, optimizer):
-    case = Case("", optimizer=optimizer)
-    found = train(case, mesh, 8, accumulate=micro_batches(mesh), parallel=parallel)
-    assert_equal(found, one_device(case), OPTIMIZERS[optimizer])
+def test_an_option_equals_one_device(parallel, mesh, case):
+    devices = math.prod(dataclasses.astuple(mesh))
+    found = train(case, mesh, devices, accumulate=micro_batches(mesh), parallel=parallel)
+    bound = LOW_PRECISION if case.storage == "fp8 operands" else OPTIMIZERS[case.optimizer]
+    assert_equal(found, one_device(case), bound)
 
 
 @pytest.mark.parametrize(

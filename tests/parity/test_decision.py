@@ -10,6 +10,7 @@ from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.data.chat.chat_template import ChatTemplate
 from jaxtune.data.chat.encoding import Encoder
 from jaxtune.data.formats.questions import read_questions, render_question
+from jaxtune.errors import UserError
 from jaxtune.exports.write import export
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.inference.answers import Opened, mesh_of, open_model
@@ -87,3 +88,21 @@ def test_an_exported_model_answers_as_here(head, tmp_path):
                     assert np.allclose(list(ours[name][key].values()), list(value.values()), atol=1e-5)
                 else:
                     assert ours[name][key] == (pytest.approx(value, abs=1e-5) if isinstance(value, float) else value)
+
+
+@pytest.mark.parametrize(
+    ("described", "problem"),
+    [
+        ({"temperature": {"noul": 0}}, "must have a number above 0 for each type of question"),
+        ({"temperature": {"noul": "2"}}, "must have a number above 0"),
+        ({"temperature": 2.0}, "must have a number above 0"),
+        ({"noul_options": ["false", "true"]}, "only the prompt with which jaxtune trains"),
+        ({"chat_template": "{{ state }}"}, "only the prompt with which jaxtune trains"),
+        ({"labels": {"noul": ["True", "False"]}}, "only the labels with which jaxtune trains"),
+    ],
+)
+def test_settings_of_another_model_that_would_change_answers_are_refused(described, problem, tmp_path):
+    """transformers reads them all; a temperature that is no number above 0 is an error there too."""
+    (tmp_path / "decision.json").write_text(json.dumps(described))
+    with pytest.raises(UserError, match=problem):
+        read_temperatures(tmp_path)

@@ -1,6 +1,8 @@
 """Decoding with a cache: the same tokens as transformers, and the same candidate tokens."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,8 @@ from nightly_rows import nightly_except
 from tiny import read_model, save_torch_model
 
 from jaxtune.errors import UserError
-from jaxtune.inference.decode import NextTokens, Sampling, choose, mask_logits
+from jaxtune.inference import decode
+from jaxtune.inference.decode import NextTokens, Sampling, begin, choose, mask_logits
 from jaxtune.inference.generation import (
     collect_completions,
     decoding_weights,
@@ -21,6 +24,7 @@ from jaxtune.inference.generation import (
     stream_text,
     take_until,
 )
+from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.precision.options import PrecisionOptions
 
 NEW = 24
@@ -178,6 +182,16 @@ def test_penalty_of_repetition_equals_transformers(one_device, tmp_path):
         assert np.stack([step.tokens for step in generate(parameters, prompts)], axis=1).tolist() == expected
 
 
+def test_padding_is_no_token_that_occurs(monkeypatch):
+    """Prompts are padded with token 0 on the left, which no repetition penalty may count."""
+    monkeypatch.setattr(decode, "empty_cache", lambda *_: None)
+    monkeypatch.setattr(decode, "advance", lambda decoder, tokens, decoding, *_: decoding)
+    decoder: Any = SimpleNamespace(spec=SimpleNamespace(vocabulary=6))
+    arguments = jnp.array([[0, 3, 3, 5], [1, 0, 2, 4]]), jnp.array([1, 0]), None
+    found: Any = begin(decoder, *arguments, Sampling(repetition_penalty=1.1), 8, ForwardOptions(jnp.dtype("float32")))
+    assert [np.flatnonzero(row).tolist() for row in found.seen] == [[3, 5], [0, 1, 2, 4]]
+
+
 def test_only_what_is_kept_is_sampled():
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
     keys = jax.random.split(jax.random.key(0), 100)
@@ -194,10 +208,12 @@ def test_rows_end_one_by_one():
             return bytes(ids).decode("utf-8", errors="replace")
 
     made = [
-        NextTokens(np.array(row), -np.array(row) / 2, np.array(row) / 4) for row in zip(b"ab\0cd", b"xy STO", b"naive ")
+        NextTokens(np.array(row), -np.array(row) / 2, np.array(row) / 4)
+        for row in zip(b"ab\0cd", b"xy STO", b"naive ", "2😀".encode())
     ]
-    found = collect_completions(made, 3, make_stop_test(frozenset({0}), ["TO", "y S"], Bytes()), scores=True)
-    assert [(bytes(one.tokens), one.finished) for one in found] == [(b"ab\0", True), (b"xy S", True), (b"naive", False)]
+    found = collect_completions(made, 4, make_stop_test(frozenset({0}), ["TO", "y S", "😀"], Bytes()), scores=True)
+    texts = [(b"ab\0", True), (b"xy S", True), (b"naive", False), ("2😀".encode(), True)]
+    assert [(bytes(one.tokens), one.finished) for one in found] == texts
     assert all([-2 * value for value in one.log_probs] == one.tokens for one in found)
     assert all([4 * value for value in one.entropies] == one.tokens for one in found)
 

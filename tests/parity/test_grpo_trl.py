@@ -182,7 +182,7 @@ def test_losses_of_completions(options):
 @pytest.mark.parametrize(
     "rollout",
     [
-        RolloutOptions(server="a server"),
+        RolloutOptions(("r.py:r",), server="a server"),
         RolloutOptions(correction="sequence_truncate", correction_max=1.1, correction_min=0.9),
         RolloutOptions(correction="token_truncate", correction_max=1.2),
         RolloutOptions(correction="token_mask", correction_max=1.2, correction_min=0.8),
@@ -208,6 +208,11 @@ def test_rollouts_of_another_engine_are_corrected(options, rollout):
     assert float(found.mean) == pytest.approx(float(mean), rel=1e-5)
     assert float(found.largest) == pytest.approx(float(largest), rel=1e-5)
     assert float(found.smallest_ratio) == pytest.approx(float(ratio[torch.tensor(THERE)[:, : ratio.shape[1]]].min()))
+    of_tokens = ratio.expand(THERE.shape)[torch.tensor(THERE)]
+    assert float(found.mean_ratio) == pytest.approx(float(of_tokens.mean()), rel=1e-5)
+    assert float(found.largest_ratio) == pytest.approx(float(of_tokens.max()), rel=1e-5)
+    known = THERE & ~np.isnan(values["engine"])
+    assert float(found.kl) == pytest.approx(float((values["engine"] - values["old"])[known].mean()), rel=1e-4)
 
 
 @pytest.mark.parametrize(

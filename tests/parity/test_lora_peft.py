@@ -327,6 +327,15 @@ def test_b_learns_faster_than_a_as_in_lora_plus(base, one_device):
     assert ours == expected and set(ours.values()) == {1.0, 16.0}
 
 
+def test_muon_orthogonalises_the_matrices_of_adapters_and_no_magnitude(base, one_device):
+    """Magnitudes of all layers in a stack are not the rows of one matrix."""
+    folder, _ = base
+    lora = LoraOptions(enabled=True, rank=4, use_dora=True, target_modules=("q_proj",))
+    model, _, config = read_model(folder, one_device, lora=lora)
+    found = {name.rpartition(".")[2]: one.is_matrix for name, one in trained_of(model, config).items()}
+    assert found == {"lora_a": True, "lora_b": True, "magnitude": False}
+
+
 @pytest.mark.parametrize(
     ("family", "bias"), [("qwen2, two unlike stacks", "lora_only"), ("starcoder2, layer norm, no gate", "all")]
 )

@@ -167,9 +167,10 @@ def test_losses_without_a_reference(name):
         assert abs(metrics["nll_loss"] - log_likelihood.item()) <= 1e-5
 
 
-def test_answers_that_are_wanted_or_not():
-    """KTO: the second document of a unit is an answer to another prompt."""
-    values, wanted = drawn(), np.array([True, False, True])
+@pytest.mark.parametrize("seed", [0, 2], ids=["no divergence", "a divergence"])
+def test_answers_that_are_wanted_or_not(seed):
+    """KTO: the second document of a unit is an answer to another prompt; the divergence has no gradient."""
+    values, wanted = drawn(seed), np.array([True, False, True])
     options = PreferenceOptions(loss="kto", beta=OPTIONS["beta"], desirable_weight=1.5, undesirable_weight=0.5)
     trainer = trainer_of(
         trl.KTOTrainer,
@@ -188,6 +189,7 @@ def test_answers_that_are_wanted_or_not():
     expected.backward()
 
     loss, gradient, metrics = ours(options, values, desirable=wanted.astype(np.float32))
+    assert (metrics["kl"] > 0) == (seed == 2)
     assert abs(loss - expected.item()) <= 1e-5 * abs(expected.item())
     theirs = np.zeros_like(values["model"])
     theirs[0] = log_probs.grad.numpy()[:, PROMPT - 1 :]

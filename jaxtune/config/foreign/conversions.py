@@ -5,7 +5,7 @@ Each conversion function gets all options of its file, or of a list entry in it 
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 Settings = dict[str, Any]
@@ -17,7 +17,14 @@ NOTE = "(note)"
 
 
 class Unsupported(Exception):
-    """A feature that is not supported yet, named by the message."""
+    """A feature that is not supported yet, named by the text.
+
+    `option` is the one at fault, if it is read only because of another one, which would be blamed for it.
+    """
+
+    def __init__(self, text: str, option: str = ""):
+        super().__init__(text)
+        self.option = option
 
 
 def names_of(value: Any) -> list[str]:
@@ -82,8 +89,3 @@ def lines_of(strategy: Any, steps: int) -> Settings:
     if word not in ("steps", "no"):
         raise Unsupported("progress lines by epoch; use 'steps' or 'no'; metrics.jsonl has every step")
     return {"log.every": steps if word == "steps" else 0}
-
-
-def conversions_of(names: Mapping[str, Any], system: str) -> dict[str, Callable[[Options], Settings]]:
-    """Return the functions of a module whose names begin with a system's name."""
-    return {name: function for name, function in list(names.items()) if name.startswith(f"{system}_")}

@@ -4,7 +4,7 @@ import re
 from pathlib import PurePosixPath
 from typing import Any
 
-from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, conversions_of, saves_of, strategy_of
+from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, saves_of, strategy_of
 
 
 def ernie_train(o: Options) -> Settings:
@@ -79,15 +79,16 @@ def ernie_stage(o: Options) -> Settings:
     if stage != "DPO":
         raise Unsupported("the stages are SFT, PT and DPO; models that see (VL-SFT) are not trained")
     if o["loss_type"] not in losses:
-        raise Unsupported(f"for DPO, loss_type is one of {', '.join(losses)}")
+        raise Unsupported(f"for DPO, loss_type is one of {', '.join(losses)}", "loss_type")
     loss, no_reference = o["loss_type"], o["loss_type"] in ("simpo", "orpo")
     settings: Settings = {"preference.loss": loss, "preference.beta": o["beta"]}
     settings |= {"preference.loss_weight": o["pref_loss_ratio"], "preference.sft_weight": o["sft_loss_ratio"]}
-    settings |= {"preference.offset_alpha": o["offset_alpha"]}
     # A setting of every dataset, because theirs is global.
     settings |= {"data.datasets[i].max_prompt_tokens": o["max_prompt_len"]}
     if loss in ("sigmoid", "simpo"):
         settings["preference.label_smoothing"] = o["label_smoothing"]
+    if loss == "sigmoid":
+        settings["preference.offset_alpha"] = o["offset_alpha"]
     if loss == "simpo":
         settings["preference.simpo_gamma"] = o["simpo_gamma"]
     if not no_reference and o["reference_free"]:
@@ -127,10 +128,10 @@ def _ernie_entries(o: Options, part: str) -> list[Settings]:
     try:
         shares = [float(share) for share in _split(o[f"{part}_dataset_prob"])]
     except ValueError:
-        raise Unsupported(f"{part}_dataset_prob must be comma-separated numbers") from None
+        raise Unsupported(f"{part}_dataset_prob must be comma-separated numbers", f"{part}_dataset_prob") from None
     if unknown := [kind for kind in kinds if kind not in types]:
         kinds_of_stage = f"for {_ernie_stage(o)}, {part}_dataset_type is one of {', '.join(types)}"
-        raise Unsupported(f"data of type {unknown[0]}; {kinds_of_stage}")
+        raise Unsupported(f"data of type {unknown[0]}; {kinds_of_stage}", f"{part}_dataset_type")
     if len(paths) == 1:  # a probability of a single dataset means nothing
         return [{"path": paths[0], **types[kinds[0]]}]
     kinds = kinds * len(paths) if len(kinds) == 1 else kinds  # one type for all paths
@@ -320,6 +321,3 @@ def ernie_offload(o: Options) -> Settings:
 def ernie_save(o: Options) -> Settings:
     """Checkpoints by steps, by epochs, or never."""
     return saves_of(o["save_strategy"], o["save_steps"])
-
-
-CONVERSIONS = conversions_of(vars(), "ernie")

@@ -8,7 +8,6 @@ from jaxtune.config.foreign.conversions import (
     Options,
     Settings,
     Unsupported,
-    conversions_of,
     is_file,
     lines_of,
     names_of,
@@ -183,8 +182,8 @@ def qefficient_precision(o: Options) -> Settings:
     """
     stored = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
     dtype, loaded = o.get("training.torch_dtype") or o["training.dtype"], o.get("model.torch_dtype")
-    if wrong := {dtype, loaded} - {None, *stored}:
-        raise Unsupported(f"{wrong.pop()}; dtype and torch_dtype are one of {', '.join(stored)}")
+    if wrong := [name for name in (loaded, dtype) if name not in (None, *stored)]:
+        raise Unsupported(f"{wrong[0]}; dtype and torch_dtype are one of {', '.join(stored)}")
     cast = [name for name in ("bf16", "fp16") if o[f"training.{name}"]]
     recipe = cast[0] if cast else loaded or dtype
     settings: Settings = {"precision.recipe": recipe, "model.dtype": stored[loaded or (recipe if cast else dtype)]}
@@ -243,7 +242,8 @@ def qefficient_schedule(o: Options) -> Settings:
     given = o.get("scheduler.lr_scheduler_kwargs") or {}
     needed = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "warmup_stable_decay": ("num_decay_steps",)}
     if name in needed and not given.keys() & set(needed[name]):
-        raise Unsupported(f"{name} without scheduler.lr_scheduler_kwargs: {{{needed[name][0]}: ...}}, which it needs")
+        text = f"{name} without scheduler.lr_scheduler_kwargs: {{{needed[name][0]}: ...}}, which it needs"
+        raise Unsupported(text, "scheduler.lr_scheduler_kwargs")
     return trl_schedule({"lr_scheduler_type": name, "lr_scheduler_kwargs": given})
 
 
@@ -270,6 +270,3 @@ def qefficient_tokenizer(o: Options) -> Settings:
     """The tokenizer, if it differs from the model's."""
     name = o["dataset.tokenizer_name"]
     return {"model.tokenizer": name} if name != o["model.model_name"] else {}
-
-
-CONVERSIONS = conversions_of(vars(), "qefficient")

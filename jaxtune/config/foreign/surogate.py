@@ -9,7 +9,6 @@ from jaxtune.config.foreign.conversions import (
     Options,
     Settings,
     Unsupported,
-    conversions_of,
     images_of,
     message_key_mappings,
     names_of,
@@ -339,6 +338,3 @@ def _experts_apart(o: Options) -> bool:
 def _with_lines(text: object) -> str:
     r"""Return a text with line breaks for each \n (core/config/ct_config.py)."""
     return str(text).replace("\\n", "\n")
-
-
-CONVERSIONS = conversions_of(vars(), "surogate")

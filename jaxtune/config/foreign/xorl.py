@@ -11,7 +11,6 @@ from jaxtune.config.foreign.conversions import (
     Options,
     Settings,
     Unsupported,
-    conversions_of,
     images_of,
     model_overrides,
     names_of,
@@ -265,14 +264,15 @@ def xorl_distillation(o: Options) -> Settings:
     """The teacher, which scores the documents once before the first step."""
     if not o["distill.enable_distillation"]:
         return {}
-    if o.get("distill.teacher_model_path") is None:
-        raise Unsupported("distillation without distill.teacher_model_path: jaxtune lets the teacher score the data")
+    path = "distill.teacher_model_path"
+    if o.get(path) is None:
+        raise Unsupported(f"distillation without {path}: jaxtune lets the teacher score the data", path)
     if o["distill.distillation_loss_weight"] != 1.0:
         raise Unsupported("distillation_loss_weight other than 1.0; distill.weight mixes it with the cross-entropy")
     kinds = ("forward_kl", "reverse_kl")
     if o["distill.distillation_loss_type"] not in kinds:
         raise Unsupported(f"distillation_loss_type is one of {', '.join(kinds)}")
-    teacher = {"distill.teacher": o["distill.teacher_model_path"]}
+    teacher = {"distill.teacher": o[path]}
     return teacher | {"distill.divergence": o["distill.distillation_loss_type"]}
 
 
@@ -288,6 +288,3 @@ def _entries(o: Options, name: str) -> list[Mapping[str, Any]]:
     """Return the entries of a list of datasets."""
     entries = o.get(name)
     return [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
-
-
-CONVERSIONS = conversions_of(vars(), "xorl")

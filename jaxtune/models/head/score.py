@@ -16,6 +16,7 @@ from jaxtune.models import pipeline
 from jaxtune.models.decoder import Decoder, routed_by_stack
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.head.divergence import Divergence, likeliest, score_with_divergence
+from jaxtune.models.layers.linear import scale
 from jaxtune.models.layers.lookup import lookup
 from jaxtune.models.pipeline import Batch
 from jaxtune.models.stack import join_sums
@@ -149,7 +150,7 @@ def score(
             if decoder.spec.logit_cap is not None:
                 raise UserError(f"rollout.temperature: the logits of a {decoder.spec.family} are capped; leave it at 1")
             # Logits are linear in the states, so dividing the states divides the logits.
-            states /= jnp.asarray(options.temperature, states.dtype)
+            states = scale(states, 1 / options.temperature)
         head = gather(decoder.head_weight.astype(call.dtype))
         from_teacher = right = None
         if options.hits:  # a second product with the head, which an evaluation can afford

@@ -120,7 +120,8 @@ def matmul(
     # product over positions.
     if shards(RULES.value.residual, jax.sharding.get_abstract_mesh()) > 1:
         return jnp.einsum("bsi,oi->bso", x, weight, out_sharding=by_token(out))
-    rows = x.reshape(-1, x.shape[-1])
+    # Positions are over axes of one device here, which jax merges with sharded rows, but not with whole ones.
+    rows = jnp.reshape(x, (-1, x.shape[-1]), out_sharding=P(by_token()[0], jax.typeof(x).sharding.spec[2]))
     product = jnp.einsum("ti,oi->to", rows, weight, out_sharding=P(by_token()[0], gathered_entry(out)))
     return jax.reshard(product.reshape(*x.shape[:2], -1), by_token(out))
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxtune.errors import UserError
 from jaxtune.models.forward_options import ForwardOptions
-from jaxtune.models.layers.linear import Linear
+from jaxtune.models.layers.linear import Linear, scale
 from jaxtune.models.layers.mlp import MLP
 from jaxtune.models.layers.norm import NormLayer
 from jaxtune.models.mixture.expert_all_to_all import through_experts
@@ -129,7 +129,7 @@ class ExpertsLayer(nnx.Module):
         y = shared(x, call)
         y = y if self.shared_out_norm is None else self.shared_out_norm(y)
         y = y if self.shared_gate is None else y * jax.nn.sigmoid(self.shared_gate(x, call))
-        return y if self.options.shared_scale == 1 else y * self.options.shared_scale
+        return scale(y, self.options.shared_scale)
 
 
 def _sum_routing(routing: Routing, counted: Bool[Array, "b s"]) -> dict[str, Num[Array, "..."]]:

@@ -174,7 +174,7 @@ class AnswerParser:
             begins = hf.decode(self._tokenizer, prompt[-_OPENER:]).rstrip().endswith("<think>")
             text = hf.decode(self._tokenizer, tokens[: len(tokens) - stop])
             return self._parse(text, _schemas(tools), plain, begins)
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError, MemoryError):  # the last two: of deep nesting
             return plain
 
     def _parse(self, text: str, schemas: Schemas, plain: Message, thinks: bool) -> Message:

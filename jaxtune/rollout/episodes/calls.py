@@ -38,8 +38,8 @@ class Caller:
 
         asyncio.run_coroutine_threadsafe(all_of_them(), self._loop).result()
 
-    async def call(self, function: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
-        """Call a function, asynchronous or not, from a coroutine of `run_all`.
+    async def call(self, function: Callable[..., Any], /, *args: Any, **arguments: Any) -> Any:
+        """Call a function, asynchronous or not, from a coroutine of `run_all`; its arguments may have any name.
 
         Raises:
             CallTookTooLong: it took longer than the time limit.

@@ -109,7 +109,7 @@ def own_rewards(classes: Mapping[Any, EnvironmentClass]) -> dict[str, Reward]:
 
 def observed_messages(observation: Any) -> list[Message]:
     """Return an observation of `step` as messages. Raises EnvironmentFailed if it is none."""
-    if observation is None or observation == "" or observation == []:
+    if observation is None or (isinstance(observation, str | list) and not observation):
         return []
     try:
         return check_messages(
@@ -125,7 +125,11 @@ def read_step(returned: Any) -> tuple[list[Message], float | None, bool]:
         shown = clip(repr(returned))
         raise EnvironmentFailed(f"step must return (observation, reward, whether the episode ends), not {shown}")
     observation, reward, ends = returned
-    return observed_messages(observation), None if reward is None else float(reward), bool(ends)
+    try:
+        number = None if reward is None else float(reward)
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFailed(f"step returns the reward {clip(repr(reward))}, which is not a number") from error
+    return observed_messages(observation), number, bool(ends)
 
 
 def _examine(make: Callable[[], Any], file: Path, name: str) -> EnvironmentClass:

@@ -212,12 +212,13 @@ class EpisodePlayer:
             more = getattr(episode.environment, "tools", None)
             more = more if isinstance(more, list | tuple) else ()
             if given is not None or more:
-                episode.prompt = self._with_reset(prompt, given, more)
-            if len(episode.prompt.tokens) + self._options.max_new_tokens > self._most_tokens:
+                prompt = self._with_reset(prompt, given, more)
+            if len(prompt.tokens) + self._options.max_new_tokens > self._most_tokens:
                 raise EnvironmentFailed(
-                    f"after reset the prompt has {len(episode.prompt.tokens)} tokens, too many for data.seq_len = "
+                    f"after reset the prompt has {len(prompt.tokens)} tokens, too many for data.seq_len = "
                     f"{self._most_tokens} less rollout.max_new_tokens"
                 )
+            episode.prompt = prompt  # not of an episode that failed: other processes have the data's prompt
         except (EnvironmentFailed, UserError) as error:
             _fail(episode, error)
 
@@ -285,7 +286,7 @@ class EpisodePlayer:
         except (EnvironmentFailed, TypeError, ValueError) as error:
             _fail(episode, error)
 
-    async def _of_user(self, kind: EnvironmentClass, function: Callable[..., Any], *args: Any, **row: Any) -> Any:
+    async def _of_user(self, kind: EnvironmentClass, function: Callable[..., Any], /, *args: Any, **row: Any) -> Any:
         """Call a method of an environment. Raises EnvironmentFailed if it fails or takes too long."""
         try:
             return await self._caller.call(function, *args, **row)

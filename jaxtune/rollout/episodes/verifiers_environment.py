@@ -45,7 +45,7 @@ class VerifiersEpisode:
         self._rollout: asyncio.Future[Any] | None = None
         self.tools = [_describe(tool) for tool in environment.tool_defs or ()]
 
-    async def reset(self, **row: Any) -> list[Message]:
+    async def reset(self, /, **row: Any) -> list[Message]:
         """Begin an episode of a row of the environment's dataset; return its first messages, and set `tools`."""
         if self._rollout is not None:  # of an episode that failed, or that was only tried
             self._rollout.cancel()

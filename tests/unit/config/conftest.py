@@ -12,3 +12,8 @@ def base():
     config.model.path = "folder"
     config.data.datasets = (dataset(path="a.jsonl"), dataset(path="b.jsonl"))
     return config
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)

@@ -16,6 +16,8 @@ TAUGHT = {"serve.format": "int4", "serve.distill": "yes"}
 OWN = {"distill.teacher": "x", "distill.own_answers": "1", "data.datasets[0].type": "auto"}
 REWARDED_IMAGES = {"vision.patches_per_row": "64", "rollout.rewards": "r.py:r", "data.datasets[0].type": "auto"}
 ONE_SCORED = {"data.datasets[1].chosen_score_field": "good", "data.datasets[1].rejected_score_field": "bad"}
+OFFSET = {name.replace("1", "0"): field for name, field in ONE_SCORED.items()} | ONE_SCORED
+OFFSET["preference.offset_alpha"] = "1"
 LABELS = {
     "model.head": "classification",
     "data.datasets[0].type": "classification",
@@ -101,6 +103,10 @@ LABELS = {
             {**PAIRS, **ONE_SCORED, "preference.offset_alpha": "1"},
             r"data.datasets\[0\].chosen_score_field",
             "needs the scores of both",
+        ),
+        *(
+            ({**OFFSET, "preference.loss": loss}, "preference.offset_alpha", "only when")
+            for loss in ("orpo", "ipo", "kto_pair")
         ),
         ({**ASKED, **PAIRS}, "decision.loss", "questions have no chosen and rejected answer"),
         ({**ASKED, "data.truncation": "left"}, "data.truncation", "which cannot be cut: choose 'delete'"),
@@ -555,6 +561,8 @@ def test_two_kinds_of_validation_data(base):
         {"optim.weight_decay": "0.1", "optim.decay_multipliers": "('(?=a)=1', 'norm=0')", "optim.no_decay": "bias"},
         {"optim.lr_multipliers": "('embed_tokens=0.1',)", "optim.layerwise_lr_decay": "0.9"},
         {"optim.name": "muon", "optim.muon.learning_rate": "0.02", "lora.enabled": "true"},
+        {"optim.name": "muon", "optim.beta2": "0.5", "lora.enabled": "true", "lora.use_dora": "true"},
+        {"optim.name": "muon", "optim.beta2": "0.5", "lora.enabled": "true", "lora.modules_to_save": "embed_tokens"},
         {"optim.name": "normuon", "optim.state_dtype": "bfloat16", "optim.normuon.cautious_wd": "false"},
         {"optim.name": "lion", "optim.beta2": "0.99", "optim.state_dtype": "bfloat16"},
         {"optim.name": "schedule_free", "optim.schedule": "constant", "optim.warmup_steps": "5"},

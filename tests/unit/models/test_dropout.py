@@ -24,6 +24,16 @@ def test_dropout_depends_on_the_row_not_on_its_place(one_device):
     assert set(np.unique(dropped)) == {0.0, 2.0}
 
 
+def test_the_share_that_is_kept_is_not_rounded_to_bfloat16(one_device):
+    """1 - 0.1 would be 0.8984, and activations 0.17% larger in training than in evaluation."""
+    layout = jax.NamedSharding(one_device, jax.P(("data", "fsdp"), "sequence", None))
+    x = jax.device_put(np.random.default_rng(0).normal(size=(2, 8, 64)).astype(jnp.bfloat16), layout)
+    dropped = dropout(x, 0.1, Noise(jax.random.key(0), jnp.arange(2)))
+    expected = (x.astype(jnp.float32) / 0.9).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(dropped, jnp.where(dropped == 0, 0, expected))
+    assert 0.05 < float((dropped == 0).mean()) < 0.2
+
+
 def test_noise_on_embeddings_is_that_of_neftune(one_device):
     """Uniform up to alpha / sqrt(positions * width), and a function of the row's number, also in dealt rows."""
     x = jax.device_put(jnp.zeros((2, 8, 16)), jax.NamedSharding(one_device, jax.P(("data", "fsdp"), "sequence", None)))

@@ -160,6 +160,19 @@ def test_what_cannot_run_is_refused(one_device):
         declare_model(Base(spec(1)), Config(memory=MemoryOptions("experts")), one_device)
 
 
+def test_experts_in_low_precision_are_not_divided():
+    mesh = make_mesh(MeshOptions(fsdp=4, expert=2), jax.devices())
+
+    def declared(exclude: str | None):
+        precision = PrecisionOptions("fp8_hybrid", exclude=exclude)
+        config = Config(ModelOptions(dtype="float32"), DataOptions(seq_len=32), precision=precision)
+        return declare_model(base_of(PLAIN), config, mesh)
+
+    with pytest.raises(UserError, match="mesh.expert=2: with precision.recipe='fp8_hybrid' each device needs all"):
+        declared(None)
+    assert declared("experts").linears is not None
+
+
 @pytest.mark.nightly
 def test_products_of_experts_alone_can_be_computed_again(one_device):
     """The backward pass saves less, by exactly these products, and the gradients are the same."""

@@ -1,9 +1,11 @@
 """Learning rate and weight decay by name and layer; one number if all layers of a parameter agree."""
 
+import json
+
 import numpy as np
 import pytest
-import transformers
-from family_configs import FAMILIES, SIZES
+from nightly_rows import every_family
+from tiny import transformers_config
 
 from jaxtune.errors import UserError
 from jaxtune.models.families import read_spec
@@ -47,18 +49,26 @@ def test_by_default_rates_are_the_same_and_norms_biases_and_embeddings_do_not_de
     same(decays(OptimOptions(weight_decay=0.1), NAMES), {name: 0.1 * (name in decaying) for name in NAMES})
 
 
-def test_no_vector_of_a_model_decays(one_device):
-    """Norms, biases, decay rates of delta nets, attention sinks: all kinds that families have."""
-    vectors = set()
-    for kind in ("GptOssConfig", "Qwen3NextConfig", "NemotronHConfig"):
-        config = getattr(transformers, kind)(**SIZES | dict(FAMILIES.values())[kind]).to_dict()
-        declared = declare(read_spec(config))[1].values()
-        vectors |= {place.name for one in declared if one.kind == "vector" for place in one.places}
-        embedding = {"": tuple(place.name for place in declare(read_spec(config))[1]["embed.weight"].places)}
-        assert decays(OptimOptions(weight_decay=0.1), embedding) == {"": 0.0}
-        assert rates(OptimOptions(layerwise_lr_decay=0.5), embedding, LAYERS) == {"": 0.5 ** (LAYERS + 1)}
-    assert any(name.endswith("sinks") for name in vectors)
+@pytest.mark.parametrize(
+    "family",
+    every_family(
+        [
+            "gemma4_text, experts, keys as values",
+            "gpt_oss, stacked experts",
+            "nemotron_h, one part a layer, biases",
+            "qwen3_next, a dense layer",
+        ]
+    ),
+)
+def test_no_vector_of_a_model_decays(family, one_device):
+    """Norms, biases, decay rates of delta nets, attention sinks, factors of a router: all kinds that families have."""
+    spec = read_spec(json.loads(transformers_config(family).to_json_string(use_diff=False)))
+    declared = declare(spec)[1]
+    vectors = {place.name for one in declared.values() if one.kind == "vector" for place in one.places}
     assert {name for name in vectors if decays(OptimOptions(weight_decay=0.1), {"": (name,)}) != {"": 0.0}} == set()
+    embedding, layers = {"": tuple(place.name for place in declared["embed.weight"].places)}, len(spec.layers)
+    assert decays(OptimOptions(weight_decay=0.1), embedding) == {"": 0.0}
+    assert rates(OptimOptions(layerwise_lr_decay=0.5), embedding, layers) == {"": 0.5 ** (layers + 1)}
 
 
 def test_adapters_decay_by_default_though_no_norm_is_among_them():

@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +17,14 @@ from tiny import layer, random_values, spec
 from jaxtune.config.schema import Config, DataOptions, MemoryOptions
 from jaxtune.errors import UserError
 from jaxtune.lora.lora import LoRA
+from jaxtune.models.decoder import Decoder
 from jaxtune.models.forward_options import ForwardOptions
 from jaxtune.models.layers.linear import Linear
 from jaxtune.models.parameters import declare
+from jaxtune.models.stack import Block
 from jaxtune.models.structure.layer_spec import Treatment
 from jaxtune.models.treatment import multiply, select_linears, treat_linears
-from jaxtune.parallel.layout import by_token
+from jaxtune.parallel.layout import by_residual, by_token
 from jaxtune.precision.options import Fp8Options, Nvfp4Options, PrecisionOptions
 from jaxtune.precision.recipes import check_device, linears_of, matmul_format, recipe_of
 from jaxtune.quant.array import QuantizedArray
@@ -122,6 +126,28 @@ def test_what_is_left_out_of_bf16_and_fp16_is_marked_float32(recipe, options):
     assert "mlp.down.weight" in in_float32[1 if "exclude" in options else 2]
     with pytest.raises(UserError, match="leaves out every linear layer.*another precision.recipe"):
         multiply(whole, PrecisionOptions(recipe, exclude="layers"))
+
+
+def test_factors_of_a_model_are_not_rounded_to_bfloat16(one_device):
+    """As in transformers: Granite's factor on what a layer adds, 0.22, would be 0.1% smaller; and logits of Cohere."""
+    y = jax.reshard(jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 64)), jnp.bfloat16), by_token(None))
+    call, factor = ForwardOptions(y.dtype), 0.22
+    expected = (y.astype(jnp.float32) * factor).astype(y.dtype)
+    block: Any = SimpleNamespace(layer=dataclasses.replace(layer(), residual_scale=factor))
+    nothing = jax.reshard(jnp.zeros_like(y), by_residual())
+    np.testing.assert_array_equal(Block._add(block, nothing, y, None, call, "mixer"), expected)
+    decoder: Any = SimpleNamespace(norm=lambda x: x, spec=dataclasses.replace(SPEC, logit_scale=factor))
+    np.testing.assert_array_equal(Decoder.apply_final_norm(decoder, y), expected)
+
+
+def test_the_scale_of_an_adapter_is_not_rounded_to_bfloat16(one_device):
+    """A scale of 1/3 would be 0.2% larger in training than in the exported adapter."""
+    treated = dataclasses.replace(layer(), treatments=(("mlp.down.weight", Treatment(adapter=LoRA(3, 1.0))),))
+    graph, _ = nnx.split(Linear(SPEC, treated, "mlp.down", (3, 64), ("embed", "mlp")))
+    values = {("weight",): jnp.zeros((3, 64)), ("lora_a",): jnp.eye(3, 64), ("lora_b",): jnp.eye(3)}
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 64)), jnp.bfloat16)
+    y = nnx.merge(graph, nnx.from_flat_state(values))(jax.reshard(x, by_token()), ForwardOptions(x.dtype))
+    np.testing.assert_array_equal(y, (x[..., :3].astype(jnp.float32) / 3).astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("stored", ["float32", "nf4"])

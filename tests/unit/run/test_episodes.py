@@ -78,6 +78,25 @@ class Guess:
         return ("higher" if guess < self.secret else "lower"), -0.1, False
 
 
+def evaluate(function: str) -> str:
+    """Evaluate a function.
+
+    Args:
+        function: the function.
+    """
+    return f"the value of {function}"
+
+
+class Clerk:
+    """Its rows have columns with names of parameters of jaxtune's own functions."""
+
+    def reset(self, function, kind, text, **row):
+        return text
+
+    def step(self, answer):
+        return None, {"good": 1.0, "bad": "much"}[answer["content"]], True
+
+
 class Shop:
     """Its tools differ by row, and it runs their calls itself."""
 
@@ -174,11 +193,21 @@ def test_a_call_that_fails_is_an_observation(tokenizer, file, wrong, error):
     assert means(made)["tools/failure_frequency"] == 1 and made.rewards.tolist() == [1]
 
 
-def test_a_malformed_call_is_text(tokenizer, file):
-    options = RolloutOptions((f"{file}:last",), tools=(f"{file}:add",))
-    wrong = "<tool_call>\n{add}\n</tool_call><|im_end|>"
-    (episode,), _, _ = play(tokenizer, options, [{"prompt": "?"}], [[wrong]])
-    assert episode.messages == [{"role": "assistant", "content": "<tool_call>\n{add}\n</tool_call>"}]
+def test_arguments_may_have_any_name(tokenizer, file):
+    options = RolloutOptions((f"{file}:last",), tools=(f"{file}:evaluate",), max_new_tokens=300)
+    script = [[call("evaluate", '{"function": "f"}'), "7<|im_end|>"]]
+    (episode,), _, _ = play(tokenizer, options, [{"prompt": "?"}], script)
+    assert "the value of f" in parts(tokenizer, episode)[1][0] and episode.failed_calls == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", ["{add}", "[" * 3000, '{"name": "add", "arguments": ' + '{"a": ' * 3000], ids=["no JSON", "lists", "deep"]
+)
+def test_a_malformed_call_is_text(tokenizer, file, wrong):
+    options = RolloutOptions((f"{file}:last",), tools=(f"{file}:add",), max_new_tokens=30_000)
+    text = f"<tool_call>\n{wrong}\n</tool_call>"
+    (episode,), _, _ = play(tokenizer, options, [{"prompt": "?"}], [[f"{text}<|im_end|>"]])
+    assert episode.messages == [{"role": "assistant", "content": text}]
 
 
 def test_limits_on_tokens_and_turns_end_an_episode(tokenizer, file):
@@ -210,6 +239,20 @@ def test_an_environment_of_trl_s_shape(tokenizer, file):
     # A reset that fails costs its episode: no reward, and no token is trained.
     assert episodes[2].failed and np.isnan(made.rewards[2]) and made.completions[2].tokens == []
     assert made.counts["failed"].tolist() == [0, 0, 1]
+
+
+def test_an_environment_that_breaks_a_rule_costs_its_episode(tokenizer, file, caplog):
+    """The prompt of the data stays: all processes have it, and it fits into a row."""
+    options = RolloutOptions((f"{file}:Clerk",), environment=f"{file}:Clerk", max_new_tokens=60)
+    row = {"prompt": "Rate.", "function": "f", "kind": "k"}
+    rows = [row | {"text": text} for text in ("!", "!", "!" * 300)]
+    script = [["good<|im_end|>"], ["bad<|im_end|>"], []]
+    episodes, _, made = play(tokenizer, options, rows, script, seq_len=200)
+    assert made.rewards.tolist() == pytest.approx([1, np.nan, np.nan], nan_ok=True)
+    assert [episode.failed for episode in episodes] == [False, True, True]
+    assert "step returns the reward 'much', which is not a number" in caplog.text
+    assert "after reset the prompt has" in caplog.text
+    assert max(len(prompt.tokens) for prompt in made.prompts) <= 200 - 60
 
 
 def test_a_game_of_several_turns_that_fails_costs_its_episode(tokenizer, file, caplog):
@@ -291,5 +334,8 @@ def test_functions_are_tried_before_the_first_step(tokenizer, file):
     functions = load_functions(Config(rollout=options))
     prompt = Prompt("Count.", [1], {"start": 1})
     try_functions(Config(rollout=options), functions, prompt, tokenizer)
+    clerk = RolloutOptions((f"{file}:Clerk",), environment=f"{file}:Clerk")
+    row = {"function": "f", "kind": "k", "text": "!"}
+    try_functions(Config(rollout=clerk), load_functions(Config(rollout=clerk)), prompt._replace(sample=row), tokenizer)
     with pytest.raises(UserError, match="Counter.reset fails: ValueError: no start below 0"):
         try_functions(Config(rollout=options), functions, prompt._replace(sample={"start": -1}), tokenizer)

@@ -25,13 +25,14 @@ from jaxtune.errors import UserError
 from jaxtune.inference.generation import Completion
 from jaxtune.models.options import AttentionOptions
 from jaxtune.objectives.grpo import grpo
-from jaxtune.objectives.options import GrpoOptions
+from jaxtune.objectives.options import DistillOptions, GrpoOptions
 from jaxtune.parallel.layout import P, by_token
 from jaxtune.parallel.mesh import make_mesh
 from jaxtune.parallel.options import MeshOptions
 from jaxtune.rollout import completers, rollouts, sent_weights
 from jaxtune.rollout.ahead import RolloutsAhead
-from jaxtune.rollout.groups import Rollout, concatenate, replace_alike, teaches
+from jaxtune.rollout.groups import Rollout, concatenate, replace_alike, spread, teaches
+from jaxtune.rollout.own_answers import Distillation, make_distillation_step
 from jaxtune.weights.base import Base
 from jaxtune.weights.model import declare_model
 
@@ -134,6 +135,12 @@ def test_prompts_that_teach_nothing_are_replaced_by_spare_ones():
     assert replace_alike(groups, asked._replace(spare=[]), make_groups, useful) == groups and len(calls) == 3
 
 
+def test_a_group_whose_known_rewards_are_equal_counts_as_one_without_spread():
+    """As TRL's frac_reward_zero_std: a group with fewer than two rewards has no standard deviation, not one of 0."""
+    found = spread(np.array([1, 1, 0, 1, np.nan, np.nan, 2, np.nan]), 2)
+    assert found == {"reward_std": pytest.approx(np.std([1, 1, 0, 1, 2], ddof=1)), "frac_reward_zero_std": 0.25}
+
+
 def test_functions_that_are_scaled_apart_teach_even_if_their_sums_are_equal():
     each = {"r": np.array([0.0, 1.0]), "s": np.array([1.0, 0.0])}
     group = rewarded(0, 0.0)._replace(each=each, rewards=np.ones(2))
@@ -225,6 +232,19 @@ def test_a_server_completes_for_the_next_step_while_this_one_is_updated(monkeypa
     assert begun == trained == list(range(count)) and not together.broken
 
 
+def test_a_student_s_answers_on_a_server_need_no_log_probabilities(monkeypatch, tmp_path, one_device):
+    """Distillation corrects nothing, and rollout.correction, which could switch them off, is only for rewards."""
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(completers, "stops_of", lambda *_: frozenset({3}))
+    monkeypatch.setattr(sent_weights, "export_weights", lambda *_: None)
+    with CompletionServer(lambda prompt, seed: [prompt[-1] + 1, 3]) as server:
+        server.log_probs = None  # it returns none
+        config = Config(rollout=RolloutOptions(server=server.url, max_new_tokens=4))
+        model = declare_model(Base(spec(1)), config, one_device)
+        source = completers.complete_by_server(config, model, None, tmp_path / "weights")
+        assert source.complete(source.prepare({}, {}), [[10]], [0])[0].tokens == [11, 3]
+
+
 def test_an_error_of_a_later_step_is_raised_in_it():
     def make(weights, asked):
         if asked.first:
@@ -283,11 +303,34 @@ def test_several_processes_do_not_sample_ahead(monkeypatch, tmp_path):
         rollouts.make_rollout_step(config, nothing, nothing, nothing, tmp_path, ExitStack())
 
 
+def test_a_share_of_steps_trains_on_the_student_s_own_answers(tmp_path):
+    """As TRL's lambda for GKD. A repeated step draws the same; another seed draws others."""
+    completer: Any = completers.Completer(lambda trained, frozen: None, lambda weights, prompts, numbers: FOUND[:1])
+
+    def draw(seed: int) -> list[bool]:
+        """Return whether each of 400 steps has the student's answers."""
+        answered = []
+        parts: Any = Distillation(None, completer, lambda *asked: answered.append(asked[-1] is not None))  # pyright: ignore
+        options = {"distill": DistillOptions("teacher", 0.25), "train": TrainOptions(seed=seed)}
+        config = Config(**options, log=LogOptions(jsonl=False))  # pyright: ignore
+        step = make_distillation_step(config, parts, None, lambda state, *_: (state, {}), tmp_path)
+        for first in range(400):
+            state: Any = SimpleNamespace(trained={})
+            _, metrics = step(state, {}, PromptBatch([Prompt("", [1], {})], first), 0.0)
+            assert ("completions/mean_length" in metrics) == answered[-1]
+        return answered
+
+    drawn = draw(seed=0)
+    assert drawn == draw(seed=0) != draw(seed=1)
+    assert abs(np.mean(drawn) - 0.25) < 0.07
+
+
 def test_an_evaluation_says_how_far_its_rewards_spread_over_prompts():
-    """Over all batches; a prompt without a reward does not count."""
-    rewards = np.array([0.0, 1.0, np.nan, 0.5, 1.0])
+    """Over all batches; a prompt without a reward does not count. No step of training has its random numbers."""
+    rewards, numbered = np.array([0.0, 1.0, np.nan, 0.5, 1.0]), []
 
     def make(weights, prompts, numbers):
+        numbered.extend(numbers)
         values = rewards[[prompt.tokens[0] for prompt in prompts]]
         return Rollout(prompts, FOUND[: len(prompts)], [""] * len(prompts), {"r": values}, values)
 
@@ -297,3 +340,4 @@ def test_an_evaluation_says_how_far_its_rewards_spread_over_prompts():
     assert found["eval_reward"] == known.mean()
     assert found["eval_reward_std"] == pytest.approx(statistics.stdev(known))
     assert found["eval_reward_stderr"] == pytest.approx(statistics.stdev(known) / 2)
+    assert len(set(numbered)) == 5 and max(numbered) < 0

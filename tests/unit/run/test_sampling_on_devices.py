@@ -56,9 +56,9 @@ def test_the_update_counts_with_probabilities_of_its_own_so_that_its_ratio_is_on
     """Decoding rounds in another way than training, which computes whole rows.
 
     So the old probabilities of several updates are computed by training's forward pass. At the first update no ratio is
-    above or below 1 by a single bit: with no clipping range, it would be clipped.
+    above or below 1 by a single bit: with no clipping range, it would be clipped. All are of the sampling temperature.
     """
-    config = config_of(precision, correction="token_truncate")
+    config = config_of(precision, correction="token_truncate", temperature=0.8)
     program = assemble(Base(spec(2)), config, one_device)
     monkeypatch.setattr(completers, "stops_of", lambda *_: frozenset({3}))
     source, update, updates = completers.complete_on_devices(config, program.model, None), jax.jit(program.step), []

@@ -8,7 +8,6 @@ from jaxtune.config.foreign.conversions import (
     Options,
     Settings,
     Unsupported,
-    conversions_of,
     images_of,
     model_overrides,
     names_of,
@@ -49,7 +48,7 @@ def axolotl_adapter(o: Options) -> Settings:
     given = dict(o.get("bnb_config_kwargs") or {})
     kind, double = given.get("bnb_4bit_quant_type", "nf4"), given.get("bnb_4bit_use_double_quant", True)
     if kind not in ("nf4", "fp4"):
-        raise Unsupported("bnb_4bit_quant_type must be nf4 or fp4")
+        raise Unsupported("bnb_4bit_quant_type must be nf4 or fp4", "bnb_config_kwargs")
     return settings | {"quant.format": kind} | ({} if double else {"quant.double_quant": False})
 
 
@@ -92,7 +91,7 @@ def axolotl_images(o: Options) -> Settings:
         return {}
     sides = [size, size] if isinstance(size, int) else size
     if size is not None and not (isinstance(sides, list) and len(sides) == 2 and all(type(n) is int for n in sides)):
-        raise Unsupported("image_size is a number or [width, height]")
+        raise Unsupported("image_size is a number or [width, height]", "image_size")
     return images_of(o["sequence_len"]) | {"vision.max_pixels": None if size is None else sides[0] * sides[1]}
 
 
@@ -184,7 +183,10 @@ def axolotl_decay(o: Options) -> Settings:
 
 
 def axolotl_precision(o: Options) -> Settings:
-    """The precision, and the same dtype for loaded weights; bf16: auto means true, and no option means float32."""
+    """The precision, and the same dtype for loaded weights; bf16: auto means true, unless fp16 is true.
+
+    See resolve_dtype in src/axolotl/utils/config/__init__.py. With bf16: false and no other option it is float32.
+    """
     if o.get("fp8"):
         return {"precision.recipe": "fp8_hybrid", "model.dtype": "bfloat16"}
     if o.get("fp16") or o.get("float16"):
@@ -294,7 +296,7 @@ def axolotl_rl(o: Options) -> Settings:
         raise Unsupported(f"rl must be one of {', '.join(losses)}; for GRPO use the options rollout.* and grpo.*")
     given = names_of(o.get("dpo_loss_type"))
     if len(given) > 1 or not set(given) <= {*LOSSES}:
-        raise Unsupported(f"dpo_loss_type must be one of {', '.join(LOSSES)}")
+        raise Unsupported(f"dpo_loss_type must be one of {', '.join(LOSSES)}", "dpo_loss_type")
     loss = given[0] if given and kind == "dpo" else losses[kind]
     # rl_beta is the newer name, and ORPO has an option of its own.
     beta = next((o[name] for name in ("rl_beta", "dpo_beta") if o.get(name) is not None), None)
@@ -310,6 +312,3 @@ def axolotl_rl(o: Options) -> Settings:
         "precompute_ref_log_probs": ("preference.precompute_reference", (*LOSSES, "kto")),
     }
     return settings | {key: o[name] for name, (key, losses) in of.items() if o.get(name) is not None and loss in losses}
-
-
-CONVERSIONS = conversions_of(vars(), "axolotl")

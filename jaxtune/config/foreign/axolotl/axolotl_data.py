@@ -4,14 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxtune.config.foreign.conversions import (
-    Options,
-    Settings,
-    Unsupported,
-    conversions_of,
-    message_key_mappings,
-    pairs_of,
-)
+from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, message_key_mappings, pairs_of
 
 _SYSTEM = (
     "Below is an instruction that describes a task{more}. Write a response that appropriately completes the request."
@@ -267,6 +260,3 @@ def axolotl_trained(o: Options) -> Settings:
     roles, ends = _common(o, "roles_to_train"), _common(o, "train_on_eos")
     settings: Settings = {"chat.roles": roles} if roles else {}
     return settings | ({"chat.train_on_eos": ends} if ends else {})
-
-
-CONVERSIONS = conversions_of(vars(), "axolotl")

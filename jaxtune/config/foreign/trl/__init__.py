@@ -9,16 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtune.config.foreign.conversions import (
-    Options,
-    Settings,
-    Unsupported,
-    conversions_of,
-    is_file,
-    lines_of,
-    names_of,
-    word_of,
-)
+from jaxtune.config.foreign.conversions import Options, Settings, Unsupported, is_file, lines_of, names_of, word_of
 from jaxtune.config.foreign.trl.trl_objectives import trainer_of
 
 _RATES = {"sft": 2e-5, "gkd": 2e-5, "reward": 1e-4}
@@ -110,7 +101,7 @@ def trl_quant(o: Options) -> Settings:
     if not o["load_in_4bit"]:
         return {}
     if o["bnb_4bit_quant_type"] not in ("nf4", "fp4"):
-        raise Unsupported("bnb_4bit_quant_type must be nf4 or fp4")
+        raise Unsupported("bnb_4bit_quant_type must be nf4 or fp4", "bnb_4bit_quant_type")
     return {"quant.format": o["bnb_4bit_quant_type"]}
 
 
@@ -303,6 +294,3 @@ def steps_or_epochs(steps: float, max_steps: int | None, epochs: float) -> tuple
     if max_steps is not None and max_steps > 0:
         return math.ceil(steps * max_steps), None  # as transformers rounds
     return 0, steps * epochs
-
-
-CONVERSIONS = conversions_of(vars(), "trl")

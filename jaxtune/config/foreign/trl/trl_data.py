@@ -1,6 +1,6 @@
 """Datasets of TRL, and their masks, lengths and order (see `conversions`)."""
 
-from jaxtune.config.foreign.conversions import NOTE, Options, Settings, Unsupported, conversions_of, names_of, pairs_of
+from jaxtune.config.foreign.conversions import NOTE, Options, Settings, Unsupported, names_of, pairs_of
 from jaxtune.config.foreign.trl import evaluation_of
 from jaxtune.config.foreign.trl.trl_objectives import trainer_of
 
@@ -15,8 +15,10 @@ def trl_mixer(o: Options) -> Settings:
     parts, subsets = o.get("dataset_mixer") or {}, o.get("dataset_configs") or []
     train = [split for split in names_of(o["dataset_splits"]) if "train" in split]
     test = [split for split in names_of(o["dataset_splits"]) if "test" in split] if evaluation_of(o) != "no" else []
-    if parts and (len(train) != 1 or (subsets and len(subsets) != len(parts))):
-        raise Unsupported("dataset_splits must have one training split, and dataset_configs one entry for each dataset")
+    if parts and len(train) != 1:
+        raise Unsupported("dataset_splits must have one training split", "dataset_splits")
+    if parts and subsets and len(subsets) != len(parts):
+        raise Unsupported("dataset_configs must have one entry for each dataset", "dataset_configs")
     settings: Settings = {}
     for key, splits in (("data.datasets", train), ("data.eval_datasets", test)):
         entries = []
@@ -65,7 +67,7 @@ def trl_system(o: Options) -> Settings:
     return {f"data.datasets[i].{ours}": o[theirs] for theirs, ours in names.items() if o.get(theirs)}
 
 
-def trl_data(o: Options) -> Settings:
+def trl_datasets(o: Options) -> Settings:
     """One dataset by name, with its test split if the file enables evaluations; `datasets` has priority, as in TRL."""
     if not o.get("dataset_name"):
         return {}
@@ -124,6 +126,3 @@ def trl_order(o: Options) -> Settings:
     if order not in orders:
         raise Unsupported(f"train_sampling_strategy must be one of {', '.join(orders)}")
     return orders[order]
-
-
-CONVERSIONS = conversions_of(vars(), "trl")

@@ -1,6 +1,6 @@
 """The trainer of a TRL file, which its options tell, and the options of its objective (see `conversions`)."""
 
-from jaxtune.config.foreign.conversions import NOTE, Options, Settings, Unsupported, conversions_of, names_of
+from jaxtune.config.foreign.conversions import NOTE, Options, Settings, Unsupported, names_of
 
 # Options that identify the trainer of a file, because its command (`trl grpo`, `trl dpo`) is not in it.
 _OF_GRPO = (
@@ -114,7 +114,7 @@ def _grpo(o: Options) -> Settings:
     loss, level = _loss(o) or "dapo", o.get("importance_sampling_level", "token")
     for option, value in (("loss_type", loss), ("importance_sampling_level", level)):
         if value not in levels[option]:
-            raise Unsupported(f"for GRPO, {option} must be one of {', '.join(levels[option])}")
+            raise Unsupported(f"for GRPO, {option} must be one of {', '.join(levels[option])}", option)
     steps, generated = o.get("steps_per_generation"), o.get("gradient_accumulation_steps")
     if steps is not None and steps != generated:
         raise Unsupported("completions that serve several optimizer steps; remove steps_per_generation")
@@ -201,6 +201,3 @@ def _gkd(o: Options) -> Settings:
             "temperature has no effect: GKD samples no answers with lmbda: 0.0, and its loss does not read it"
         )
     return settings | ({"distill.js_beta": beta} if divergence == "js" else {})
-
-
-CONVERSIONS = conversions_of(vars(), "trl")
