@@ -59,7 +59,9 @@ def _recipe_to_evaluate(values: flags.FlagValues) -> str | None:
     from jaxtune.host.run_folder import RunFolder  # needs numpy
 
     if values.run is not None:
-        return str(RunFolder(Path(values.run)).config)
+        folder = RunFolder(Path(values.run))
+        folder.check()
+        return str(folder.config)
     return "" if values.tasks and values.model is not None else None
 
 

@@ -67,8 +67,12 @@ def check_output(output: Path | RemoteFolder, kind: str) -> None:
         card = (output / CARD).read_bytes() if (output / CARD).is_file() else card
     is_export = UNFINISHED in entries or b"with jaxtune" in card
     visible = sorted(name for name in entries if not name.startswith("."))
-    if visible and not (is_export and any(name.startswith("adapter_") for name in visible) == (kind == "peft")):
+    holds_adapter = any(name.startswith("adapter_") for name in visible)
+    if visible and not (is_export and holds_adapter == (kind == "peft")):
         place = output.url if isinstance(output, RemoteFolder) else output
+        if is_export:
+            found, wanted = ("an adapter", "a whole model") if holds_adapter else ("a whole model", "an adapter")
+            raise UserError(f"--output={place} holds the export of {found}; name a new folder for {wanted}")
         more = ", ..." if len(visible) > 3 else ""
         raise UserError(f"--output={place} holds other things ({', '.join(visible[:3])}{more}); name a new folder")
 
@@ -104,6 +108,11 @@ def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: R
     kinds = values.format or (["hf"] if values.merge or not adapter else ["peft"])
     if values.merge and not adapter:
         raise UserError("--merge: this run trained no adapter")
+    if values.merge and kinds == ["peft"]:
+        raise UserError(
+            "--merge: has no effect with --format=peft, which writes the adapter alone; leave one of the two out, or "
+            "write both forms with --format=hf,peft"
+        )
     outputs = {kind: output / (kind if len(kinds) > 1 else "") for kind in kinds}
     copies = {kind: remote and (remote.inside(kind) if len(kinds) > 1 else remote) for kind in kinds}
     for kind, target in outputs.items():

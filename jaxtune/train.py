@@ -31,7 +31,7 @@ from jaxtune.parallel.mesh import make_mesh
 from jaxtune.run import loop, mirror_sync, results, resume
 from jaxtune.run.benchmarks import open_benchmarks
 from jaxtune.run.best import check_best_metric
-from jaxtune.run.inputs import add_scores, open_inputs
+from jaxtune.run.inputs import add_scores, check_inputs, open_inputs
 from jaxtune.run.start import check_model, check_start_step, first_state, quantize_late, step_functions
 from jaxtune.run.tasks import make_sample, make_save, tasks_of
 from jaxtune.run.watch import watching
@@ -80,6 +80,7 @@ def _train(
     mesh = make_mesh(config.mesh, process.devices(config.device), parallel=config.parallel)
     results.check_upload(config)
     checkpoints = resume.open_checkpoints(config, folder, mirror)
+    at_end.push(checkpoints.finish)
     saved = resume.saved_run(config, folder, checkpoints)
 
     # ---- model: only declared, so that what does not fit is refused before any weight is read ----
@@ -90,6 +91,7 @@ def _train(
 
     # ---- data: rows of documents, or prompts; their number gives the number of steps ----
     inputs = open_inputs(config, program, mesh, goodput)
+    check_inputs(inputs, config, program.model)
     feed, total_steps = inputs.feed, inputs.feed.total_steps
     record = resume.record(config, program.model, feed)
     if saved is not None and resume.is_complete(saved, record, config, folder, program.model, feed):

@@ -20,7 +20,7 @@ def fingerprint(folder: Path) -> dict[str, Any]:
     The hash detects another revision or a retrained model, but not a change confined to the gaps between samples.
     """
     return {
-        path.name: {"size": path.stat().st_size, "sha256": _sampled_sha256(path)}
+        path.name: {"size": path.stat().st_size, "sha256": hash_sample(path)}
         for path in sorted(folder.glob("*.safetensors"))
     }
 
@@ -45,7 +45,8 @@ def verify_fingerprint(folder: Path, recorded: dict[str, Any]) -> None:
         )
 
 
-def _sampled_sha256(path: Path) -> str:
+def hash_sample(path: Path) -> str:
+    """Return the SHA-256 of a file: of samples, as `fingerprint` says, if it is a large safetensors file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size

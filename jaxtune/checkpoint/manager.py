@@ -158,6 +158,21 @@ class CheckpointManager:
         if final and self._failure is not None:
             raise UserError(self._failure)
 
+    def finish(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Complete the save in progress when a run ends with an error: at the exit of Python it would be lost.
+
+        For `ExitStack.push`. A failure of the save is logged as a warning.
+        """
+        if self._pending is None or error is None or not multihost.can_wait(error):
+            return
+        step, done = self._pending
+        self._pending = None
+        try:
+            done.result()
+        except Exception as failure:
+            self._fail(step, failure, warn=False)
+            logger.warning(self._failure)
+
     def restore(
         self,
         abstract_state: PyTree[jax.ShapeDtypeStruct],

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jaxtune.data.rows.feed import Feed, is_chat, open_feed, rows_to_evaluate
     from jaxtune.data.rows.loader import abstract_batch, batches
     from jaxtune.data.rows.packed_rows import Counts, Rows
-    from jaxtune.data.rows.prompt_feed import PromptFeed, open_prompt_sets, open_prompts
+    from jaxtune.data.rows.prompt_feed import PromptFeed, PromptSet, columns_of, open_prompt_sets, open_prompts
     from jaxtune.data.rows.splits import open_documents, open_validation, prepare_documents
     from jaxtune.data.rows.streams import Stream
 
@@ -24,7 +24,7 @@ _HOMES = {
     "images.image_reader": ("open_reader",),
     "rows.feed": ("Feed", "is_chat", "open_feed", "rows_to_evaluate"),
     "rows.loader": ("abstract_batch", "batches"),
-    "rows.prompt_feed": ("PromptFeed", "open_prompt_sets", "open_prompts"),
+    "rows.prompt_feed": ("PromptFeed", "PromptSet", "columns_of", "open_prompt_sets", "open_prompts"),
     "rows.packed_rows": ("Counts", "Rows"),
     "rows.splits": ("open_documents", "open_validation", "prepare_documents"),
     "rows.streams": ("Stream",),

@@ -30,6 +30,7 @@ from jaxtune.weights.base import read_base
 from jaxtune.weights.class_labels import resolve_labels
 from jaxtune.weights.model import Model, declare_model
 from jaxtune.weights.reference import is_kept
+from jaxtune.weights.same_inputs import check_same_inputs
 from jaxtune.weights.values import config_for_model, open_run, start_parameters, tokenizer_folder
 
 log = logging.getLogger("jaxtune")
@@ -139,6 +140,8 @@ def _make_evaluate_documents(config: Config, model: Model, mesh: jax.sharding.Me
     if not documents:
         raise UserError(NO_DATA)
     rows = data.rows_to_evaluate(documents, config, task_of(model, config).columns)
+    keys = {f"validation data {name}".rstrip(): named.documents.key for name, named in rows.items()}
+    check_same_inputs(keys, {"model.path": (model, config)})
     for name, set_rows in rows.items():
         for loss in set_rows.losses:
             log.warning("validation%s: %s", f" {name}" if name else "", loss)
@@ -152,9 +155,10 @@ def _make_evaluate_prompts(
 ) -> tuple[Evaluate, Callable[[], None]]:
     """Return the evaluation of completions, and the function that ends its use of a server."""
     functions, train = load_functions(config), config.train
-    _, prompts = data.open_prompt_sets(config, tokenizer, functions.row_tools, open_images(model, config))
+    trained, prompts = data.open_prompt_sets(config, tokenizer, functions.row_tools, open_images(model, config))
     if prompts is None:
         raise UserError(NO_DATA)
+    check_same_inputs({"validation data": data.PromptSet(prompts).key}, {"model.path": (model, config)})
     folder = Path(run or config.train.output_dir) / "evaluation"  # for weights that are sent to a server
     if config.distill.own_answers:
         if BASE in config.distill.teachers.values() and not config.lora.enabled:
@@ -167,7 +171,9 @@ def _make_evaluate_prompts(
         score = own_answers.make_score_answers(config, model, objective, teachers)
         parts = own_answers.Distillation(objective, complete, score)
         return own_answers.make_evaluate_answers(config, model, parts, prompts), complete.close
-    process.on_main(lambda: try_functions(config, functions, prompts[0], tokenizer))
-    make_rollout = rollouts.make_rollouts(config, model, tokenizer, functions.rewards, folder, functions.toolbox)
+    columns = data.columns_of([*trained, *prompts])
+    process.on_main(lambda: try_functions(config, functions, prompts[0], tokenizer, columns))
+    opened = tokenizer, functions.rewards, folder, functions.toolbox
+    make_rollout = rollouts.make_rollouts(config, model, *opened, columns)
     completions_at_once = train.micro_batch_size * train.grad_accum_steps * data_shards(mesh)
     return rollouts.make_evaluate(config, make_rollout, prompts, completions_at_once), make_rollout.close

@@ -27,13 +27,14 @@ def resolve(path: str, revision: str | None = None, *, weights: bool = True, hol
         holds: the file that must be in the folder (`adapter_config.json` for an adapter); None: no check.
 
     Raises:
-        UserError: the folder or model does not exist, or the folder lacks `holds`.
+        UserError: the folder or model does not exist, is the folder of a run, or lacks `holds`.
     """
     local = Path(path).expanduser()
     if local.is_dir():
         if revision is not None:
             raise UserError(f"revision '{revision}' has no meaning for the local folder {path}; leave it out")
         folder = local
+        _refuse_run(path, local)
     elif local.exists():
         raise UserError(f"{path} is a file; give the folder that holds {holds or 'it'}")
     elif local.is_absolute() or path.startswith((".", "~")) or not is_hub_id(path):
@@ -46,6 +47,15 @@ def resolve(path: str, revision: str | None = None, *, weights: bool = True, hol
             f"{path} has no {holds}, so it cannot be used here; it holds {present}{_holders(folder, holds)}"
         )
     return folder
+
+
+def _refuse_run(path: str, folder: Path) -> None:
+    """Raise UserError for the folder of a run, whose config.json has the options of the run."""
+    file = folder / "config.json"
+    if file.is_file() and {"model", "data", "train"} <= read_json(file).keys():
+        exported = (folder / "export").is_dir()
+        instead = f"; its result is in {path.rstrip('/')}/export" if exported else ", and has exported nothing yet"
+        raise UserError(f"{path} is the folder of a run, not of a model or adapter{instead}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:

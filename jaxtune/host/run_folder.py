@@ -115,11 +115,15 @@ class RunFolder:
             self.counts.write_text(json.dumps(dataclasses.asdict(counts), indent=1) + "\n")
         (self.export / "README.md").unlink(missing_ok=True)
 
-    def read_config(self) -> Config:
-        """Read the recorded config. Raises UserError if this is not a run folder."""
+    def check(self) -> None:
+        """Raise UserError if this is not a run folder."""
         if not self.config.is_file():
             why = "it has no config.json" if self.path.exists() else f"there is no such folder{near_paths(self.path)}"
             raise UserError(f"{self.path} is not a run folder: {why}")
+
+    def read_config(self) -> Config:
+        """Read the recorded config. Raises UserError as `check`."""
+        self.check()
         return from_json(self.config.read_bytes(), str(self.config))
 
     def read_counts(self) -> Counts | None:

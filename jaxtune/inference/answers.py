@@ -114,6 +114,8 @@ def open_model(
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     # The mesh is checked against data.seq_len as for training, so take a row length that any axis divides.
     plain = Config(model=ModelOptions(dtype=dtype), data=DataOptions(seq_len=mesh.size))
+    if adapter is not None and Path(adapter).expanduser().is_dir():
+        hf.resolve(adapter, holds="adapter_config.json")
     config = with_plugins(config_for_model(adapter or name, plain), plugins)
     if adapter is not None and not config.lora.enabled:
         raise UserError(f"--adapter={adapter}: it has no adapter_config.json, so it is not an adapter")

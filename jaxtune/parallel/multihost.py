@@ -103,15 +103,13 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
-def agree(facts: Mapping[str, str]) -> None:
+def agree(facts: Mapping[str, str], advice: str = "start all by one command, in one environment") -> None:
     """Check that the named values are the same in all processes; every process must call it.
 
     Raises UserError in every process if they differ, with the differing values and their processes.
     """
     if lines := differences([json.loads(text) for text in gather_texts(json.dumps(facts))]):
-        raise UserError(
-            "\n".join(["the processes of this run differ:", *lines, "start all by one command, in one environment"])
-        )
+        raise UserError("\n".join(["the processes of this run differ:", *lines, advice]))
 
 
 def gather_texts(text: str) -> list[str]:
@@ -133,6 +131,12 @@ def raise_together(failure: str) -> None:
     for process, text in enumerate(gather_texts(failure)):
         if text:
             raise UserError(f"process {process}: {text}")
+
+
+def can_wait(error: BaseException) -> bool:
+    """Whether a process that fails may wait for work of all processes: after other errors than the user's one of them
+    may have ended, and its part would never come."""
+    return isinstance(error, UserError) or (isinstance(error, Exception) and jax.process_count() == 1)
 
 
 @contextmanager

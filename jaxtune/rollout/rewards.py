@@ -99,10 +99,12 @@ def try_rewards(
     count: int,
     more: Mapping[str, Sequence[object]] = MappingProxyType({}),
     chat: bool = False,
+    which: str = "first prompt",
 ) -> None:
     """Call each function once, with `count` made-up completions of a prompt, before anything is compiled.
 
-    more: further arguments. chat: whether completions are messages, also of a prompt that is a text.
+    more: further arguments. chat: whether completions are messages, also of a prompt that is a text. which: the name of
+    the prompt for errors.
 
     Raises:
         UserError: as `rewards_of`.
@@ -113,7 +115,7 @@ def try_rewards(
     try:
         rewards_of(functions, [prompt.given] * count, [made_up] * count, [tokens] * count, columns, more)
     except UserError as error:
-        tried = f"tried before the first step, on the first prompt with {count} completions {MADE_UP!r}"
+        tried = f"tried before the first step, on the {which} with {count} completions {MADE_UP!r}"
         raise UserError(f"{error} ({tried})") from error
 
 

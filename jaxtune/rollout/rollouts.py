@@ -19,7 +19,7 @@ from jaxtune.columns import ADVANTAGE, OLD_LOG_PROB, SAMPLED_LOG_PROB, TOKENS, C
 from jaxtune.config.schema import Config
 from jaxtune.data.formats.prompts import Prompt
 from jaxtune.data.images.image_reader import ImageReader, KeepingReader
-from jaxtune.data.rows.prompt_feed import PromptBatch
+from jaxtune.data.rows.prompt_feed import PromptBatch, columns_of
 from jaxtune.errors import UserError
 from jaxtune.host.process import compiler_options
 from jaxtune.inference.generation import Completion, completion_text
@@ -164,19 +164,20 @@ def make_rollouts(
     functions: Mapping[str, Reward],
     run: Path,
     toolbox: Toolbox | None = None,
+    columns: Sequence[str] = (),
 ) -> Rollouts:
     """Return a source that samples and rewards completions, on the devices of the current mesh or by rollout.server.
 
     run: the run folder, for weights that are sent to the server. toolbox: tools and environments, with which
-    completions are episodes. `make` raises UserError as `rewards_of` and, with a server, as
-    `completion_server.complete`. With rollout.ahead two threads call it; it serves one after the other, because the
-    server has one version of the weights.
+    completions are episodes. columns: of all prompts; functions get None for those that a prompt lacks. `make` raises
+    UserError as `rewards_of` and, with a server, as `completion_server.complete`. With rollout.ahead two threads call
+    it; it serves one after the other, because the server has one version of the weights.
     """
     factors = _weights(functions, config.rollout.reward_weights)
     prepare, complete, close = completer(config, model, tokenizer, run)
     if toolbox is not None:
         play = EpisodePlayer(config, tokenizer, stops_of(config, model, tokenizer), toolbox, complete)
-        reward = _one_at_a_time(lambda *asked: reward_episodes(functions, factors, play(*asked)))
+        reward = _one_at_a_time(lambda *asked: reward_episodes(functions, factors, play(*asked), columns))
         return Rollouts(prepare, reward, close)
 
     def make(weights: Any, prompts: list[Prompt], numbers: Sequence[int]) -> Rollout:
@@ -187,7 +188,7 @@ def make_rollouts(
             prompt.begun + completion_text(completion, tokenizer, after=prompt.tokens if prompt.begun else ())
             for prompt, completion in zip(prompts, completions)
         ]
-        each = _call_rewards(functions, prompts, texts, completions)
+        each = _call_rewards(functions, prompts, texts, completions, columns)
         return Rollout(prompts, completions, texts, dict(zip(functions, each.T)), total(each, factors))
 
     return Rollouts(prepare, _one_at_a_time(make), close)
@@ -249,13 +250,16 @@ def _weights(functions: Mapping[str, Any], factors: Sequence[str]) -> list[float
 
 
 def _call_rewards(
-    functions: Mapping[str, Reward], prompts: Sequence[Prompt], texts: list[str], completions: list[Completion]
+    functions: Mapping[str, Reward],
+    prompts: Sequence[Prompt],
+    texts: list[str],
+    completions: list[Completion],
+    names: Sequence[str],
 ) -> Float64[np.ndarray, "completions functions"]:
     """The reward of each completion by each function; process 0 calls the functions and broadcasts."""
     each = np.zeros((len(prompts), len(functions)))
     if multihost.is_main():
-        names = dict.fromkeys(name for prompt in prompts for name in prompt.sample)
-        columns = {name: [prompt.sample.get(name) for prompt in prompts] for name in names}
+        columns = {name: [prompt.sample.get(name) for prompt in prompts] for name in names or columns_of(prompts)}
         given = [prompt.given for prompt in prompts]
         each = rewards_of(functions, given, texts, [completion.tokens for completion in completions], columns)
     # Broadcast float64 as integers: jax would round it to float32.

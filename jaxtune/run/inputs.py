@@ -10,7 +10,7 @@ from jaxtune import data, hf
 from jaxtune.config.schema import Config
 from jaxtune.host import process
 from jaxtune.monitor.goodput import Goodput
-from jaxtune.rollout.episodes.toolbox import Toolbox, load_functions, try_functions
+from jaxtune.rollout.episodes.toolbox import RolloutFunctions, Toolbox, load_functions, try_functions
 from jaxtune.rollout.own_answers import teacher_numbers
 from jaxtune.rollout.rewards import Reward
 from jaxtune.scoring.reference_scores import add_reference_scores
@@ -18,6 +18,7 @@ from jaxtune.scoring.teacher_scores import Teacher, add_teacher_columns, declare
 from jaxtune.tokenizer_type import Tokenizer
 from jaxtune.training.assembly import Program, open_images
 from jaxtune.weights.model import Model
+from jaxtune.weights.same_inputs import check_same_inputs
 
 
 class RunInputs(NamedTuple):
@@ -51,14 +52,29 @@ def open_inputs(config: Config, program: Program, mesh: jax.sharding.Mesh, goodp
         teachers = declare_teachers(config, tokenizer, model.spec.vocabulary, mesh)
         if config.samples:
             feed = data.open_prompts(config, tokenizer, mesh, functions.row_tools, images)
-            prompt = feed.documents.prompts[0]
             teacher_numbers([*feed.documents.prompts, *(feed.eval_prompts or ())], tuple(teachers))
             if functions.rewards:
-                process.on_main(lambda: try_functions(config, functions, prompt, tokenizer))
+                process.on_main(lambda: _try_functions(config, functions, feed, tokenizer))
         else:
             vocabulary, columns = model.spec.vocabulary, program.objective.columns
             feed = data.open_feed(config, tokenizer, vocabulary, mesh, columns, images)
     return RunInputs(tokenizer, feed, functions.rewards, functions.toolbox, teachers)
+
+
+def _try_functions(config: Config, functions: RolloutFunctions, feed: data.PromptFeed, tokenizer: Tokenizer) -> None:
+    tried = {"first prompt": feed.documents.prompts[0]}
+    if config.data.eval_datasets and feed.eval_prompts:  # may have other columns
+        tried["first validation prompt"] = feed.eval_prompts[0]
+    for which, prompt in tried.items():
+        try_functions(config, functions, prompt, tokenizer, feed.columns, which)
+
+
+def check_inputs(inputs: RunInputs, config: Config, model: Model) -> None:
+    """Raise UserError in every process, if the processes do not read the same data, weights and teachers."""
+    models = {"model.path": (model, config)}
+    for name, teacher in inputs.teachers.items():
+        models |= {f"distill.teacher {name}".rstrip(): (teacher.model, teacher.config)} if teacher else {}
+    check_same_inputs(inputs.feed.content_keys, models)
 
 
 def add_scores(inputs: RunInputs, config: Config, model: Model, mesh: jax.sharding.Mesh, goodput: Goodput) -> RunInputs:

@@ -17,6 +17,7 @@ from jaxtune.errors import UserError, hide_secrets
 from jaxtune.host import process
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.monitor.metrics import IDS
+from jaxtune.parallel import multihost
 
 log = logging.getLogger("jaxtune")
 
@@ -25,8 +26,8 @@ log = logging.getLogger("jaxtune")
 def mirror_run(config: Config, folder: RunFolder) -> Iterator[Mirror | None]:
     """Open the run's mirror in the main process; other processes get None.
 
-    At the end of the run the mirror is brought up to date, and its state is logged. Raises UserError if ckpt.mirror
-    cannot be written to.
+    At the end of the run the mirror is brought up to date, and its state is logged. If the run ends by an error, the
+    copy in progress is completed. Raises UserError if ckpt.mirror cannot be written to.
     """
     if config.ckpt.mirror is None:
         yield None
@@ -46,7 +47,13 @@ def mirror_run(config: Config, folder: RunFolder) -> Iterator[Mirror | None]:
             log.info("mirror:   %s", url)
 
     process.on_main(open_mirror)
-    yield opened[0] if opened else None
+    try:
+        yield opened[0] if opened else None
+    except BaseException as error:
+        # No further update: the error may be that the mirror holds another run.
+        if opened and multihost.can_wait(error) and (failure := opened[0].wait()):
+            log.warning("mirror:   %s", failure)
+        raise
     process.on_main(finish)
 
 

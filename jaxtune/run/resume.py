@@ -22,6 +22,7 @@ from jaxtune.config.loading import as_dict
 from jaxtune.config.schema import Config, TrainOptions
 from jaxtune.data import Counts, Feed, PromptFeed
 from jaxtune.errors import UserError, hide_secrets
+from jaxtune.hf import read_config
 from jaxtune.host import process
 from jaxtune.host.run_folder import RunFolder
 from jaxtune.models.decoder import Parameters
@@ -33,9 +34,13 @@ from jaxtune.run.best import BestTracker
 from jaxtune.run.loop import Position
 from jaxtune.training.assembly import Program
 from jaxtune.training.state import State
+from jaxtune.weights.base import check_same_config
 from jaxtune.weights.model import Model
 
 log = logging.getLogger("jaxtune")
+
+# Sections whose options change neither the content of a checkpoint nor the meaning of a place in the data.
+_FREE_AT_START = ("optim", "guard", "grpo", "rollout")
 
 
 @dataclass(frozen=True)
@@ -193,7 +198,7 @@ def _saved_start(config: Config, folder: RunFolder) -> Saved:
         )
     if path.resolve().is_relative_to(folder.path.resolve()):
         raise UserError(f"ckpt.start={config.ckpt.start} is this run itself; continue it with ckpt.resume")
-    check_unchanged(record["config"], config, folder)
+    _check_start(record["config"], config)
     log.info("ckpt.start: continuing from step %d of %s", record["step"], path)
     return Saved(checkpoints, step, record, own=False)
 
@@ -278,7 +283,9 @@ def record(config: Config, model: Model, feed: Feed | PromptFeed) -> dict[str, A
     return {
         "config": json.loads(to_json(config)),
         "base": {} if config.model.from_scratch else fingerprint(model.folder),
+        "config_json": read_config(model.folders.config),
         "data": feed.documents.key,
+        "data_content": feed.content_keys["data.datasets"],
         "eval_data": feed.eval_keys,
         "rows_per_step": feed.rows_per_step,
         "total_steps": feed.total_steps,
@@ -295,7 +302,8 @@ def check_same(saved: dict, now: dict, model: Model, feed: Feed | PromptFeed) ->
             f"a step was {saved['rows_per_step']} rows and is {now['rows_per_step']} now; choose "
             "train.micro_batch_size * train.grad_accum_steps * (mesh.data * mesh.fsdp) so that it stays the same"
         )
-    if not feed.documents.has_key(saved["data"]):
+    # A stream's key has the paths and times of its files, which copies of them do not have.
+    if not feed.documents.has_key(saved["data"]) and saved.get("data_content") != now["data_content"]:
         raise UserError(
             "the training data or the tokenizer changed since the checkpoint; put them back, or start a new run "
             "with --config.train.run_name=NAME"
@@ -322,9 +330,10 @@ def is_complete(
 ) -> bool:
     """Whether nothing is left to do for the run of the checkpoint, which is logged.
 
-    record: of this run. Raises UserError as `check_same` and `check_length`.
+    record: of this run. Raises UserError as `check_same`, `check_same_config` and `check_length`.
     """
     check_same(saved.record, record, model, feed)
+    check_same_config(saved.record.get("config_json"), config, model.folders)
     check_length(saved, feed.total_steps)
     if not saved.is_finished(feed.total_steps) or (config.export.at_end and not folder.is_exported):
         return False
@@ -342,13 +351,29 @@ def check_length(saved: Saved, total_steps: int) -> None:
         )
 
 
-def check_unchanged(saved: dict[str, Any], config: Config, folder: RunFolder) -> None:
-    """Raise UserError naming each changed option that must stay the same when a run continues."""
+def _changed_options(saved: dict[str, Any], config: Config, free: tuple[str, ...] = ()) -> list[str]:
+    """Return a line for each changed option that must stay the same; those of the sections `free` need not."""
     # Options that are newer than the saved config get their defaults. Secrets are hidden in both: a new token is not a
     # changed option.
     then, now = (as_dict(from_json(hide_secrets(text))) for text in (json.dumps(saved), to_json(config)))
-    changed = [f"  {key}: {before!r} then, {after!r} now" for key, before, after in differences(then, now, "")]
-    if changed:
+    changed = differences(then, now, "")
+    return [f"  {key}: {old!r} then, {new!r} now" for key, old, new in changed if key.partition(".")[0] not in free]
+
+
+def _check_start(saved: dict[str, Any], config: Config) -> None:
+    """Raise UserError naming each option that must be as in the run that ckpt.start names, and is not."""
+    if changed := _changed_options(saved, config, _FREE_AT_START):
+        raise UserError(
+            f"ckpt.start={config.ckpt.start}: that run was started with other options:\n"
+            + "\n".join(changed)
+            + f"\nset them back (only options of {', '.join(_FREE_AT_START)} may be others), or take its weights alone "
+            "(model.path, lora.path)"
+        )
+
+
+def check_unchanged(saved: dict[str, Any], config: Config, folder: RunFolder) -> None:
+    """Raise UserError naming each changed option that must stay the same when a run continues."""
+    if changed := _changed_options(saved, config):
         quantized = config.serve.format is not None and not config.lora.enabled
         section = "lora" if config.lora.enabled else "model"
         weights = "" if quantized else f" (from these weights with --config.{section}.path={folder.export})"

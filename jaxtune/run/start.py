@@ -71,7 +71,7 @@ def step_functions(
     if config.distill.own_answers:
         return _distillation_functions(config, program, compiled, inputs, feed, folder, goodput, at_end)
     opened = inputs.tokenizer, inputs.rewards, folder.path, inputs.toolbox
-    make_rollout = rollouts.make_rollouts(config, program.model, *opened)
+    make_rollout = rollouts.make_rollouts(config, program.model, *opened, feed.columns)
     step = rollouts.make_rollout_step(config, program, make_rollout, compiled, folder.path, at_end)
     at_end.callback(make_rollout.close)
     if feed.eval_prompts is None:

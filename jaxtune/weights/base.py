@@ -1,6 +1,7 @@
 """The base model of a run: what its folder, or a config.json without weights, describes."""
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,25 @@ def read_base(config: Config) -> Base:
     if spec.mtp and not config.model.from_scratch:
         check_modules(spec, folder, scheme)
     return Base(spec, folders, described, scheme, saved_vocabulary, new_head)
+
+
+def check_same_config(saved: Mapping[str, Any] | None, config: Config, folders: hf.Folders) -> None:
+    """Raise UserError if config.json has changed since a checkpoint, and describes another model now.
+
+    saved: the content at that time; None, of an older version of jaxtune: not compared.
+    """
+    now = hf.read_config(folders.config)
+    if saved is None or saved == now:
+        return
+    then_spec, now_spec = (spec_of(hf.apply_options(one, config.model), one, config) for one in (saved, now))
+    if then_spec != now_spec:
+        names = [name for name in sorted(saved.keys() | now.keys()) if saved.get(name) != now.get(name)]
+        lines = [f"  {name}: {reprlib.repr(saved.get(name))} then, {reprlib.repr(now.get(name))} now" for name in names]
+        raise UserError(
+            f"{folders.config / 'config.json'} has changed since the checkpoint, and describes another model now:\n"
+            + "\n".join(lines)
+            + "\nput the file back, or start a new run"
+        )
 
 
 def _with_head(spec: ModelSpec, described: dict[str, Any], config: Config) -> tuple[ModelSpec, bool]:

@@ -26,7 +26,7 @@ from jaxtune.precision.linears import Frozen
 from jaxtune.quant.mxfp4_format import Mxfp4
 from jaxtune.quant.options import QuantOptions
 from jaxtune.weights.adapter_start import begin_adapters
-from jaxtune.weights.base import read_base
+from jaxtune.weights.base import check_same_config, read_base
 from jaxtune.weights.model import Model, abstract_average, declare_model
 from jaxtune.weights.reference import abstract_reference
 from jaxtune.weights.relora import merge_targets
@@ -300,6 +300,7 @@ def open_run(
         raise UserError(f"{folder.path} has no checkpoint yet")
     if not config.model.from_scratch:
         verify_fingerprint(model.folder, restored.host["base"])
+    check_same_config(restored.host.get("config_json"), config, model.folders)
     trained, compared, starts = (restored.state[part] for part in ("result", "reference", "starts"))
     frozen = starts | frozen_parameters(model, config, but={**trained, **starts})
     return TrainedModel(config, model, trained, frozen, compared, restored.step, restored.host["tokens"])

@@ -243,7 +243,8 @@ def test_an_export_never_mixes_with_other_things(home, adapter):
     call(*export)
     call(*export)  # another export of the same kind
     before = sorted(output.iterdir())
-    assert "holds other things" in call(*export, "--merge", code=2)
+    assert "holds the export of an adapter; name a new folder for a whole model" in call(*export, "--merge", code=2)
+    assert "--merge: has no effect with --format=peft" in call(*export, "--merge", "--format=peft", code=2)
     assert sorted(output.iterdir()) == before
     two_formats = ("jaxtune.export", f"--run={adapter}", f"--output={home / 'both'}", "--format=peft,hf")
     assert "add --merge for a whole model" in call(*two_formats, code=2)

@@ -149,6 +149,20 @@ def test_a_changed_option_is_named(uninterrupted, key, value):
     assert key in output
 
 
+def test_a_model_whose_config_changed_is_not_continued_nor_exported(uninterrupted):
+    folder, path, _ = uninterrupted
+    file = folder / "model/config.json"
+    before = file.read_text()
+    try:
+        file.write_text(json.dumps(json.loads(before) | {"rms_norm_eps": 0.5}))
+        change = ("--config.train.run_name=whole", "--config.train.max_steps=30")
+        assert "rms_norm_eps: 1e-06 then, 0.5 now" in call("jaxtune.train", f"--config={path}", *change, code=2)
+        flags = (f"--run={folder / 'runs/whole'}", f"--output={folder / 'refused'}")
+        assert "rms_norm_eps: 1e-06 then, 0.5 now" in call("jaxtune.export", *flags, code=2)
+    finally:
+        file.write_text(before)
+
+
 def test_a_flipped_bit_falls_back_to_the_step_before(uninterrupted):
     folder, path, _ = uninterrupted
     flags = (f"--config={path}", "--config.train.run_name=flipped")

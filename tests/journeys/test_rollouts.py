@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from completion_server import CompletionServer
 from nightly_rows import nightly_except
-from runs import call, metrics, recipe_command
+from runs import call, metrics, recipe_command, run
 from safetensors.numpy import load_file
 
 REWARDS = '''
@@ -47,8 +47,39 @@ def data(home):
     }
 
 
+FAILING = """
+def judged(completions, **columns):
+    calls.append(1)
+    if len(calls) > 3:  # one call before the first step, and two steps
+        raise ConnectionError("the judge does not answer")
+    return [float(len(text)) for text in completions]
+
+calls = []
+"""
+
+
 def rows_of(home, name):
     return [row for row in metrics(home / "runs" / name) if "loss" in row]
+
+
+def test_a_reward_that_fails_on_the_validation_data_is_refused_before_the_first_step(home, data):
+    (home / "held.jsonl").write_text('{"prompt": "say 9"}\n')
+    changed = {"rollout.rewards": f"('{home / 'rewards.py'}:short',)", "data.eval_datasets": home / "held.jsonl"}
+    output = call(*recipe_command(home, "qwen_grpo.py", "held", **OPTIONS, **data | changed), code=2)
+    assert "short fails: TypeError" in output and "on the first validation prompt with 4 completions" in output
+
+
+@pytest.mark.nightly
+def test_the_checkpoint_that_is_being_saved_when_a_reward_fails_is_kept(home, data):
+    (home / "failing.py").write_text(FAILING)
+    changed = {"rollout.rewards": f"('{home / 'failing.py'}:judged',)", "ckpt.mirror": f"file://{home}/mirror"}
+    output = run(*recipe_command(home, "qwen_grpo.py", "failing", **OPTIONS, **data | changed), code=2)
+    error = "judged fails: ConnectionError: the judge does not answer"
+    assert error in output.splitlines()[-1] and "Traceback" not in output
+    for folder in (home / "runs/failing", home / "mirror/failing"):
+        assert [step.name for step in (folder / "checkpoints").iterdir()] == ["2"], folder
+    (home / "failing.py").write_text(FAILING.replace("> 3", "> 1000"))
+    assert "resumed from step 2" in run(*recipe_command(home, "qwen_grpo.py", "failing", **OPTIONS, **data | changed))
 
 
 def test_a_rewarded_pattern_is_learned(home, data):

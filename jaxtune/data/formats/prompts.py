@@ -15,7 +15,7 @@ from jaxtune.data.formats.image_messages import PLACEHOLDER, ImageMessages, imag
 from jaxtune.data.formats.templates import fill, is_template
 from jaxtune.data.reading import sources
 from jaxtune.data.reading.readers import folder_of
-from jaxtune.errors import UserError
+from jaxtune.errors import UserError, format_count
 from jaxtune.image_layout import ImageRef
 from jaxtune.tokenizer_type import Tokenizer
 
@@ -25,6 +25,8 @@ Sample = Mapping[str, Any]
 
 _ASKED = ("prompt", "question", "query", "instruction", "conversations", "messages")  # columns of a prompt, best first
 _USED = {"system": "system_field", "tools": "tools_field"}  # columns that are used even if no option names them
+_LISTED = 5  # skipped samples that are shown to the user
+_LITTLE = 0.05  # share of the prompts: a larger loss is worth a warning
 
 
 class Prompt(NamedTuple):
@@ -116,7 +118,9 @@ class Prompts:
         if not given and self._row_tools is not None and self._row_tools.promptless:
             given = [{"role": "user", "content": ""}]  # as in TRL
         if not given:
-            raise UserError(f"it has no prompt; its columns are {', '.join(sample)}")
+            empty = entry.prompt_field in sample
+            named = f"column {entry.prompt_field!r} is empty" if empty else f"its columns are {', '.join(sample)}"
+            raise UserError(f"it has no prompt; {named}")
         if self._template is None and self._row_tools is not None:
             raise UserError("tools and environments need a chat, and the tokenizer has no template: set chat.template")
         listed = [] if self._images is None else images_in(sample)
@@ -224,7 +228,21 @@ def read_prompts(
             f"data: no prompt of at most {most_tokens} tokens is left (data.seq_len less rollout.max_new_tokens); "
             + (f"the first problem: {bad[0]}" if bad else f"{longer} are longer{larger}")
         )
+    _warn_left_out(len(kept), longer + uncut + over, bad, most_tokens)
     return kept
+
+
+def _warn_left_out(kept: int, large: int, bad: Sequence[str], most_tokens: int) -> None:
+    """Warn of bad samples, and of large prompts if they are more than a twentieth, as of documents."""
+    if bad:
+        listed = "\n  ".join([*bad[:_LISTED], *(["..."] if len(bad) > _LISTED else [])])
+        log.warning("data: %s skipped:\n  %s", format_count(len(bad), "sample"), listed)
+    if large > _LITTLE * (kept + large):
+        log.warning(
+            "data: %d of %d prompts are left out: they have more than %d tokens (data.seq_len less "
+            "rollout.max_new_tokens), or larger images than options allow; raise data.seq_len",
+            *(large, kept + large, most_tokens),
+        )
 
 
 def prompt_fields(entry: Dataset, sample: Sample) -> list[tuple[str, str]]:

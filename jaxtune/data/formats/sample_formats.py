@@ -99,7 +99,14 @@ def detect(entry: Dataset, sample: Sample) -> tuple[Dataset, tuple[str, ...]]:
 def _no_type(types: list[str], entry: Dataset, sample: Sample) -> str:
     """Return the text of the error: the columns that the sample has, and the columns that each type needs."""
     has = ", ".join(map(str, sample)) or "none"
-    if {"chosen", "rejected"} <= sample.keys():
+    pair = {"chosen", "rejected"} <= sample.keys()
+    if pair and types == ["unpaired_preference"]:
+        return (
+            f"a pair of answers, with the columns {has}, and preference.loss='kto' learns from single ones: give each "
+            "answer a sample with the columns prompt, completion and label, true for the chosen one and false for the "
+            "rejected one; or set a loss of pairs, such as preference.loss='sigmoid' for DPO"
+        )
+    if pair and "preference" not in types:
         return (
             f"preference data, with the columns {has}: set preference.loss, 'sigmoid' for DPO; or to learn only the "
             "better answer, type='instruction' with output_field='chosen'"
@@ -118,7 +125,10 @@ def _no_type(types: list[str], entry: Dataset, sample: Sample) -> str:
 
 def _cause(types: list[str], entry: Dataset, sample: Sample) -> str:
     """Return the likely cause that a sample has no known column; "" if nothing hints at one."""
-    if "conversation" in types and (column := next((name for name in sample if _is_messages(sample[name])), None)):
+    column = next((name for name in sample if _is_messages(sample[name])), None)
+    if column is not None and "conversation" not in types:
+        return f"column {column!r} holds a conversation, and this run learns from samples of type {' or '.join(types)}"
+    if column is not None:
         return (
             f"column {column!r} holds messages: set messages_field={column!r}, which is "
             f"'--config.data.datasets[0].messages_field={column}' for the first dataset"

@@ -319,7 +319,7 @@ def _read_text(file: File, entry: Dataset, report: Report) -> Samples:
     with _reporting(report):
         if file.kind in _ARCHIVES:
             raise UserError(f"{file.name}: an archive is not read; unpack it, and name the folder")
-        text = _decode(_whole(file, entry), file.name, entry.encoding)
+        text = _decode(_whole(file, entry), file.name, entry.encoding).removeprefix("\ufeff")
         if file.named and not entry.ds_type and _is_json_lines(text):
             log.warning("data: %s is read as one text, but holds JSON lines; ds_type='json' reads them", file.name)
         if text.strip():

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -26,12 +27,15 @@ from jaxtune.data.reading.files import File, Found, find, is_url
 from jaxtune.data.reading.readers import SUFFIXES, Report, Sample, Samples, has_samples, is_binary, is_table, read_file
 from jaxtune.data.reading.sample_filter import select_samples
 from jaxtune.data.reading.user_files import fingerprint
-from jaxtune.errors import UserError, hide_secrets, near_paths
+from jaxtune.errors import UserError, format_count, hide_secrets, near_paths
 
 log = logging.getLogger("jaxtune")
 
 # Hashing reads every byte at each start of a run.
 _FEW_FILES, _FEW_BYTES = 1000, 2**26  # up to these sizes, local files are identified by their content
+_PART_BYTES, _PARTS = 2**16, 4  # what is hashed of a larger file of a stream
+
+_NOTES = ("readme", "license", "notice", "requirements", "citation")  # texts about a dataset, not of it
 
 DUMMY = "dummy"
 """The path of random tokens, for measurements of speed."""
@@ -44,11 +48,14 @@ class SampleSource:
     Attributes:
         name: the entry's path as the user wrote it, without secrets.
         identity: changes whenever the samples may have changed (files, sizes, times, or the hub's revision).
+        content: returns a text that copies of the samples have too, on another host and at another time, and nearly
+            always another one if samples differ: `identity` without paths and times of local files, which are sampled.
         read: yields (where, sample); samples that cannot be read go to `report`.
     """
 
     name: str
     identity: str
+    content: Callable[[], str]
     read: Callable[[Report], Samples]
 
 
@@ -80,8 +87,13 @@ def open_source(
     else:
         source = _find_files(entry, entry.path, streaming, say)
     if entry.function:
-        source = dataclasses.replace(source, identity=source.identity + fingerprint(entry.function, "data: function"))
+        source = _with_function(source, fingerprint(entry.function, "data: function"))
     return dataclasses.replace(source, read=lambda report: select_samples(source.read(report), entry, report))
+
+
+def _with_function(source: SampleSource, function: str) -> SampleSource:
+    """Return the source with a hash of the function that changes its samples in its identity and content."""
+    return dataclasses.replace(source, identity=source.identity + function, content=lambda: source.content() + function)
 
 
 def _random(entry: Dataset, vocabulary: int) -> SampleSource:
@@ -92,7 +104,7 @@ def _random(entry: Dataset, vocabulary: int) -> SampleSource:
         for i in itertools.count():
             yield f"{DUMMY} row {i}", {"input_ids": rng.integers(vocabulary, size=entry.dummy_length)}
 
-    return SampleSource(DUMMY, str(vocabulary), read)
+    return SampleSource(DUMMY, str(vocabulary), lambda: str(vocabulary), read)
 
 
 def _from_python(entry: Dataset, name: str, streaming: bool, say: Callable[[str], object]) -> SampleSource:
@@ -107,7 +119,8 @@ def _from_python(entry: Dataset, name: str, streaming: bool, say: Callable[[str]
 
     if streaming and (line := in_memory.stream_note(name)):
         say(line)
-    return SampleSource(name, in_memory.identity(name, streaming), read)
+    identity = in_memory.identity(name, streaming)
+    return SampleSource(name, identity, lambda: identity, read)
 
 
 def _find_files(
@@ -120,7 +133,8 @@ def _find_files(
         return _open_hub(entry, path, streaming, say)
     files = [file for one, match in zip(paths, matches) for file in _files(one, match, entry)]
     try:
-        identity = json.dumps([file.version() for file in files] + ([] if streaming else _contents(files)))
+        versions = [file.version() for file in files]
+        identity = json.dumps(versions + ([] if streaming else _contents(files)))
     except OSError as error:
         raise UserError(f"data: {error}") from error
 
@@ -130,7 +144,10 @@ def _find_files(
             samples = read_file(file, entry, report)
             yield from _without_nulls(samples, file.name, said, say) if is_table(file, entry) else samples
 
-    return SampleSource(hide_secrets(", ".join(paths)), identity, read)
+    def content() -> str:
+        return json.dumps([version for _, version, *_ in versions] + _sample(files))  # sizes of local files first
+
+    return SampleSource(hide_secrets(", ".join(paths)), identity, content, read)
 
 
 def _contents(files: list[File]) -> list[str]:
@@ -139,6 +156,18 @@ def _contents(files: list[File]) -> list[str]:
     if len(local) > _FEW_FILES or sum(path.stat().st_size for path in local) > _FEW_BYTES:
         return []
     return [hashlib.sha256(path.read_bytes()).hexdigest() for path in local]
+
+
+def _sample(files: list[File]) -> list[str]:
+    """Return a hash of parts of local files, in a list; if there are many, of evenly spaced ones of them."""
+    local, digest = [file for file in files if not is_url(file.location)], hashlib.sha256()
+    for file in local[:: math.ceil(len(local) / _FEW_FILES) or 1]:
+        with file.raw() as stream:
+            last = max(0, stream.seek(0, os.SEEK_END) - _PART_BYTES)
+            for part in range(_PARTS):
+                stream.seek(part * last // (_PARTS - 1))
+                digest.update(stream.read(_PART_BYTES))
+    return [digest.hexdigest()]
 
 
 def _without_nulls(samples: Samples, name: str, said: set[str], say: Callable[[str], object]) -> Samples:
@@ -202,7 +231,7 @@ def _open_hub(entry: Dataset, hub_id: str, streaming: bool, say: Callable[[str],
         raise UserError(f"data: no such file or folder: {hub_id}{near_paths(Path(hub_id))}")
     _check_unused(entry, f"{hub_id} is a dataset on the hub", "encoding", "ds_type")
     try:
-        rows, identity = _hub_rows(entry, hub_id, streaming or entry.samples is not None)
+        rows, identity, content = _hub_rows(entry, hub_id, streaming or entry.samples is not None)
     except Exception as error:  # the hub client raises a dozen unrelated types; all mean that the data is out of reach
         raise UserError(f"data: {hub_id} is not a file or folder here, and the hub answers: {error}") from error
 
@@ -213,11 +242,14 @@ def _open_hub(entry: Dataset, hub_id: str, streaming: bool, say: Callable[[str],
         except Exception as error:  # never skipped: all samples after it are missing too
             raise UserError(f"data: {hub_id} cannot be read to its end: {error}") from error
 
-    return SampleSource(hub_id, json.dumps(identity), read)
+    return SampleSource(hub_id, json.dumps(identity), lambda: json.dumps(content), read)
 
 
-def _hub_rows(entry: Dataset, hub_id: str, streaming: bool) -> tuple[Iterable[Sample], Any]:
-    """Return (the rows of a split, their identity as in `SampleSource`), streamed if `streaming` and possible."""
+def _hub_rows(entry: Dataset, hub_id: str, streaming: bool) -> tuple[Iterable[Sample], Any, Any]:
+    """Return (the rows of a split, their identity, their content), streamed if `streaming` and possible.
+
+    Identity and content are as in `SampleSource`.
+    """
     import datasets
 
     files: dict[str, Any] = {"data_files": list(_patterns(entry))} if entry.glob else {}
@@ -225,10 +257,10 @@ def _hub_rows(entry: Dataset, hub_id: str, streaming: bool) -> tuple[Iterable[Sa
         builder: Any = datasets.load_dataset_builder(hub_id, entry.subset, revision=entry.revision, **files)
         with contextlib.suppress(NotImplementedError):  # nor can some kinds of archive
             # The hash is the commit that the revision names now; the rows are read from this commit.
-            return builder.as_streaming_dataset(split=entry.split), builder.hash
+            return builder.as_streaming_dataset(split=entry.split), builder.hash, builder.hash
     rows: Any = datasets.load_dataset(hub_id, entry.subset, split=entry.split, revision=entry.revision, **files)
-    names = sorted(Path(file["filename"]) for file in rows.cache_files)
-    return rows, [[(str(name), name.stat().st_size) for name in names], rows.num_rows]
+    sizes = {str(name): name.stat().st_size for name in sorted(Path(file["filename"]) for file in rows.cache_files)}
+    return rows, [[*sizes.items()], rows.num_rows], [[*sizes.values()], rows.num_rows]
 
 
 def _files_of_folder(path: str, in_folder: dict[str, File], entry: Dataset) -> list[File]:
@@ -245,6 +277,7 @@ def _files_of_folder(path: str, in_folder: dict[str, File], entry: Dataset) -> l
     if entry.glob is not None:
         _check_unused(entry, "glob chooses the files", "split")
     elif data := [file for file in files if has_samples(file, entry)]:
+        _warn_unread(path, files, data)
         files = _files_of_split(path, data, entry)
     else:
         _check_unused(entry, f"the files of {path} are text, without splits", "split")
@@ -254,6 +287,18 @@ def _files_of_folder(path: str, in_folder: dict[str, File], entry: Dataset) -> l
         unread = f" is text or a file of samples; it holds {kinds}" if kinds else ""
         raise UserError(f"data: no file in {path}" + (f" matches {entry.glob!r}" if entry.glob else unread))
     return files
+
+
+def _warn_unread(path: str, files: list[File], data: list[File]) -> None:
+    """Warn of texts in a folder with files of samples, which alone are read; notes about a dataset are expected."""
+    named = [(file, Path(file.name).name.lower()) for file in files if file.kind == ".txt"]
+    texts = [file for file, name in named if not name.startswith(_NOTES)]
+    if texts:
+        log.warning(
+            "data: %s: %s read, but not %s next to them, such as %s; glob='*.txt' reads texts instead",
+            *(path, format_count(len(data), "file of samples is", "files of samples are")),
+            *(format_count(len(texts), "text file"), texts[0].name),
+        )
 
 
 def _files_of_split(path: str, files: list[File], entry: Dataset) -> list[File]:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -75,6 +75,11 @@ def _without_places(value: Any) -> Any:
     return [_without_places(one) for one in value] if isinstance(value, list) else value
 
 
+def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
+    """Return all columns of some prompts; a prompt may lack some of them."""
+    return tuple(dict.fromkeys(name for prompt in prompts for name in prompt.sample))
+
+
 class PromptFeed:
     """Prompts for a mesh, with the interface of `data.Feed`; a position is {"prompt": number of the next prompt}."""
 
@@ -100,6 +105,17 @@ class PromptFeed:
     def eval_keys(self) -> dict[str, str]:
         """The key of the validation prompts."""
         return {"": PromptSet(self.eval_prompts).key} if self.eval_prompts else {}
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns of the prompts, also of those to validate with; a prompt may lack some."""
+        return columns_of([*self.documents.prompts, *(self.eval_prompts or ())])
+
+    @property
+    def content_keys(self) -> dict[str, str]:
+        """Hashes of the data's content, as in `data.Feed`."""
+        eval_keys = {f"validation data {name}".rstrip(): one for name, one in self.eval_keys.items()}
+        return {"data.datasets": self.documents.key} | eval_keys
 
     def with_rows(self, change: Any) -> "PromptFeed":
         """Return the feed unchanged: completions are generated in each step, so they cannot be scored beforehand."""

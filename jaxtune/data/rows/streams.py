@@ -7,18 +7,19 @@ rows, and a resumed run makes again the window in which it stopped.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from jaxtune.columns import NEXT_TOKEN, Column
-from jaxtune.config.schema import Config
+from jaxtune.config.schema import Config, Dataset
 from jaxtune.data.cache import token_cache
 from jaxtune.data.cache.documents import folder_name, hash_shaping
 from jaxtune.data.cache.parts import unused_columns
@@ -94,14 +95,25 @@ class Stream:
         self._sources = [sources.open_source(entry, len(tokenizer), streaming=True) for entry in entries]
         # The tokens are not known yet, so the key is made of everything that shapes them, as the name of a cache
         # folder.
-        shaping = hash_shaping(tokenizer, data.on_bad_row, labels, config.chat)
-        names = [folder_name(source, entry, shaping) for source, entry in zip(self._sources, entries)]
-        self.key = hashlib.sha256(" ".join(names).encode()).hexdigest()
+        # data.on_bad_row is no part of the data: a run that a bad sample has ended continues without it.
+        self._shaping, skipping = (hash_shaping(tokenizer, how, labels, config.chat) for how in ("error", "skip"))
+        self._keys = [self._hash_names(entries, shaping) for shaping in (self._shaping, skipping)]
+        self.key = self._keys[0]
         self._tokenisers = [Tokeniser(entry, tokenizer, labels, config.chat) for entry in entries]
 
     def has_key(self, key: str) -> bool:
         """Whether `key` is the key of the same data."""
-        return key == self.key
+        return key in self._keys  # the second one: of an older version, with data.on_bad_row='skip'
+
+    def _hash_names(self, entries: Sequence[Dataset], shaping: str) -> str:
+        names = [folder_name(source, entry, shaping) for source, entry in zip(self._sources, entries)]
+        return hashlib.sha256(" ".join(names).encode()).hexdigest()
+
+    @functools.cached_property
+    def content_key(self) -> str:
+        """A hash like `key`, which copies of the sources have too."""
+        contents = [source.content() for source in self._sources]
+        return hashlib.sha256(" ".join([*contents, self._shaping]).encode()).hexdigest()
 
     def epoch(self, position: dict[str, Any]) -> float:
         """Return the number of whole passes over every dataset before the window of a position."""

@@ -1,6 +1,6 @@
 """The user's functions of a rollout: rewards, tools and environments, loaded and tried before anything is compiled."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtune.config.schema import Config
@@ -88,16 +88,26 @@ def load_functions(config: Config) -> RolloutFunctions:
     return RolloutFunctions(rewards | owned, Toolbox(tools, environments) if tools or environments else None)
 
 
-def try_functions(config: Config, functions: RolloutFunctions, prompt: Prompt, tokenizer: Tokenizer) -> None:
+def try_functions(
+    config: Config,
+    functions: RolloutFunctions,
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    columns: Sequence[str] = (),
+    which: str = "first prompt",
+) -> None:
     """Call each reward function with made-up completions of a prompt, after resetting the environment of its row.
+
+    columns: of all prompts; functions get None for those that this one lacks. which: its name for errors.
 
     Raises:
         UserError: as `rewards_of`; the environment fails.
     """
+    whole = prompt._replace(sample=dict.fromkeys(columns) | dict(prompt.sample))
     count = config.rollout.group_size
     toolbox = functions.toolbox
     if toolbox is None:
-        return try_rewards(functions.rewards, prompt, tokenizer, count)
+        return try_rewards(functions.rewards, whole, tokenizer, count, which=which)
     more: dict[str, list[Any]] = {}
     if (kind := toolbox.environment_of(prompt.sample)) is not None:
         environment, caller = kind.pool[0], Caller(config.rollout.call_seconds)
@@ -114,7 +124,7 @@ def try_functions(config: Config, functions: RolloutFunctions, prompt: Prompt, t
             where = user_files.raised_at(error, kind.file)
             raise UserError(
                 f"rollout.environment: {where}: {kind.name}.reset fails: {type(error).__name__}: {error} (tried before "
-                "the first step, on the first prompt)"
+                f"the first step, on the {which})"
             ) from error
         more = {"environments": [environment] * count, REWARDS: [None] * count}
-    try_rewards(functions.rewards, prompt, tokenizer, count, more, chat=True)
+    try_rewards(functions.rewards, whole, tokenizer, count, more, chat=True, which=which)

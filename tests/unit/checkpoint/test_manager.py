@@ -1,6 +1,8 @@
 """Guarantees for a run that saves, restores and removes its checkpoints."""
 
 import logging
+import time
+from contextlib import ExitStack
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxtune.checkpoint import CheckpointManager
+from jaxtune.checkpoint import CheckpointManager, manifest
 from jaxtune.checkpoint import folder as checkpoint_folder
 from jaxtune.errors import UserError
 
@@ -97,6 +99,19 @@ def test_state_may_be_donated_while_the_save_is_under_way(tmp_path):
         state = change(state)
     restored = manager.restore(abstract(state))
     np.testing.assert_array_equal(restored.state["weight"], np.arange(1 << 20))
+
+
+@pytest.mark.parametrize("error, is_saved", [(UserError("a reward failed"), True), (KeyboardInterrupt(), False)])
+def test_a_save_under_way_is_completed_if_the_run_fails(tmp_path, monkeypatch, error, is_saved):
+    measure = manifest.measure
+    monkeypatch.setattr(manifest, "measure", lambda *of: time.sleep(0.5) or measure(*of))
+    checkpoints = CheckpointManager(tmp_path)
+    with pytest.raises(type(error)), ExitStack() as at_end:
+        at_end.push(checkpoints.finish)
+        checkpoints.save(1, make_state(), {})
+        raise error
+    assert checkpoints.steps() == [1] * is_saved
+    checkpoints.wait()
 
 
 def test_nothing_to_restore(tmp_path):

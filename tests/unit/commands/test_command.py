@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 from runs import call
 
+from jaxtune import command
 from jaxtune.command import NAMES, run_guarded
 from jaxtune.config import new_config
 from jaxtune.config.schema import Config
@@ -93,6 +94,7 @@ def test_the_garbage_collector_never_searches_what_a_command_imports(tmp_path):
     (tmp_path / "heavy.py").write_text("import gc\nsearched, cycle = gc.isenabled(), []\ncycle.append(cycle)\n")
     code = """
 import gc
+from jaxtune import command
 from jaxtune.command import import_unsearched
 heavy = import_unsearched("heavy")
 print(heavy.searched, gc.isenabled(), any(held is heavy.cycle for held in gc.get_objects()))
@@ -128,3 +130,10 @@ def test_a_yaml_file_may_stand_alone_and_other_words_may_not(tmp_path):
         "jaxtune.train", "--config=quickstart", "--dialect=xorl", code=2
     )
     assert "--dialect=unsloth: value should be one of" in call("jaxtune.train", "a.yaml", "--dialect=unsloth", code=2)
+
+
+def test_a_run_that_is_not_there_is_named_as_a_run(tmp_path, capsys):
+    (tmp_path / "lora2").mkdir()
+    assert command.main("evaluate", [f"--run={tmp_path / 'lora1'}"]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'lora1'} is not a run folder: there is no such folder (near it: {tmp_path / 'lora2'})" in said

@@ -81,7 +81,7 @@ def test_another_token_is_the_same_run_and_the_same_data(tmp_path):
         resume.check_unchanged(json.loads(saved), now, RunFolder(tmp_path))
     with pytest.raises(UserError, match="data.datasets"):
         resume.check_unchanged(json.loads(to_json(before)), config_of("https://host/b.jsonl"), RunFolder(tmp_path))
-    source = SampleSource("a", "1", lambda report: iter(()))
+    source = SampleSource("a", "1", lambda: "1", lambda report: iter(()))
     names = {folder_name(source, config.data.datasets[0], "") for config in (before, now)}
     assert len(names) == 1
 

@@ -566,6 +566,11 @@ def test_running_text_needs_a_token_that_ends_it(tmp_path):
 def test_preference_data_is_named(read, tmp_path):
     with pytest.raises(UserError, match="preference data.*set preference.loss"):
         read(jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}]))
+    with pytest.raises(UserError, match="'kto' learns from single ones.*columns prompt, completion and label"):
+        read(tmp_path / "a.jsonl", type="unpaired_preference")
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(UserError, match="'messages' holds a conversation, and this run learns from.* type preference"):
+        read(jsonl(tmp_path / "b.jsonl", [{"messages": talk}]), type="preference")
 
 
 def test_columns_of_other_names_are_answered_with_the_options_that_name_them(read, tmp_path):

@@ -93,12 +93,18 @@ def test_an_answer_that_is_begun(tmp_path):
     assert prompt.begun == "<think>" and plain_of(prompt, tokenizer).endswith("assistant\n<think>")
 
 
-def test_what_is_left_out(tmp_path):
+def test_what_is_left_out(tmp_path, caplog):
     tokenizer = byte_tokenizer(tmp_path / "plain", chat_template=None)
     entry = file_of(tmp_path, {"prompt": "Hi"}, {"text": "none"}, {"prompt": "too long"})
     with pytest.raises(UserError, match=r"prompts.jsonl:2: it has no prompt; its columns are text"):
         read(entry, tokenizer)
+    with pytest.raises(UserError, match="it has no prompt; column 'prompt' is empty"):
+        read(file_of(tmp_path, {"prompt": ""}), tokenizer)
+    entry = file_of(tmp_path, {"prompt": "Hi"}, {"text": "none"}, {"prompt": "too long"})
     assert [prompt.given for prompt in read(entry, tokenizer, most=4, skip=True)] == ["Hi"]
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warned[0].startswith("data: 1 sample skipped:\n") and "prompts.jsonl:2: it has no prompt" in warned[0]
+    assert warned[1].startswith("data: 1 of 2 prompts are left out: they have more than 4 tokens")
     shortened = Dataset(path=entry.path, max_prompt_tokens=3)
     assert [plain_of(prompt, tokenizer) for prompt in read(shortened, tokenizer, most=4, skip=True)] == ["Hi", "ong"]
     with pytest.raises(UserError, match="no prompt of at most 1 tokens"):

@@ -74,6 +74,18 @@ def test_a_file_a_pattern_a_folder_and_a_list_of_them(root):
     assert texts(root, glob=("sub/*", "c*")) == ["c", "d"]
 
 
+def test_texts_next_to_files_of_samples_are_not_read_and_counted(folder, caplog):
+    for name in ("README.txt", "x.txt", "sub/y.txt"):
+        (folder / name).write_text("text")
+    assert texts(str(folder)) == ["a", "b", "c", "d"]
+    assert "4 files of samples are read, but not 2 text files next to them" in caplog.text
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbffrom Windows")
+    assert texts(str(tmp_path)) == ["from Windows"]
+
+
 @pytest.mark.parametrize(
     "path, options, wrong",
     [

@@ -1,6 +1,7 @@
 """Streams: rows of data of unknown length, in order, starting at any row."""
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -162,6 +163,7 @@ def test_a_bad_sample_ends_the_stream_or_is_left_out_and_counted(folder, tokeniz
     read = texts(Stream(skipping, tokenizer), tokenizer, 2)
     good = texts(Stream(config_of(folder, names="b"), tokenizer), tokenizer, 3)
     assert read == good[: len(read)] and len(read) > 10 and "bad samples skipped until row" in caplog.text
+    assert Stream(skipping, tokenizer).has_key(Stream(bad, tokenizer).key), "the run that it ended can continue"
 
 
 def test_documents_that_are_longer_than_a_row_are_counted(folder, tokenizer, caplog):
@@ -200,3 +202,14 @@ def test_the_cache_holds_nothing_of_a_stream(folder, tokenizer, tmp_path):
     single = replace(config, data=replace(config.data, datasets=config.data.datasets[:1]))
     assert feed.documents.has_key(feed_of(config, tokenizer).documents.key)
     assert not feed.documents.has_key(feed_of(single, tokenizer).documents.key)
+
+
+def test_copies_of_the_files_of_a_stream_are_the_same_data(folder, tokenizer, tmp_path):
+    """On another host, or after a restore, files have another time and perhaps another path."""
+    for name in "ab":
+        shutil.copyfile(folder / f"{name}.jsonl", tmp_path / f"{name}.jsonl")
+    here, there = (Stream(config_of(home), tokenizer) for home in (folder, tmp_path))
+    assert here.content_key == there.content_key and not here.has_key(there.key)
+    text = (tmp_path / "b.jsonl").read_text()
+    (tmp_path / "b.jsonl").write_text(text.replace("b34", "c34"))
+    assert Stream(config_of(tmp_path), tokenizer).content_key != here.content_key

@@ -37,6 +37,14 @@ def test_a_folder_without_the_file_asked_for_is_refused(model):
         resolve(str(model), holds="adapter_config.json")
 
 
+@pytest.mark.parametrize("holds", ["config.json", "adapter_config.json", None])
+def test_the_folder_of_a_run_is_refused_and_its_export_named(tmp_path, holds):
+    (tmp_path / "run/export").mkdir(parents=True)
+    (tmp_path / "run/config.json").write_text('{"model": {}, "data": {}, "train": {}}')
+    with pytest.raises(UserError, match="run/ is the folder of a run.*its result is in .*run/export$"):
+        resolve(f"{tmp_path}/run/", holds=holds)
+
+
 def test_a_revision_of_a_local_folder_is_refused(model):
     with pytest.raises(UserError, match="revision 'main'"):
         resolve(str(model), "main")

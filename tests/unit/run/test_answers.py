@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from jaxtune import hf
 from jaxtune.config.schema import ChatOptions, Config, Dataset, ModelOptions, RolloutOptions
 from jaxtune.data.formats.prompts import Prompts, Sample
+from jaxtune.data.rows.prompt_feed import columns_of
 from jaxtune.errors import UserError
 from jaxtune.inference import answers
 from jaxtune.inference.decode import NextTokens
@@ -105,6 +106,25 @@ def test_rewards_see_the_text_of_the_completion_as_in_trl(tokenizer, monkeypatch
     config, nothing = Config(rollout=RolloutOptions(("r.py:r",))), SimpleNamespace()
     sampled = rollouts.make_rollouts(config, nothing, tokenizer, functions, Path())  # pyright: ignore
     assert sampled.make(sampled.prepare({}, {}), [prompt], [0]).texts == [expected]
+
+
+def test_rewards_get_every_column_of_the_data_in_each_step(tokenizer, monkeypatch):
+    """Otherwise a step whose prompts all lack a column would call a function without it, and fail."""
+    made = Completion(ids_of(tokenizer, "▁upon", "</s>"), True)
+    scripted = Completer(lambda trained, frozen: None, lambda weights, prompts, numbers, images: [made])  # pyright: ignore
+    monkeypatch.setattr(rollouts, "completer", lambda *_: scripted)
+    read = Prompts(tokenizer, ChatOptions(), texts_are_chat=False)
+    prompts = [read(Dataset(), sample) for sample in ({"prompt": "Once"}, {"prompt": "Twice", "wanted": "a"})]
+    seen: list[Any] = []
+    functions: Any = {
+        "r": SimpleNamespace(function=lambda wanted, **_: [0.0 for one in wanted if not seen.append(one)])
+    }
+    config, nothing = Config(rollout=RolloutOptions(("r.py:r",))), SimpleNamespace()
+    columns = columns_of(prompts)
+    sampled = rollouts.make_rollouts(config, nothing, tokenizer, functions, Path(), columns=columns)  # pyright: ignore
+    for number, prompt in enumerate(prompts):
+        sampled.make(sampled.prepare({}, {}), [prompt], [number])
+    assert seen == [None, "a"]
 
 
 def test_parts_of_a_document_keep_it(tokenizer):

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 from tiny import write_model_folder
 
+from jaxtune import hf
 from jaxtune.config.schema import Config, DataOptions, ModelOptions
 from jaxtune.data_options import Dataset
 from jaxtune.errors import UserError
@@ -16,7 +17,7 @@ from jaxtune.exports.write import export_adapter, export_full
 from jaxtune.hf import read_config
 from jaxtune.lora.options import LoraOptions
 from jaxtune.objectives.options import PreferenceOptions
-from jaxtune.weights.base import read_base
+from jaxtune.weights.base import check_same_config, read_base
 from jaxtune.weights.describe import describe_layout
 from jaxtune.weights.model import declare_model
 from jaxtune.weights.values import config_for_model, initial_parameters, read_parameters
@@ -34,6 +35,16 @@ def test_an_entry_that_the_family_does_not_read_is_named_with_the_nearest(tmp_pa
         declare(one_device, path=folder, overrides=("rms_norm_epsilon=1e-5",))
     with pytest.raises(UserError, match="model_type='qwen4' is not supported"):
         declare(one_device, path=folder, overrides=('model_type="qwen4"',))
+
+
+def test_a_config_that_describes_another_model_than_at_the_checkpoint_is_refused(tmp_path):
+    folder = write_model_folder(tmp_path)
+    config, saved = Config(model=ModelOptions(path=str(folder))), read_config(folder)
+    folders = hf.find_folders(config.model)
+    for then in (saved, None, saved | {"transformers_version": "1"}, saved | {"use_cache": not saved.get("use_cache")}):
+        check_same_config(then, config, folders)
+    with pytest.raises(UserError, match=r"config.json has changed.*\n  rms_norm_eps: 0.5 then, 1e-06 now\nput"):
+        check_same_config(saved | {"rms_norm_eps": 0.5}, config, folders)
 
 
 def test_an_entry_that_only_the_family_knows_can_be_set(tmp_path, one_device):

@@ -178,7 +178,7 @@ def test_an_export_that_was_killed_is_made_again_and_others_wait(tmp_path, one_d
             write("hf")
         assert (output / "model.safetensors").exists() and not (output / "README.md").exists()
         check_output(output, "hf")
-        with pytest.raises(UserError, match="holds other things"):
+        with pytest.raises(UserError, match="holds the export of a whole model; name a new folder for an adapter"):
             check_output(output, "peft")
         write("hf")
         assert {"README.md", "config.json", "model.safetensors"} <= {file.name for file in output.iterdir()}

@@ -9,9 +9,11 @@ import pytest
 
 from jaxtune.checkpoint import CheckpointManager
 from jaxtune.config import to_json
-from jaxtune.config.schema import CkptOptions, Config, DataOptions, Dataset, TrainOptions
+from jaxtune.config.schema import CkptOptions, Config, DataOptions, Dataset, ModelOptions, TrainOptions
 from jaxtune.errors import UserError
 from jaxtune.host.run_folder import RunFolder
+from jaxtune.objectives.options import RolloutOptions
+from jaxtune.optim.options import OptimOptions
 from jaxtune.run.resume import Saved, begin, check_not_lost, check_same, check_unchanged, saved_run
 
 
@@ -26,7 +28,21 @@ def test_the_fields_of_datasets_that_differ_are_named_alone(tmp_path):
         "  data.datasets[1].path: 'b' then, None now",
     ]
     assert len(str(error.value).splitlines()) == 4
-    check_unchanged(_as_saved(then), dataclasses.replace(then, train=TrainOptions(max_steps=9)), RunFolder(tmp_path))
+    allowed = dataclasses.replace(data, on_bad_row="skip")  # after a bad sample has ended the run of a stream
+    now = dataclasses.replace(then, train=TrainOptions(max_steps=9), data=allowed)
+    check_unchanged(_as_saved(then), now, RunFolder(tmp_path))
+
+
+def test_servers_may_be_elsewhere_when_a_run_continues(tmp_path):
+    """A scheduler that starts the run again may also give its server another host."""
+
+    def config(server: str | None, **rollout) -> Config:
+        return Config(rollout=RolloutOptions(("r.py:r",), server=server, **rollout))
+
+    then, folder = _as_saved(config("http://a:8000")), RunFolder(tmp_path)
+    check_unchanged(then, config("http://b:8000,http://c:8000", server_seconds=9, completions_at_once=4), folder)
+    with pytest.raises(UserError, match="rollout.server: 'http://a:8000' then, None now"):
+        check_unchanged(then, config(None), folder)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +128,18 @@ def test_damage_comes_with_the_advice_to_start_afresh_only_for_the_run_itself(sa
     fresh, start = RunFolder(saved.path.parent / "fresh"), CkptOptions(start=str(saved.path))
     with pytest.raises(UserError, match="are damaged$"):
         saved_run(Config(ckpt=start), fresh, CheckpointManager(fresh.checkpoints))
+
+
+def test_a_run_starts_from_another_with_another_learning_rate_but_not_with_another_model(tmp_path, monkeypatch):
+    then = _as_saved(Config(train=TrainOptions(max_steps=3)))
+    monkeypatch.setattr(CheckpointManager, "host", lambda self, step=None: {"config": then, "step": 3})
+    fresh, start = RunFolder(tmp_path / "fresh"), CkptOptions(start=str(tmp_path / "old"))
+    config = Config(ckpt=start, optim=OptimOptions(learning_rate=0.5), train=TrainOptions(max_steps=9))
+    checkpoints = SimpleNamespace(host=lambda step: None)
+    started: Any = saved_run(config, fresh, checkpoints)  # pyright: ignore
+    assert started.record["step"] == 3 and not started.own
+    with pytest.raises(UserError, match=r"started with other options:\n  model.dtype: .*\nset them back \(only.*optim"):
+        saved_run(dataclasses.replace(config, model=ModelOptions(dtype="float16")), fresh, checkpoints)  # pyright: ignore
 
 
 def test_checkpoints_in_the_mirror_or_moved_to_another_disk_are_not_lost(saved):
