@@ -110,7 +110,7 @@ def _export(values: flags.FlagValues, folder: RunFolder, output: Path, remote: R
         raise UserError("--merge: this run trained no adapter")
     if values.merge and kinds == ["peft"]:
         raise UserError(
-            "--merge: has no effect with --format=peft, which writes the adapter alone; leave one of the two out, or "
+            "--merge: has no effect with --format=peft, which writes only the adapter; leave one of the two out, or "
             "write both forms with --format=hf,peft"
         )
     outputs = {kind: output / (kind if len(kinds) > 1 else "") for kind in kinds}

@@ -1,4 +1,4 @@
-"""Text files of which a crash leaves the old content or the new one."""
+"""Write text files so that a crash leaves the old content or the new one."""
 
 import os
 from collections.abc import Iterable

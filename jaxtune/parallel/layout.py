@@ -223,7 +223,7 @@ def take_element(tree: Any, index: Int[Array, ""] | int, axis: int = 0) -> Any:
     def one(leaf: Array) -> Array:
         spec = list(jax.typeof(leaf).sharding.spec)
         del spec[axis]
-        # Resharding moves nothing: jax forgets how an axis of size 1, such as that of rows, is sharded.
+        # Resharding moves nothing: jax forgets how an axis of size 1, such as the axis of rows, is sharded.
         return jax.reshard(jax.lax.dynamic_index_in_dim(leaf, index, axis, keepdims=False), P(*spec))
 
     return jax.tree.map(one, tree)

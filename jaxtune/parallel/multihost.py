@@ -134,8 +134,10 @@ def raise_together(failure: str) -> None:
 
 
 def can_wait(error: BaseException) -> bool:
-    """Whether a process that fails may wait for work of all processes: after other errors than the user's one of them
-    may have ended, and its part would never come."""
+    """Whether a process that fails may wait for work of all processes.
+
+    After an error that is not a UserError another process may have ended already, and its part would never come.
+    """
     return isinstance(error, UserError) or (isinstance(error, Exception) and jax.process_count() == 1)
 
 

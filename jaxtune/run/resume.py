@@ -302,7 +302,7 @@ def check_same(saved: dict, now: dict, model: Model, feed: Feed | PromptFeed) ->
             f"a step was {saved['rows_per_step']} rows and is {now['rows_per_step']} now; choose "
             "train.micro_batch_size * train.grad_accum_steps * (mesh.data * mesh.fsdp) so that it stays the same"
         )
-    # A stream's key has the paths and times of its files, which copies of them do not have.
+    # A stream's key has the paths and times of its files; a copied file has others.
     if not feed.documents.has_key(saved["data"]) and saved.get("data_content") != now["data_content"]:
         raise UserError(
             "the training data or the tokenizer changed since the checkpoint; put them back, or start a new run "
@@ -352,7 +352,7 @@ def check_length(saved: Saved, total_steps: int) -> None:
 
 
 def _changed_options(saved: dict[str, Any], config: Config, free: tuple[str, ...] = ()) -> list[str]:
-    """Return a line for each changed option that must stay the same; those of the sections `free` need not."""
+    """Return a line for each changed option that must stay the same; options of the sections `free` may change."""
     # Options that are newer than the saved config get their defaults. Secrets are hidden in both: a new token is not a
     # changed option.
     then, now = (as_dict(from_json(hide_secrets(text))) for text in (json.dumps(saved), to_json(config)))
@@ -366,7 +366,7 @@ def _check_start(saved: dict[str, Any], config: Config) -> None:
         raise UserError(
             f"ckpt.start={config.ckpt.start}: that run was started with other options:\n"
             + "\n".join(changed)
-            + f"\nset them back (only options of {', '.join(_FREE_AT_START)} may be others), or take its weights alone "
+            + f"\nset them back (only options of {', '.join(_FREE_AT_START)} may change), or take only its weights "
             "(model.path, lora.path)"
         )
 

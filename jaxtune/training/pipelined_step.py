@@ -233,7 +233,7 @@ def pipelined_gradients(forward: Forward, objective: Objective, options: StepOpt
             operands = by_stage(linears_in.operands, STAGES, STAGES)({**frozen_in, **trained_in})
             inside = inside._replace(operands=operands, scales=linears_in.scales(on_stage, step))
 
-        # Stages are the leading axis of these gradients, and manual inside of `by_stage`: the specs must not name it.
+        # Stages are the gradients' leading axis, and manual inside of `by_stage`: the specs must not name it.
         specs_in = {name: P(None, *spec[1:]) for name, spec in specs_in.items()}
         stack = layers.stack
         plan = schedule(stack.stages, stack.chunks, len(batch["tokens"]), options.order)

@@ -35,7 +35,7 @@ def check_same_inputs(data: Mapping[str, str], models: Mapping[str, tuple[Model,
 
 
 def _files(model: Model, config: Config) -> dict[str, list[Path]]:
-    """Return the files that describe a model and its adapters, and those of their weights.
+    """Return the files that describe a model and its adapters, and the files of their weights.
 
     Other files of a folder are left out: what a host has downloaded before may differ.
     """

@@ -102,7 +102,7 @@ def test_an_exported_model_answers_as_here(head, tmp_path):
     ],
 )
 def test_settings_of_another_model_that_would_change_answers_are_refused(described, problem, tmp_path):
-    """transformers reads them all; a temperature that is no number above 0 is an error there too."""
+    """transformers reads them all; a temperature that is not a number above 0 is an error there too."""
     (tmp_path / "decision.json").write_text(json.dumps(described))
     with pytest.raises(UserError, match=problem):
         read_temperatures(tmp_path)

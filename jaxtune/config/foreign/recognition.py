@@ -20,7 +20,7 @@ MARKS = {
 
 
 def recognise(values: Mapping[str, Any], name: str) -> str | None:
-    """Return the system that has most of these options; None if it is jaxtune or no known system.
+    """Return the system that has most of the options; None if it is jaxtune or no known system.
 
     Raises:
         UserError: Several systems match equally, or the system is not supported.

@@ -1,4 +1,4 @@
-"""What becomes of a file of another system, line by line, and what to change in one that does not run as it is."""
+"""A translated file of another system, line by line, and the changes that one needs to run."""
 
 import re
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Line:
         stated: Whether the file states it; otherwise the value is that system's default.
         settings: Our settings by key; none and no text: it is our default.
         text: A note or an error for the user.
-        remedy: What to write instead, if it is an error.
+        remedy: The text to write instead, if it is an error.
         elsewhere: Whether the line of another option includes it.
     """
 

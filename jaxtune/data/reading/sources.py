@@ -35,7 +35,7 @@ log = logging.getLogger("jaxtune")
 _FEW_FILES, _FEW_BYTES = 1000, 2**26  # up to these sizes, local files are identified by their content
 _PART_BYTES, _PARTS = 2**16, 4  # what is hashed of a larger file of a stream
 
-_NOTES = ("readme", "license", "notice", "requirements", "citation")  # texts about a dataset, not of it
+_NOTES = ("readme", "license", "notice", "requirements", "citation")  # texts about a dataset
 
 DUMMY = "dummy"
 """The path of random tokens, for measurements of speed."""
@@ -159,7 +159,7 @@ def _contents(files: list[File]) -> list[str]:
 
 
 def _sample(files: list[File]) -> list[str]:
-    """Return a hash of parts of local files, in a list; if there are many, of evenly spaced ones of them."""
+    """Return a hash of parts of local files, in a list; if there are many, of evenly spaced ones."""
     local, digest = [file for file in files if not is_url(file.location)], hashlib.sha256()
     for file in local[:: math.ceil(len(local) / _FEW_FILES) or 1]:
         with file.raw() as stream:
@@ -290,7 +290,7 @@ def _files_of_folder(path: str, in_folder: dict[str, File], entry: Dataset) -> l
 
 
 def _warn_unread(path: str, files: list[File], data: list[File]) -> None:
-    """Warn of texts in a folder with files of samples, which alone are read; notes about a dataset are expected."""
+    """Warn of texts next to files of samples, because only samples are read; notes about a dataset are expected."""
     named = [(file, Path(file.name).name.lower()) for file in files if file.kind == ".txt"]
     texts = [file for file, name in named if not name.startswith(_NOTES)]
     if texts:

@@ -76,7 +76,7 @@ def _without_places(value: Any) -> Any:
 
 
 def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
-    """Return all columns of some prompts; a prompt may lack some of them."""
+    """Return all columns that any of the prompts has."""
     return tuple(dict.fromkeys(name for prompt in prompts for name in prompt.sample))
 
 
@@ -108,7 +108,7 @@ class PromptFeed:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns of the prompts, also of those to validate with; a prompt may lack some."""
+        """All columns that any prompt has, of training or validation."""
         return columns_of([*self.documents.prompts, *(self.eval_prompts or ())])
 
     @property

@@ -1,4 +1,4 @@
-"""What is in the way of training by a config of another system, and what to write instead."""
+"""Options of another system's config that cannot be trained by, and the texts that say what to write instead."""
 
 import pathlib
 import re

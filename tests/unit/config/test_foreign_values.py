@@ -1,4 +1,4 @@
-"""What the options of other systems become, and the lines that say so."""
+"""The values that options of other systems become, and the lines that say so."""
 
 import pathlib
 

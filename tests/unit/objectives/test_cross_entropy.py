@@ -120,7 +120,7 @@ def test_a_temperature_divides_the_logits(one_device):
 
 
 def test_a_temperature_is_not_rounded_to_bfloat16(one_device):
-    """0.9 would become 0.8984, and all logits 0.17% larger than those of the engine that samples."""
+    """0.9 would become 0.8984, and all logits 0.17% larger than in the engine that samples."""
     hidden, head, batch = make(one_device, width=256)
     hidden, head = (x.astype(jnp.bfloat16) for x in (hidden, head))
     call, options = ForwardOptions(jnp.dtype("bfloat16")), ScoreOptions(temperature=0.9)
