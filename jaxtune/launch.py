@@ -12,6 +12,7 @@ test on CPU a run for many hosts (--devices-per-process 2).
 """
 
 import collections
+import datetime
 import os
 import pathlib
 import shutil
@@ -83,8 +84,11 @@ def _main(values: flags.FlagValues, words: list[str]) -> int:
         signal.signal(number, lambda number, _frame: received.append(number))
     logs = [folder / f"process-{index}.log" for index in range(values.processes)]
     for log in logs:
-        log.write_bytes(b"")  # a restart appends to it
+        with log.open("a") as output:
+            if output.tell():  # an earlier start's lines, which may say why it failed, are kept
+                output.write(f"\n==== started at {datetime.datetime.now():%Y-%m-%d %H:%M:%S}\n")
     with logs[0].open("rb") as shown:
+        shown.seek(0, os.SEEK_END)
         code = run(group, logs, shown, received)
         for left in reversed(range(values.restarts)):
             if code in (0, STOPPED, REFUSED) or received:

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -39,6 +40,13 @@ def test_each_process_knows_its_place_and_has_a_log(tmp_path):
     assert [one["JAXTUNE_PROCESS_ID"] for one in seen] == ["0", "1"]
     assert all(one["JAXTUNE_NUM_PROCESSES"] == "2" and one["JAX_NUM_CPU_DEVICES"] == "3" for one in seen)
     assert seen[0]["JAXTUNE_COORDINATOR"] == seen[1]["JAXTUNE_COORDINATOR"]
+
+
+def test_logs_of_an_earlier_start_are_kept(tmp_path):
+    for word in ("first", "second"):
+        out, _ = launch(tmp_path, f"print('{word}')", processes=1).communicate(timeout=30)
+    assert "second" in out and "first" not in out
+    assert re.fullmatch(r"first\n\n==== started at .*\nsecond\n", (tmp_path / "process-0.log").read_text())
 
 
 @pytest.mark.parametrize(
