@@ -310,10 +310,10 @@ def prepare_weights(
 
 
 def shard_gradients(linears: StepWeights | None, trained: Parameters, specs: Mapping[str, jax.P]) -> Parameters:
-    """Reshard the weights that have operands to the PartitionSpecs of their gradients, which take the weights' specs.
+    """Reshard the weights that have operands as their gradients are summed: a gradient has its weight's PartitionSpec.
 
-    Such a weight gets a gradient, and is not read otherwise. With `parallel.zero=2`, in which weights are whole, its
-    gradient is reduce-scattered so in each layer.
+    The values of such a weight are not read. With `parallel.zero=2`, in which weights are whole, each layer's gradient
+    is then reduce-scattered.
     """
     if linears is None:
         return trained
