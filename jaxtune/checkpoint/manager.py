@@ -165,13 +165,10 @@ class CheckpointManager:
         """
         if self._pending is None or error is None or not multihost.can_wait(error):
             return
-        step, done = self._pending
-        self._pending = None
         try:
-            done.result()
-        except Exception as failure:
-            self._fail(step, failure, warn=False)
-            logger.warning(self._failure)
+            self.wait(final=True)
+        except UserError as failure:
+            logger.warning(failure)
 
     def restore(
         self,

@@ -230,6 +230,6 @@ def _is_list_of_words(annotation: Any) -> bool:
 
 
 def unknown_option(key: str, value: Any) -> Problem:
-    """Return the problem of a key that is no option, with the nearest one."""
+    """Return the problem of an unknown key, with the nearest option."""
     nearest = keys.nearest_option(key)
     return Problem((key, nearest.key) if nearest else (key,), f"{key} = {value!r}: {keys.no_such_option(key)}")

@@ -140,8 +140,7 @@ def _make_evaluate_documents(config: Config, model: Model, mesh: jax.sharding.Me
     if not documents:
         raise UserError(NO_DATA)
     rows = data.rows_to_evaluate(documents, config, task_of(model, config).columns)
-    keys = {f"validation data {name}".rstrip(): named.documents.key for name, named in rows.items()}
-    check_same_inputs(keys, {"model.path": (model, config)})
+    check_same_inputs({}, {name: named.documents.key for name, named in rows.items()}, {"model.path": (model, config)})
     for name, set_rows in rows.items():
         for loss in set_rows.losses:
             log.warning("validation%s: %s", f" {name}" if name else "", loss)
@@ -158,7 +157,7 @@ def _make_evaluate_prompts(
     trained, prompts = data.open_prompt_sets(config, tokenizer, functions.row_tools, open_images(model, config))
     if prompts is None:
         raise UserError(NO_DATA)
-    check_same_inputs({"validation data": data.PromptSet(prompts).key}, {"model.path": (model, config)})
+    check_same_inputs({}, {"": data.PromptSet(prompts).key}, {"model.path": (model, config)})
     folder = Path(run or config.train.output_dir) / "evaluation"  # for weights that are sent to a server
     if config.distill.own_answers:
         if BASE in config.distill.teachers.values() and not config.lora.enabled:

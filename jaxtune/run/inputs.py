@@ -74,7 +74,7 @@ def check_inputs(inputs: RunInputs, config: Config, model: Model) -> None:
     models = {"model.path": (model, config)}
     for name, teacher in inputs.teachers.items():
         models |= {f"distill.teacher {name}".rstrip(): (teacher.model, teacher.config)} if teacher else {}
-    check_same_inputs(inputs.feed.content_keys, models)
+    check_same_inputs({"data.datasets": inputs.feed.content_key}, inputs.feed.eval_keys, models)
 
 
 def add_scores(inputs: RunInputs, config: Config, model: Model, mesh: jax.sharding.Mesh, goodput: Goodput) -> RunInputs:

@@ -285,7 +285,7 @@ def record(config: Config, model: Model, feed: Feed | PromptFeed) -> dict[str, A
         "base": {} if config.model.from_scratch else fingerprint(model.folder),
         "config_json": read_config(model.folders.config),
         "data": feed.documents.key,
-        "data_content": feed.content_keys["data.datasets"],
+        "data_content": feed.content_key,
         "eval_data": feed.eval_keys,
         "rows_per_step": feed.rows_per_step,
         "total_steps": feed.total_steps,

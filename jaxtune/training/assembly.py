@@ -95,7 +95,7 @@ def assemble(base: Base, config: Config, mesh: jax.sharding.Mesh, objective: Obj
     objective, recipe = objective or objective_of(config, model), forward.recipe
     reference, averaged = abstract_reference(model, config), abstract_average(model, config)
     merged, on_host = merge_targets(model, config), config.memory.offload_gradients
-    # The gradients of these stacks are added layer by layer, so no device holds a whole stack. Adapters are
+    # Gradients of a stack in this list are added layer by layer, so no device holds a whole stack. Adapters are
     # small; weights with operands have sharded gradients anyway (`shard_gradients`).
     divided = config.parallel.zero == 2 and recipe.linears is None
     stacks = [

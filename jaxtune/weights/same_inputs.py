@@ -9,17 +9,21 @@ import jax
 from jaxtune import hf
 from jaxtune.checkpoint.fingerprint import hash_sample
 from jaxtune.config.schema import Config
+from jaxtune.hf import peft
 from jaxtune.parallel import multihost
 from jaxtune.weights.model import Model
 
 
-def check_same_inputs(data: Mapping[str, str], models: Mapping[str, tuple[Model, Config]]) -> None:
+def check_same_inputs(
+    data: Mapping[str, str], eval_data: Mapping[str, str], models: Mapping[str, tuple[Model, Config]]
+) -> None:
     """Check that all processes read the same data and weights; every process must call it.
 
     Otherwise each would cut its rows out of other documents, or read its shards from another model.
 
     Args:
         data: hashes of the content of data, by the option that names it.
+        eval_data: hashes of validation data, by the name of its datasets.
         models: models with the config that declares them, by the option that names them.
 
     Raises:
@@ -27,7 +31,8 @@ def check_same_inputs(data: Mapping[str, str], models: Mapping[str, tuple[Model,
     """
     if jax.process_count() == 1:
         return
-    facts = {option: f"content {key[:12]}" for option, key in data.items()}
+    keys = {**data, **{f"validation data {name}".rstrip(): key for name, key in eval_data.items()}}
+    facts = {option: f"content {key[:12]}" for option, key in keys.items()}
     for option, (model, config) in models.items():
         for name, files in _files(model, config).items():
             facts[f"{option}{name}"] = f"content {_hash(files)[:12]}"  # not the folder: caches of the hub may differ
@@ -46,8 +51,8 @@ def _files(model: Model, config: Config) -> dict[str, list[Path]]:
         adapters["preference.reference"] = config.preference.reference
     for option, name in adapters.items():
         if name is not None and config.lora.enabled:
-            folder = hf.resolve(name, holds="adapter_config.json")
-            saved = [folder / "adapter_config.json", folder / "adapter_model.safetensors"]
+            folder = hf.resolve(name, holds=peft.CONFIG)
+            saved = [folder / peft.CONFIG, folder / peft.WEIGHTS]
             files[f", {option}"] = [file for file in saved if file.is_file()]  # a missing one is refused elsewhere
         elif name is not None:
             folder = hf.resolve(name)

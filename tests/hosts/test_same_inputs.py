@@ -70,7 +70,7 @@ def test_the_place_of_a_model_does_not_matter(tmp_path, monkeypatch):
     monkeypatch.setattr(multihost, "agree", lambda facts, advice: compared.append(facts))
     for folder in (tmp_path / "host0/model", tmp_path / "host1/model"):
         model: Any = SimpleNamespace(folder=folder, folders=SimpleNamespace(config=folder))
-        check_same_inputs({"data.datasets": "a"}, {"model.path": (model, Config())})
+        check_same_inputs({"data.datasets": "a"}, {}, {"model.path": (model, Config())})
     assert compared[0] == compared[1] and compared[0].keys() == {"data.datasets", "model.path"}
 
 

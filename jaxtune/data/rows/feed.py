@@ -67,11 +67,9 @@ class Feed:
         return {name: rows.documents.key for name, rows in self.eval_rows.items()}
 
     @property
-    def content_keys(self) -> dict[str, str]:
-        """Hashes of the data's content by option, the same on hosts with the same data, at whatever path and time."""
-        key = self.documents.content_key if isinstance(self.documents, Stream) else self.documents.key
-        eval_keys = {f"validation data {name}".rstrip(): one for name, one in self.eval_keys.items()}
-        return {"data.datasets": key} | eval_keys
+    def content_key(self) -> str:
+        """A hash of the training data, the same on hosts with the same data, at whatever path and time."""
+        return self.documents.content_key if isinstance(self.documents, Stream) else self.documents.key
 
     def with_rows(self, change: Callable[[Rows], Rows]) -> "Feed":
         """Return the feed with `change` applied to the training rows (not to a stream) and to the validation rows."""

@@ -112,10 +112,9 @@ class PromptFeed:
         return columns_of([*self.documents.prompts, *(self.eval_prompts or ())])
 
     @property
-    def content_keys(self) -> dict[str, str]:
-        """Hashes of the data's content, as in `data.Feed`."""
-        eval_keys = {f"validation data {name}".rstrip(): one for name, one in self.eval_keys.items()}
-        return {"data.datasets": self.documents.key} | eval_keys
+    def content_key(self) -> str:
+        """A hash of the training prompts, as in `data.Feed`."""
+        return self.documents.key
 
     def with_rows(self, change: Any) -> "PromptFeed":
         """Return the feed unchanged: completions are generated in each step, so they cannot be scored beforehand."""
