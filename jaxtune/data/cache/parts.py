@@ -29,6 +29,7 @@ from jaxtune.data.formats.preferences import add_mismatched_answers
 from jaxtune.data.formats.units import Unit
 from jaxtune.data.reading import sources
 from jaxtune.data.reading.readers import size_of
+from jaxtune.data.reading.skipped_samples import LISTED, list_skipped
 from jaxtune.errors import UserError, format_count
 
 log = logging.getLogger("jaxtune")
@@ -39,7 +40,6 @@ _BLOCK_SIZE, _BLOCK_SAMPLES = 2**22, 1024
 _PART_SIZE = 2**26
 # Samples that cannot be trained on are counted before the error is raised, but reading stops after this many.
 _MAX_REFUSED = 1000
-_LISTED = 5  # skipped samples that are shown to the user
 _PROGRESS = (
     SpinnerColumn(),
     TextColumn("tokenising {task.description}: {task.fields[documents]:,} documents", markup=False),
@@ -235,7 +235,7 @@ def _write_part(
         for block in blocks:
             notes.update(dict.fromkeys(block.said))
             unused.update(dict.fromkeys(block.unused))
-            first.extend(map(str, block.problems[: _LISTED - len(first)]))
+            first.extend(map(str, block.problems[: LISTED - len(first)]))
             skipped += len(block.problems)
             longer += block.longer
             first_across.extend(block.across[: 1 - len(first_across)])
@@ -275,7 +275,7 @@ def _join(
     summaries = [read_summary(part) for part in parts]
     longer = sum(summary["longer"] for summary in summaries)
     skipped = sum(summary["skipped"] for summary in summaries)
-    first = list(itertools.chain.from_iterable(summary["first"] for summary in summaries))[:_LISTED]
+    first = list(itertools.chain.from_iterable(summary["first"] for summary in summaries))[:LISTED]
     left_out = f"{format_count(longer, 'document')} of more than {tokeniser.entry.max_tokens} tokens left out"
     if not any(summary["documents"] for summary in summaries):
         shutil.rmtree(parts[0].parent)
@@ -301,8 +301,7 @@ def _join(
             example = next(line for summary in summaries for line in summary["first_across"])
             notes.append(f"{name}: {say_across(across, example)}")
         if skipped:
-            more = ["..."] if skipped > _LISTED else []
-            losses.append("\n  ".join([f"{format_count(skipped, 'sample')} skipped:", *first, *more]))
+            losses.append(list_skipped(first, skipped))
         if longer:
             losses.append(f"{name}: {left_out}")
         if unused := dict.fromkeys(column for each in summaries for column in each["unused"]):

@@ -15,7 +15,8 @@ from jaxtune.data.formats.image_messages import PLACEHOLDER, ImageMessages, imag
 from jaxtune.data.formats.templates import fill, is_template
 from jaxtune.data.reading import sources
 from jaxtune.data.reading.readers import folder_of
-from jaxtune.errors import UserError, format_count
+from jaxtune.data.reading.skipped_samples import LITTLE, list_skipped
+from jaxtune.errors import UserError
 from jaxtune.image_layout import ImageRef
 from jaxtune.tokenizer_type import Tokenizer
 
@@ -25,8 +26,6 @@ Sample = Mapping[str, Any]
 
 _ASKED = ("prompt", "question", "query", "instruction", "conversations", "messages")  # columns of a prompt, best first
 _USED = {"system": "system_field", "tools": "tools_field"}  # columns that are used even if no option names them
-_LISTED = 5  # skipped samples that are shown to the user
-_LITTLE = 0.05  # share of the prompts: a larger loss is worth a warning
 
 
 class Prompt(NamedTuple):
@@ -235,9 +234,8 @@ def read_prompts(
 def _warn_left_out(kept: int, large: int, bad: Sequence[str], most_tokens: int) -> None:
     """Warn of bad samples, and of large prompts if they are more than a twentieth, as of documents."""
     if bad:
-        listed = "\n  ".join([*bad[:_LISTED], *(["..."] if len(bad) > _LISTED else [])])
-        log.warning("data: %s skipped:\n  %s", format_count(len(bad), "sample"), listed)
-    if large > _LITTLE * (kept + large):
+        log.warning("data: %s", list_skipped(bad, len(bad)))
+    if large > LITTLE * (kept + large):
         log.warning(
             "data: %d of %d prompts are left out: they have more than %d tokens (data.seq_len less "
             "rollout.max_new_tokens), or larger images than options allow; raise data.seq_len",

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Int
 from jaxtune.columns import ADDED, DESIRABLE, LABEL, MADE, NEXT_TOKEN, OF_IMAGES, OPTION_SHARES, Column
 from jaxtune.config.schema import DataOptions
 from jaxtune.data.formats.units import Documents
+from jaxtune.data.reading.skipped_samples import LITTLE
 from jaxtune.data.rows.packing import Patches, Pieces, RowPlan, cut_to_rows, plan
 from jaxtune.data.rows.row_images import put_image_tokens, put_patches
 from jaxtune.errors import UserError, format_count
@@ -28,7 +29,6 @@ Row = dict[str, np.ndarray]
 
 # When one epoch ends and the next begins, the loader's threads read rows of both.
 _PLANS_KEPT = 2
-_LITTLE = 0.05  # fraction of the documents, or of their tokens: a loss above it is worth a warning
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Rows:
             (counts.dropped_documents, counts.dropped_tokens, f"left out: they are {why}", remedy),
             (counts.truncated_documents, counts.truncated_tokens, f"cut to data.seq_len={seq_len}", longer_rows),
         ):
-            if max(lost / documents, lost_tokens / tokens) > _LITTLE:
+            if max(lost / documents, lost_tokens / tokens) > LITTLE:
                 share = f"{lost_tokens:,} of {tokens:,} tokens are lost ({lost_tokens / tokens:.0%})"
                 lines.append(f"{lost:,} of {documents:,} documents are {fate}; {share}; {advice}")
         return lines
